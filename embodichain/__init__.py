@@ -1,0 +1,3 @@
+"""EmbodiChain: embodied agents trained from live simulation."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,107 @@
+"""The contract every environment fulfils: many copies of one task, stepped together.
+
+Read this first. All collectors, the streaming engine and the trainer know environments only through this class.
+
+* ``obs`` is a nested TensorDict of batch size ``[num_envs]`` on ``device``: ``robot/qpos``, ``object/pos``,
+  ``image/<camera>`` (uint8 ``[num_envs, H, W, 3]``), ... It is never written to again after it was returned.
+* ``action`` is a tensor ``[num_envs, action_dim]`` in [-1, 1] (``[num_envs]`` int64 for discrete actions), or a
+  dict / TensorDict with the one key ``action_manager.action_type``.
+* ``reward`` is float32 ``[num_envs]``; ``terminated`` (the task ended) and ``truncated`` (time ran out) are bool
+  ``[num_envs]``, and both may be set.
+* An env that is done resets itself in the same step: ``obs`` is then the first of its next episode, and
+  ``info["final_observation"]`` is what it really reached. That entry is always there and always ``[num_envs]``; rows of
+  envs that are not done equal ``obs`` (it *is* ``obs`` when none is done), so the value of the next state is the value
+  of ``final_observation``, whatever happened.
+* ``info["rewards"]`` and ``info["metrics"]`` map names to ``[num_envs]`` tensors: the weighted parts of the reward, and
+  measures of the state reached such as ``success``. ``info["episode_seed"]`` (int64 ``[num_envs]``) names the episode
+  each env is in after the step; ``reset(seed=that_tensor)`` starts the same episodes again.
+* Spaces are those of one env, without the batch dimension.
+* Env ``i`` of seed ``s`` behaves the same whatever ``num_envs`` and the number of threads are.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import gymnasium as gym
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from embodichain.errors import EnvContractError
+
+if TYPE_CHECKING:
+    from embodichain.envs.actions import ActionManager
+
+Action = Tensor | Mapping[str, Tensor] | TensorDictBase
+EnvIds = Tensor | Sequence[int] | None
+StepResult = tuple[TensorDict, Tensor, Tensor, Tensor, dict[str, Any]]
+
+
+class VecEnv(ABC):
+    """``num_envs`` copies of one task that step together; see the module's docstring for what is promised."""
+
+    num_envs: int
+    device: torch.device
+    max_episode_steps: int
+    observation_space: gym.spaces.Dict
+    action_space: gym.Space[Any]
+    action_manager: ActionManager
+    supports_state: bool = True
+    """Whether ``get_state`` and ``set_state`` work (they do for every simulated task)."""
+
+    @abstractmethod
+    def reset(self, seed: int | Tensor | None = None, env_ids: EnvIds = None) -> tuple[TensorDict, dict[str, Any]]:
+        """Start new episodes in ``env_ids`` (default: all) and return the observation of all envs.
+
+        An int seeds the random stream of each of these envs by ``(seed, env index)``; a tensor of episode seeds starts
+        exactly those episodes; ``None`` goes on with the streams as they are.
+        """
+
+    @abstractmethod
+    def step(self, action: Action) -> StepResult:
+        """Apply one action in every env and return ``(obs, reward, terminated, truncated, info)``."""
+
+    def get_state(self) -> TensorDict:
+        """Return the whole simulation as a TensorDict ``[num_envs]``: physics, counters and random streams."""
+        raise EnvContractError(f"{type(self).__name__} cannot save its state: see supports_state")
+
+    def set_state(self, state: TensorDictBase, env_ids: EnvIds = None) -> TensorDict:
+        """Restore rows of ``get_state`` into ``env_ids`` (default: all) and return the observation of all envs."""
+        raise EnvContractError(f"{type(self).__name__} cannot restore a state: see supports_state")
+
+    def render(self, env_ids: EnvIds = None, camera: str | None = None, size: tuple[int, int] = (240, 320)) -> np.ndarray:
+        """Return uint8 frames ``[len(env_ids), H, W, 3]`` of the envs' present state."""
+        raise EnvContractError(f"{type(self).__name__} has no camera")
+
+    def close(self) -> None:
+        """Release threads, processes and GL contexts; calling it twice is fine."""
+
+    def __enter__(self) -> VecEnv:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def resolve_ids(self, env_ids: EnvIds) -> Tensor:
+        """Return ``env_ids`` as a checked int64 tensor on the env's device; ``None`` is all envs."""
+        if env_ids is None:
+            return torch.arange(self.num_envs, device=self.device)
+        ids = torch.as_tensor(env_ids, dtype=torch.int64, device=self.device).reshape(-1)
+        if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= self.num_envs):
+            raise EnvContractError(f"env_ids must lie in [0, {self.num_envs}), got {ids.tolist()[:10]}")
+        return ids
+
+
+@runtime_checkable
+class HasExpert(Protocol):
+    """An environment that can demonstrate its own task."""
+
+    def expert_action(self) -> Tensor:
+        """Return the scripted expert's action ``[num_envs, action_dim]`` for the present state."""
+
+    def create_demo_action_list(self) -> list[Tensor]:
+        """Return the actions that solve the task from the present state, which is left as it was."""

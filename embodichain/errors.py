@@ -1,0 +1,63 @@
+"""Every exception EmbodiChain raises on purpose, and the wording they share."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+class EmbodiChainError(Exception):
+    """Base of all errors raised on purpose by this package."""
+
+
+class ConfigError(EmbodiChainError, ValueError):
+    """A configuration is wrong; ``problems`` lists everything that is wrong with it."""
+
+    def __init__(self, problems: Sequence[str] | str, source: str = "configuration") -> None:
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        self.source = source
+        count = f"{len(self.problems)} problem{'s' if len(self.problems) != 1 else ''}"
+        super().__init__(f"{source}: {count}\n" + "\n".join(f"  - {problem}" for problem in self.problems))
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[list[str], str]]:
+        return type(self), (self.problems, self.source)
+
+
+class UnknownNameError(EmbodiChainError, LookupError):
+    """A name is not registered; the message gives the nearest ones."""
+
+
+class UntrustedModuleError(EmbodiChainError, PermissionError):
+    """A config names a module that the caller did not allow to be imported."""
+
+
+class MissingExtraError(EmbodiChainError, ImportError):
+    """An optional package is not installed; the message gives the extra to install."""
+
+
+class AssetError(EmbodiChainError, ValueError):
+    """A model file cannot be read or compiled."""
+
+
+class ActionError(EmbodiChainError, ValueError):
+    """An action has the wrong key, shape or values."""
+
+
+class SimulationError(EmbodiChainError, RuntimeError):
+    """The simulation cannot go on from where it is."""
+
+
+class EnvContractError(EmbodiChainError, RuntimeError):
+    """An environment does not do what ``VecEnv`` promises, or cannot do what was asked."""
+
+
+class RenderingError(EmbodiChainError, RuntimeError):
+    """No picture can be drawn on this machine."""
+
+
+def nearest(name: str, options: Iterable[str], count: int = 3) -> str:
+    """Return `` Did you mean ...? Valid: ...`` for a name that is not among the options."""
+    known = sorted(set(options))
+    close = difflib.get_close_matches(name, known, n=count, cutoff=0.5)
+    hint = f" Did you mean {' or '.join(repr(c) for c in close)}?" if close else ""
+    return f"{hint} Valid: {', '.join(known) if known else '(none)'}."
