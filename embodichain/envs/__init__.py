@@ -1,0 +1,1 @@
+"""Environments: batched physics, tasks written on it, and adapters; ``vec_env.py`` states the contract."""

@@ -1,0 +1,82 @@
+"""From what a policy says to what the motors get.
+
+An :class:`ActionManager` checks an action and takes it out of its envelope; a :class:`RobotActionManager` turns it into
+controls through one *term* chosen in the config (``delta_qpos``, ``qpos``, ``ee_delta``, ``effort``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from embodichain.envs.vec_env import Action
+from embodichain.errors import ActionError
+
+
+class ActionManager:
+    """Knows the one key, the shape and the range of an environment's actions."""
+
+    def __init__(self, action_type: str, space: gym.Space[Any], num_envs: int, device: torch.device | str) -> None:
+        self.action_type = action_type
+        self.space = space
+        self.num_envs = num_envs
+        self.device = torch.device(device)
+        self.num_choices = int(space.n) if isinstance(space, gym.spaces.Discrete) else 0
+        self.shape = (num_envs, *(space.shape or ()))
+        self.action_dim = int(np.prod(space.shape)) if space.shape else 1
+
+    def unwrap(self, action: Action, step: Tensor | int | None = None) -> Tensor:
+        """Return the action as a checked tensor ``[num_envs, ...]`` on the env's device."""
+        value = self._take_out(action)
+        if tuple(value.shape) != self.shape:
+            raise ActionError(
+                f"action {self.action_type!r} must have shape {list(self.shape)} (num_envs first), got {list(value.shape)}"
+            )
+        if self.num_choices:
+            return self._check_choice(value)
+        value = value.to(self.device, torch.float32)
+        # One reduction instead of isfinite().all(): x * 0 is NaN exactly where x is not finite. On a GPU this check
+        # would wait for the device, so there the simulation guards itself.
+        if value.device.type == "cpu" and value.numel() and torch.isnan((value * 0).sum()):
+            self._raise_not_finite(value, step)
+        return value
+
+    def _take_out(self, action: Action) -> Tensor:
+        if isinstance(action, Tensor):
+            return action
+        if isinstance(action, np.ndarray):
+            return torch.from_numpy(action)
+        if isinstance(action, Mapping | TensorDictBase):
+            keys = [str(key) for key in action.keys()]  # noqa: SIM118 - a TensorDict iterates over its rows
+            if keys != [self.action_type]:
+                raise ActionError(f"an action dict has the one key {self.action_type!r}, got {keys}")
+            return torch.as_tensor(action[self.action_type])
+        raise ActionError(
+            f"an action is a tensor {list(self.shape)} or a dict with the key {self.action_type!r}, got {type(action).__name__}"
+        )
+
+    def _check_choice(self, value: Tensor) -> Tensor:
+        if value.is_floating_point() or value.dtype == torch.bool:
+            raise ActionError(f"discrete actions are integers in [0, {self.num_choices}), got dtype {value.dtype}")
+        value = value.to(self.device, torch.int64)
+        if value.device.type == "cpu" and value.numel():
+            bad = torch.nonzero((value < 0) | (value >= self.num_choices)).reshape(-1)
+            if bad.numel():
+                env = int(bad[0])
+                raise ActionError(f"action of env {env} must lie in [0, {self.num_choices}), got {int(value[env])}")
+        return value
+
+    def _raise_not_finite(self, value: Tensor, step: Tensor | int | None) -> None:
+        bad = torch.nonzero(~torch.isfinite(value).reshape(self.num_envs, -1).all(dim=1)).reshape(-1)
+        env = int(bad[0])
+        at = "" if step is None else f" at step {int(step[env]) if isinstance(step, Tensor) else step} of its episode"
+        raise ActionError(
+            f"action {self.action_type!r} of env {env}{at} is not finite: {value[env].tolist()} "
+            f"({bad.numel()} of {self.num_envs} envs); the simulation was left as it was"
+        )

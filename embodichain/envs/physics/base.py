@@ -1,0 +1,65 @@
+"""What a simulator backend offers: the state of all envs as tensors, and a way to advance it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import mujoco
+import torch
+from torch import Tensor
+
+
+class Physics(ABC):
+    """``num_envs`` copies of one model.
+
+    ``qpos``, ``qvel`` and ``ctrl`` are live tensors ``[num_envs, ...]``: reading them is free, writing ``ctrl`` is how a
+    robot is driven. They change under the reader at the next ``step``, so what is to be kept is copied.
+    """
+
+    model: mujoco.MjModel
+    num_envs: int
+    device: torch.device
+    qpos: Tensor
+    qvel: Tensor
+    ctrl: Tensor
+
+    @abstractmethod
+    def step(self, count: int) -> None:
+        """Advance all envs by ``count`` substeps with ``ctrl`` held."""
+
+    @abstractmethod
+    def set(self, env_ids: Tensor, qpos: Tensor, qvel: Tensor) -> None:
+        """Put these envs at rest in time: the given positions and velocities, and nothing left of their past."""
+
+    @abstractmethod
+    def state(self) -> Tensor:
+        """Return a copy of the whole simulation state, ``[num_envs, nstate]``."""
+
+    @abstractmethod
+    def set_state(self, env_ids: Tensor, state: Tensor) -> None:
+        """Restore rows of :meth:`state`."""
+
+    @property
+    @abstractmethod
+    def sensordata(self) -> Tensor:
+        """Sensor values ``[num_envs, nsensordata]`` of the state as it is now (computed when asked for)."""
+
+    @property
+    @abstractmethod
+    def diverged(self) -> Tensor:
+        """Which envs ``[num_envs]`` became unstable in the last ``step`` (MuJoCo then restarts them from scratch)."""
+
+    @abstractmethod
+    def model_field(self, name: str) -> Tensor:
+        """Return per-env values ``[num_envs, ...]`` of a model field, such as ``geom_friction``, to be written to."""
+
+    @abstractmethod
+    def refresh_model(self, env_ids: Tensor) -> None:
+        """Bring constants derived from masses and sizes up to date after writes to model fields of these envs."""
+
+    @abstractmethod
+    def load(self, data: mujoco.MjData, env: int) -> None:
+        """Copy the state of one env into an ``MjData`` (for drawing, or for any function of MuJoCo)."""
+
+    def close(self) -> None:
+        """Release threads and memory; calling it twice is fine."""

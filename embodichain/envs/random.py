@@ -1,0 +1,77 @@
+"""Random numbers that belong to an env and an episode, not to a process.
+
+Each env has a key; each episode of it has a seed derived from that key and the episode's number; and the n-th number
+drawn in an episode is a hash of (episode seed, n). So env i of seed s draws the same numbers whatever ``num_envs``, the
+device and the order of resets are, the state of all streams is one int64 tensor, and an episode can be started again
+from its seed alone. The hash is the SplitMix64 finaliser, which passes BigCrush as a counter-based generator.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+_GAMMA = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
+_MUL1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
+_MUL2 = -7723592293110705685  # 0x94D049BB133111EB
+_SEED_MASK = (1 << 62) - 1  # episode seeds are non-negative, so they read well in logs
+KEY, EPISODE, SEED, DRAWS = range(4)
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift of int64."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def mix(x: Tensor) -> Tensor:
+    """Scramble int64 values (SplitMix64's finaliser, arithmetic modulo 2**64)."""
+    x = (x ^ _shift_right(x, 30)) * _MUL1
+    x = (x ^ _shift_right(x, 27)) * _MUL2
+    return x ^ _shift_right(x, 31)
+
+
+def combine(a: Tensor, b: Tensor | int) -> Tensor:
+    """Hash two int64 values into one, in an order-sensitive way."""
+    return mix(mix(a) + (b + 1) * _GAMMA)
+
+
+class RandomStreams:
+    """One random stream per env, kept as ``state`` ``[num_envs, 4]`` int64: key, episode, episode seed, draws made."""
+
+    def __init__(self, num_envs: int, device: torch.device | str = "cpu", seed: int = 0) -> None:
+        self.state = torch.zeros(num_envs, 4, dtype=torch.int64, device=device)
+        self.seed(torch.arange(num_envs, device=device), seed)
+
+    @property
+    def episode_seed(self) -> Tensor:
+        """The seed ``[num_envs]`` of the episode each env is in (a copy)."""
+        return self.state[:, SEED].clone()
+
+    def seed(self, env_ids: Tensor, seed: int) -> None:
+        """Give these envs the streams of ``(seed, env index)`` from their first episode on."""
+        root = torch.full_like(env_ids, seed & _SEED_MASK)
+        self.state[env_ids, KEY] = combine(root, env_ids)
+        self.state[env_ids, EPISODE] = 0
+
+    def next_episode(self, env_ids: Tensor, seeds: Tensor | None = None) -> None:
+        """Enter the next episode of each stream, or the episodes named by ``seeds`` ``[len(env_ids)]``."""
+        rows = self.state[env_ids]
+        derived = combine(rows[:, KEY], rows[:, EPISODE]) & _SEED_MASK if seeds is None else seeds
+        self.state[env_ids, SEED] = derived
+        self.state[env_ids, EPISODE] = rows[:, EPISODE] + 1
+        self.state[env_ids, DRAWS] = 0
+
+    def uniform(self, env_ids: Tensor, size: int, low: float | Tensor = 0.0, high: float | Tensor = 1.0) -> Tensor:
+        """Draw float64 ``[len(env_ids), size]`` from [low, high)."""
+        seeds, drawn = self.state[env_ids, SEED], self.state[env_ids, DRAWS]
+        index = drawn.unsqueeze(1) + torch.arange(size, device=self.state.device)
+        self.state[env_ids, DRAWS] = drawn + size
+        bits = _shift_right(combine(seeds.unsqueeze(1), index), 11)  # the 53 best bits of the hash
+        return low + (high - low) * (bits.to(torch.float64) * 2.0**-53)
+
+    def normal(self, env_ids: Tensor, size: int) -> Tensor:
+        """Draw standard normal float64 ``[len(env_ids), size]`` (Box-Muller)."""
+        u = self.uniform(env_ids, 2 * size).view(-1, 2, size)
+        return torch.sqrt(-2.0 * torch.log1p(-u[:, 0])) * torch.cos(2.0 * math.pi * u[:, 1])
