@@ -1,0 +1,29 @@
+"""Configuration: typed classes and files, with errors that name the key.
+
+``classes`` holds ``configclass``, ``problems`` the wording of what is wrong with a value, ``files`` reads and writes
+JSON and YAML.
+"""
+
+from __future__ import annotations
+
+from dataclasses import field
+
+from pydantic import Field
+
+from embodichain.config.classes import MISSING, Config, configclass, is_config, is_config_class, missing_fields, to_data
+from embodichain.config.files import load_config, merge, save_config
+
+__all__ = [
+    "MISSING",
+    "Config",
+    "Field",
+    "configclass",
+    "field",
+    "is_config",
+    "is_config_class",
+    "load_config",
+    "merge",
+    "missing_fields",
+    "save_config",
+    "to_data",
+]
