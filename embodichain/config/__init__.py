@@ -1,7 +1,7 @@
-"""Configuration: typed classes and files, with errors that name the key.
+"""Configuration: typed classes, files and command-line overrides, with errors that name the key.
 
 ``classes`` holds ``configclass``, ``problems`` the wording of what is wrong with a value, ``files`` reads and writes
-JSON and YAML.
+JSON and YAML, ``overrides`` turns ``--trainer.num_envs 128`` into a changed config.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pydantic import Field
 
 from embodichain.config.classes import MISSING, Config, configclass, is_config, is_config_class, missing_fields, to_data
 from embodichain.config.files import load_config, merge, save_config
+from embodichain.config.overrides import parse_overrides
 
 __all__ = [
     "MISSING",
@@ -24,6 +25,7 @@ __all__ = [
     "load_config",
     "merge",
     "missing_fields",
+    "parse_overrides",
     "save_config",
     "to_data",
 ]

@@ -26,8 +26,9 @@ from __future__ import annotations
 import copy as copying
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Final, Self, TypeVar, dataclass_transform, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, TypeVar, cast, dataclass_transform, overload
 
 import pydantic
 from pydantic import ConfigDict, GetCoreSchemaHandler
@@ -63,6 +64,9 @@ MISSING: Final[Any] = _Missing()
 class Config:
     """The methods of every configclass."""
 
+    if TYPE_CHECKING:
+        __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], source: str | None = None) -> Self:
         """Build a checked config from nested mappings; ``source`` (a file name, say) opens the error message."""
@@ -70,7 +74,7 @@ class Config:
             raise TypeError(f"{cls.__name__} is no configclass: decorate it with @configclass")
         name = cls.__name__ if source is None else source
         if not isinstance(data, Mapping):
-            raise ConfigError(f"expected a mapping of {cls.__name__} fields, got {data!r:.80} ({type(data).__name__})", name)
+            raise ConfigError(f"expected a mapping of {cls.__name__} fields, got {type(data).__name__}", name)
         return _checked(cls, name, lambda: pydantic.TypeAdapter(cls).validate_python(dict(data)))
 
     def copy(self, **changes: Any) -> Self:
@@ -158,7 +162,7 @@ def _join(path: str, key: object) -> str:
 
 def _make(cls: type[Any], *, frozen: bool) -> type[Any]:
     """Apply the pydantic decorator with our settings, and make its errors ours."""
-    for name in cls.__dict__.get("__annotations__", {}):
+    for name in inspect.get_annotations(cls):
         default = cls.__dict__.get(name, dataclasses.MISSING)
         if default is not dataclasses.MISSING and not isinstance(default, _SHAREABLE_DEFAULTS):
             _own_default(cls, name, default)
@@ -168,10 +172,10 @@ def _make(cls: type[Any], *, frozen: bool) -> type[Any]:
                 setattr(cls, name, method)
     if "__get_pydantic_core_schema__" not in cls.__dict__:
         setattr(cls, "__get_pydantic_core_schema__", classmethod(_core_schema))  # noqa: B010 - mypy knows no such name
-    made = pydantic.dataclasses.dataclass(cls, config=_SETTINGS, frozen=frozen)
+    made: Any = pydantic.dataclasses.dataclass(cls, config=_SETTINGS, frozen=frozen)
     made.__init__ = _raising_ours(made.__init__)
     made.__setattr__ = _raising_ours(made.__setattr__)
-    return made
+    return cast(type[Any], made)
 
 
 def _own_default(cls: type[Any], name: str, default: Any) -> None:

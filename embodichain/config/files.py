@@ -31,7 +31,7 @@ _SCALARS = (
 class _Loader(yaml.SafeLoader):
     """Data only; a key that is no string or comes twice is an error."""
 
-    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - PyYAML's own attribute
+    yaml_implicit_resolvers: dict[str, Any] = {}
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Build a dict, looking at every key."""
@@ -50,7 +50,7 @@ class _Loader(yaml.SafeLoader):
 class _Dumper(yaml.SafeDumper):
     """Quotes the strings that our loader would take for something else."""
 
-    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - PyYAML's own attribute
+    yaml_implicit_resolvers: dict[str, Any] = {}
 
     def ignore_aliases(self, data: Any) -> bool:
         """Write every value out, as JSON does."""
@@ -75,7 +75,7 @@ def load_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot be read: {error}", str(file)) from None
     try:
-        data = _parse_yaml(text) if suffix in _YAML_SUFFIXES else json.loads(text, object_pairs_hook=_no_duplicates)
+        data = parse_yaml(text) if suffix in _YAML_SUFFIXES else json.loads(text, object_pairs_hook=_no_duplicates)
     except RecursionError:
         raise ConfigError("is nested too deeply to be a config", str(file)) from None
     except ValueError as error:
@@ -116,7 +116,7 @@ def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, An
     return merged
 
 
-def _parse_yaml(text: str) -> Any:
+def parse_yaml(text: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)  # noqa: S506 - derived from SafeLoader
     except yaml.MarkedYAMLError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
 import types
 import typing
@@ -27,8 +28,9 @@ def describe(cls: type[Any], error: pydantic.ValidationError) -> list[str]:
             continue
         wanted, tail = _explain(entry, owner)
         label = path or cls.__name__
-        if wanted not in expected.setdefault(label, []):
-            expected[label].append(wanted)
+        others = expected.setdefault(label, [])
+        if wanted not in others:
+            others.append(wanted.removeprefix("expected ") if others else wanted)
         ending[label] = tail
     return [f"{path}: {' or '.join(wanted)}{ending[path]}" if wanted else path for path, wanted in expected.items()]
 
@@ -45,11 +47,13 @@ def _explain(entry: Any, owner: Any) -> tuple[str, str]:
     if kind in ("dataclass_type", "dataclass_exact_type"):
         return f"expected a mapping of {entry['ctx']['class_name']} fields", came
     if kind in ("literal_error", "enum"):
-        options = _options(entry["ctx"]["expected"])
-        return f"expected {entry['ctx']['expected']}", came + ("." + nearest(value, options) if isinstance(value, str) else "")
+        wanted = entry["ctx"]["expected"]
+        hint = "." + nearest(value, _options(wanted)) if isinstance(value, str) else ""
+        return f"expected {wanted}", came + hint
     if kind in ("value_error", "assertion_error"):
         return str(entry["ctx"]["error"]), came
-    message = entry["msg"].replace("Input should be", "expected")
+    message = entry["msg"].replace("Input should be", "expected").replace("a valid dictionary", "a mapping")
+    message = re.sub(r"\ba valid (\w)", lambda found: f"a{'n' * (found[1] in 'aeiou')} {found[1]}", message)
     return message[0].lower() + message[1:], came
 
 
