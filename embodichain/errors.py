@@ -55,6 +55,18 @@ class RenderingError(EmbodiChainError, RuntimeError):
     """No picture can be drawn on this machine."""
 
 
+class ExperienceError(EmbodiChainError, ValueError):
+    """Experience was written twice, not at all, or in the wrong shape."""
+
+
+class RolloutError(EmbodiChainError, ValueError):
+    """A rollout has the wrong layout or lacks a key."""
+
+
+class ObservationError(EmbodiChainError, ValueError):
+    """An observation does not have the keys or shapes that were announced."""
+
+
 def nearest(name: str, options: Iterable[str], count: int = 3) -> str:
     """Return `` Did you mean ...? Valid: ...`` for a name that is not among the options."""
     known = sorted(set(options))

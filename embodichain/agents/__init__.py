@@ -1,0 +1,1 @@
+"""Agents: online data streaming (``engine``, ``datasets``) and reinforcement learning (``rl``)."""

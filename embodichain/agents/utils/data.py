@@ -1,0 +1,197 @@
+"""Experience of parallel environments: a step-by-step buffer and minibatches of dictionaries of tensors.
+
+``ExperienceBuffer`` keeps every registered key as ``[num_steps, num_envs, ...]`` and knows which steps were written.
+``make_dict`` hands a complete rollout over as ``[num_envs * num_steps, ...]``, env by env; ``DictDataset`` cuts such a
+dictionary into minibatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import overload
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from embodichain.errors import ExperienceError, nearest
+
+
+@overload
+def swap_and_flatten01(arr: Tensor) -> Tensor: ...
+@overload
+def swap_and_flatten01(arr: None) -> None: ...
+def swap_and_flatten01(arr: Tensor | None) -> Tensor | None:
+    """Turn ``[num_steps, num_envs, ...]`` into ``[num_envs * num_steps, ...]``, env by env; ``None`` stays ``None``.
+
+    Row ``env * num_steps + step`` of the result is ``arr[step, env]``.
+    """
+    if arr is None:
+        return None
+    if arr.ndim < 2:
+        raise ExperienceError(f"expected a tensor [num_steps, num_envs, ...], got shape {list(arr.shape)}")
+    return arr.transpose(0, 1).reshape(arr.shape[0] * arr.shape[1], *arr.shape[2:])
+
+
+class ExperienceBuffer(nn.Module):
+    """Rollout storage for parallel environments, one ``[num_steps, num_envs, ...]`` tensor per key.
+
+    Keys are torch buffers, so ``buffer.to(device)`` moves them all and ``buffer.obs`` reads one. ``store_dict``
+    maps each key to the number of its steps that have been written.
+
+    >>> buffer = ExperienceBuffer(num_envs=1024, num_steps=16)
+    >>> buffer.register_key("obs", shape=(128,))
+    >>> buffer.update_data("obs", step=0, data=torch.zeros(1024, 128))
+    >>> data_dict = buffer.get_dict()
+    """
+
+    def __init__(self, num_envs: int, num_steps: int, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        if num_envs < 1 or num_steps < 1:
+            raise ExperienceError(f"num_envs and num_steps must be at least 1, got {num_envs} and {num_steps}")
+        self.num_envs = num_envs
+        self.num_steps = num_steps
+        self.device = torch.device("cpu" if device is None else device)
+        self.store_dict: dict[str, int] = {}
+        self._written: dict[str, list[bool]] = {}
+
+    def register_key(self, key: str, shape: Sequence[int] = (), dtype: torch.dtype = torch.float) -> None:
+        """Make room for ``[num_steps, num_envs, *shape]`` under a name that must be new."""
+        if key in self.store_dict:
+            raise ExperienceError(f"key {key!r} is registered already")
+        storage = torch.zeros((self.num_steps, self.num_envs, *shape), dtype=dtype, device=self.device)
+        try:
+            self.register_buffer(key, storage, persistent=False)
+        except KeyError as error:  # a dot, an empty name, or the name of a method
+            raise ExperienceError(f"key {key!r} cannot name an attribute of the buffer: {error.args[0]}") from None
+        self.store_dict[key] = 0
+        self._written[key] = [False] * self.num_steps
+
+    def update_data(
+        self, key: str, index: int | None = None, data: Tensor | None = None, *, step: int | None = None
+    ) -> None:
+        """Write ``data`` ``[num_envs, ...]`` as one step of a key; ``step`` is another name for ``index``."""
+        storage = self._storage(key)
+        if (index is None) == (step is None):
+            raise ExperienceError(f"key {key!r}: give the step as either `index` or `step`")
+        at = index if index is not None else step
+        if at is None or not 0 <= at < self.num_steps:
+            raise ExperienceError(f"key {key!r}: step {at} lies outside [0, {self.num_steps})")
+        if self._written[key][at]:
+            raise ExperienceError(f"key {key!r}: step {at} was written already; make_dict() starts the next rollout")
+        storage[at].copy_(_checked(key, data, storage.shape[1:]))
+        self._written[key][at] = True
+        self.store_dict[key] += 1
+
+    def batch_update_data(self, key: str, data: Tensor) -> None:
+        """Write all steps of a key at once, ``[num_steps, num_envs, ...]``."""
+        storage = self._storage(key)
+        if any(self._written[key]):
+            at = self._written[key].index(True)
+            raise ExperienceError(f"key {key!r}: step {at} was written already; make_dict() starts the next rollout")
+        storage.copy_(_checked(key, data, storage.shape))
+        self._written[key] = [True] * self.num_steps
+        self.store_dict[key] = self.num_steps
+
+    def total_sum(self) -> float:
+        """Return the sum of all stored values of all keys: a cheap fingerprint of the contents."""
+        return float(sum(storage.sum(dtype=torch.float64) for storage in get_dict(self).values()))
+
+    def get_dict(self) -> dict[str, Tensor]:
+        """Return the storage of every key, ``[num_steps, num_envs, ...]``, as it is: no copy, no check."""
+        return get_dict(self)
+
+    def make_dict(self) -> dict[str, Tensor]:
+        """Return copies ``[num_envs * num_steps, ...]`` of a complete rollout and start the next one.
+
+        A step that was never written is an error that names the key and the step.
+        """
+        for key, written in self._written.items():
+            if not all(written):
+                at = written.index(False)
+                count = f"{self.store_dict[key]} of {self.num_steps} steps are there"
+                raise ExperienceError(f"key {key!r}: step {at} was not written ({count})")
+        # With a single step or env, swapping needs no copy; the result must not share memory with the next rollout.
+        is_view = self.num_steps == 1 or self.num_envs == 1
+        flat = {key: swap_and_flatten01(storage) for key, storage in get_dict(self).items()}
+        for key in self.store_dict:
+            self.store_dict[key] = 0
+            self._written[key] = [False] * self.num_steps
+        return {key: value.clone() if is_view else value for key, value in flat.items()}
+
+    def _storage(self, key: str) -> Tensor:
+        if key not in self.store_dict:
+            raise ExperienceError(f"key {key!r} is not registered.{nearest(key, self.store_dict)}")
+        return self.get_buffer(key)
+
+
+def get_dict(buffer: ExperienceBuffer) -> dict[str, Tensor]:
+    """Return the storage of every key of a buffer, ``[num_steps, num_envs, ...]``, as it is: no copy, no check."""
+    return {key: buffer.get_buffer(key) for key in buffer.store_dict}
+
+
+class DictDataset(Dataset[dict[str, Tensor]]):
+    """Minibatches ``[batch_size, ...]`` of a dictionary of tensors.
+
+    The longest tensor sets the number of rows; shorter ones start again from their first row. ``shuffle=True`` draws a
+    new order for every pass. ``dataset[i]`` is a minibatch, so a plain ``for`` and ``len`` count minibatches.
+
+    >>> dataset = DictDataset(batch_size=2, tensor_dict={"obs": torch.arange(4)}, shuffle=True)
+    >>> for batch in dataset:
+    ...     assert batch["obs"].shape == (2,)
+    """
+
+    def __init__(self, batch_size: int, tensor_dict: Mapping[str, Tensor], shuffle: bool = False) -> None:
+        lengths = {key: value.shape[0] if value.ndim else 0 for key, value in tensor_dict.items()}
+        if not lengths or min(lengths.values()) < 1:
+            raise ExperienceError(f"expected at least one tensor with at least one row each, got {lengths}")
+        self.length = max(lengths.values())
+        if batch_size < 1 or self.length % batch_size:
+            raise ExperienceError(
+                f"batch_size {batch_size} does not divide the {self.length} rows; choose a divisor or drop some rows"
+            )
+        self.batch_size = batch_size
+        self.tensor_dict = dict(tensor_dict)
+        self.do_shuffle = shuffle
+        self._order: Tensor | None = None
+        if shuffle:
+            self.shuffle()
+
+    def shuffle(self) -> None:
+        """Draw a new order of the rows from torch's global random state."""
+        self._order = torch.randperm(self.length)
+
+    def num_batches(self) -> int:
+        """Return the number of minibatches in one pass."""
+        return self.length // self.batch_size
+
+    def __len__(self) -> int:
+        return self.num_batches()
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"minibatch {index} of {len(self)}")
+        begin = (index % len(self)) * self.batch_size
+        rows = slice(begin, begin + self.batch_size)
+        return {key: self._rows(value, rows) for key, value in self.tensor_dict.items()}
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        if self.do_shuffle:
+            self.shuffle()
+        for index in range(len(self)):
+            yield self[index]
+
+    def _rows(self, value: Tensor, rows: slice) -> Tensor:
+        if self._order is None and value.shape[0] == self.length:
+            return value[rows]  # a view: nothing to gather
+        wanted = torch.arange(rows.start, rows.stop) if self._order is None else self._order[rows]
+        return value.index_select(0, (wanted % value.shape[0]).to(value.device))
+
+
+def _checked(key: str, data: Tensor | None, shape: torch.Size) -> Tensor:
+    """Return the data without its graph, if it has the shape of its place."""
+    if data is None:
+        raise ExperienceError(f"key {key!r}: no data was given")
+    if data.shape != shape:
+        raise ExperienceError(f"key {key!r}: expected data of shape {list(shape)}, got {list(data.shape)}")
+    return data.detach()
