@@ -67,6 +67,30 @@ class ObservationError(EmbodiChainError, ValueError):
     """An observation does not have the keys or shapes that were announced."""
 
 
+class ChunkSizeError(EmbodiChainError, ValueError):
+    """A chunk cannot have this length: the number is no size, or no stored episode is that long."""
+
+
+class EngineStateError(EmbodiChainError, RuntimeError):
+    """The data engine cannot do this now, or not in this process."""
+
+
+class SharedMemoryError(EmbodiChainError, MemoryError):
+    """The shared buffer does not fit into the memory there is."""
+
+
+class WorkerError(EmbodiChainError, RuntimeError):
+    """A simulation worker failed for good; the message holds its own traceback."""
+
+
+class StreamStalledError(EmbodiChainError, RuntimeError):
+    """The stream stands still: nobody writes what a reader is waiting for."""
+
+
+class DatasetError(EmbodiChainError, ValueError):
+    """A recorded dataset cannot be read or written."""
+
+
 def nearest(name: str, options: Iterable[str], count: int = 3) -> str:
     """Return `` Did you mean ...? Valid: ...`` for a name that is not among the options."""
     known = sorted(set(options))
