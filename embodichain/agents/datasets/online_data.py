@@ -1,0 +1,100 @@
+"""``OnlineDataset``: the live buffer of an engine as an endless PyTorch dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch.utils.data import IterableDataset, get_worker_info
+
+from embodichain.agents.datasets.collate import collate_chunks, register_default_collation, with_mask
+from embodichain.agents.datasets.sampler import ChunkSizeSampler
+from embodichain.errors import ChunkSizeError
+
+if TYPE_CHECKING:
+    from embodichain.agents.engine import OnlineDataEngine
+
+Transform = Callable[[TensorDictBase], TensorDictBase]
+
+register_default_collation()
+
+
+class OnlineDataset(IterableDataset[TensorDictBase]):
+    """Endless random chunks from the shared buffer of a running engine.
+
+    * Item mode (``batch_size=None``) yields one chunk ``[chunk_size]`` at a time; ``DataLoader(dataset, batch_size=B)``
+      makes batches of them. With a :class:`ChunkSizeSampler` every chunk carries a boolean ``mask``, and a batch of mixed
+      lengths is padded to its longest chunk.
+    * Batch mode (``batch_size=N``) yields ``[N, chunk_size]``, gathered in one go and so many times faster; use
+      ``DataLoader(dataset, batch_size=None)``. A :class:`ChunkSizeSampler` is asked once per batch.
+
+    Each iterator draws its own random stream, seeded by torch: ``torch.manual_seed`` (or the DataLoader's ``generator``)
+    makes the draws reproducible, and the workers of one DataLoader draw different chunks. There is no ``__len__``: the
+    stream does not end.
+    """
+
+    def __init__(
+        self,
+        engine: OnlineDataEngine,
+        chunk_size: int | ChunkSizeSampler,
+        batch_size: int | None = None,
+        transform: Transform | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(chunk_size, ChunkSizeSampler):
+            _check_positive("chunk_size", chunk_size)
+        if batch_size is not None:
+            _check_positive("batch_size", batch_size)
+        self.engine = engine
+        self.chunk_size = chunk_size
+        self.batch_size = batch_size
+        self.transform = transform
+
+    def __iter__(self) -> Iterator[TensorDictBase]:
+        generator = np.random.default_rng(_stream_seed())
+        while True:
+            yield self._draw(generator)
+
+    def _draw(self, generator: np.random.Generator) -> TensorDictBase:
+        size = self._next_chunk_size()
+        if self.batch_size is not None:
+            batch = self.engine.sample_batch(self.batch_size, size, generator=generator)
+            return batch if self.transform is None else self.transform(batch)
+        chunk: TensorDictBase = self.engine.sample_batch(1, size, generator=generator)[0]
+        if self.transform is not None:
+            chunk = self.transform(chunk)
+        # Every chunk of varying length says which frames are real, so that all batches have the same keys.
+        return with_mask(chunk) if isinstance(self.chunk_size, ChunkSizeSampler) else chunk
+
+    def _next_chunk_size(self) -> int:
+        if not isinstance(self.chunk_size, ChunkSizeSampler):
+            return self.chunk_size
+        size = self.chunk_size()
+        _check_positive(f"the size drawn by {type(self.chunk_size).__name__}", size)
+        return size
+
+    @staticmethod
+    def collate_fn(batch: list[TensorDict]) -> TensorDictBase:
+        """Stack chunks ``[chunk_size]`` into one batch ``[len(batch), chunk_size]``; pad and mask mixed lengths."""
+        return collate_chunks(batch)
+
+    @staticmethod
+    def passthrough_collate_fn(batch: TensorDict) -> TensorDict:
+        """Return the batch as it is: in batch mode there is nothing left to collate."""
+        return batch
+
+
+def _check_positive(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ChunkSizeError(f"{name} must be an integer >= 1, got {value!r}")
+
+
+def _stream_seed() -> int:
+    """Return the seed of a new iterator: the DataLoader worker's own, or one drawn from torch's random stream."""
+    worker = get_worker_info()
+    if worker is not None:
+        return int(worker.seed) & (2**63 - 1)
+    return int(torch.empty((), dtype=torch.int64).random_())

@@ -1,0 +1,98 @@
+"""How long the next chunk is: one number per draw.
+
+All draws come from torch's global random stream, which ``torch.manual_seed`` sets and every DataLoader seeds differently
+in each of its workers: chunk sizes are reproducible from one seed and differ between workers without further care.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+
+from embodichain.errors import ChunkSizeError
+
+
+class ChunkSizeSampler(ABC):
+    """Returns a positive chunk size each time it is called.
+
+    In item mode it is called once per chunk, so the lengths in one collated batch may differ; in batch mode it is called
+    once per batch, so every chunk of a batch has the same length.
+    """
+
+    @abstractmethod
+    def __call__(self) -> int:
+        """Return the next chunk size, at least 1."""
+
+
+class UniformChunkSampler(ChunkSizeSampler):
+    """Draws uniformly from the integers ``low, low + 1, ..., high``."""
+
+    def __init__(self, low: int, high: int) -> None:
+        _check_bounds(low, high)
+        self.low = low
+        self.high = high
+
+    def __call__(self) -> int:
+        return int(torch.randint(self.low, self.high + 1, ()))
+
+    def __repr__(self) -> str:
+        return f"UniformChunkSampler(low={self.low}, high={self.high})"
+
+
+class GMMChunkSampler(ChunkSizeSampler):
+    """Draws from a mixture of normal distributions, rounded to integers and clamped to ``[low, high]``.
+
+    ``weights`` need not sum to one and default to equal ones. Without ``low`` the smallest chunk is 1.
+    """
+
+    def __init__(
+        self,
+        means: Sequence[float],
+        stds: Sequence[float],
+        weights: Sequence[float] | None = None,
+        low: int | None = None,
+        high: int | None = None,
+    ) -> None:
+        weights = [1.0] * len(means) if weights is None else weights
+        _check_mixture(means, stds, weights)
+        _check_bounds(low, high)
+        self.means = [float(mean) for mean in means]
+        self.stds = [float(std) for std in stds]
+        self.weights = torch.tensor([float(weight) for weight in weights], dtype=torch.float64)
+        self.low = 1 if low is None else low
+        self.high = high
+
+    def __call__(self) -> int:
+        component = int(torch.multinomial(self.weights, 1))
+        size = round(self.means[component] + self.stds[component] * float(torch.randn((), dtype=torch.float64)))
+        size = max(size, self.low)
+        return size if self.high is None else min(size, self.high)
+
+    def __repr__(self) -> str:
+        weights = self.weights.tolist()
+        return f"GMMChunkSampler({self.means}, {self.stds}, weights={weights}, low={self.low}, high={self.high})"
+
+
+def _check_bounds(low: int | None, high: int | None) -> None:
+    for name, bound in (("low", low), ("high", high)):
+        if bound is not None and (not isinstance(bound, int) or isinstance(bound, bool) or bound < 1):
+            raise ChunkSizeError(f"{name} must be an integer >= 1, got {bound!r}")
+    if low is not None and high is not None and high < low:
+        raise ChunkSizeError(f"high must be >= low, got low={low} and high={high}")
+
+
+def _check_mixture(means: Sequence[float], stds: Sequence[float], weights: Sequence[float]) -> None:
+    if not means:
+        raise ChunkSizeError("a mixture needs at least one component: means is empty")
+    for name, values in (("stds", stds), ("weights", weights)):
+        if len(values) != len(means):
+            raise ChunkSizeError(f"{name} must have one entry per mean ({len(means)}), got {len(values)}")
+    if not all(math.isfinite(mean) for mean in means):
+        raise ChunkSizeError(f"means must be finite, got {list(means)}")
+    if not all(math.isfinite(std) and std > 0 for std in stds):
+        raise ChunkSizeError(f"every std must be > 0 and finite, got {list(stds)}")
+    if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or sum(weights) <= 0:
+        raise ChunkSizeError(f"weights must be >= 0, finite and not all zero, got {list(weights)}")
