@@ -1,7 +1,7 @@
 """From what a policy says to what the motors get.
 
-An :class:`ActionManager` checks an action and takes it out of its envelope; a :class:`RobotActionManager` turns it into
-controls through one *term* chosen in the config (``delta_qpos``, ``qpos``, ``ee_delta``, ``effort``).
+An :class:`ActionManager` checks an action and takes it out of its envelope. ``action_terms.py`` has the one that turns
+actions into controls for a robot.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Batched kinematics of a serial arm in torch: forward kinematics, Jacobian, differential inverse kinematics.
 
-Only element-wise operations on columns are used (no matmul, no reductions), so that a row's result does not depend on
-how many rows are computed with it: env i sees the same bits whatever ``num_envs`` is.
+A row's result does not depend on how many rows are computed with it, so env i sees the same bits whatever
+``num_envs`` is: sums over the last dimension are written out in a fixed order, and products of small matrices go
+through ``torch.bmm``, which handles each of them on its own.
 """
 
 from __future__ import annotations
@@ -16,11 +17,6 @@ from torch import Tensor
 from embodichain.errors import AssetError
 
 
-def cross(a: Tensor, b: Tensor) -> Tensor:
-    """Cross product over the last dimension."""
-    return torch.linalg.cross(a, b)
-
-
 def dot(a: Tensor, b: Tensor) -> Tensor:
     """Inner product over a last dimension of 2 or 3, added in a fixed order."""
     total = a[..., 0] * b[..., 0] + a[..., 1] * b[..., 1]
@@ -32,111 +28,109 @@ def length(a: Tensor) -> Tensor:
     return torch.sqrt(dot(a, a))
 
 
-def quat_multiply(a: Tensor, b: Tensor) -> Tensor:
-    """Hamilton product of quaternions ``[..., 4]``, scalar first."""
-    aw, ax, ay, az = a.unbind(-1)
-    bw, bx, by, bz = b.unbind(-1)
-    return torch.stack(
-        (
-            aw * bw - ax * bx - ay * by - az * bz,
-            aw * bx + ax * bw + ay * bz - az * by,
-            aw * by - ax * bz + ay * bw + az * bx,
-            aw * bz + ax * by - ay * bx + az * bw,
-        ),
-        dim=-1,
-    )
+def rotation_error(target: Tensor, current: Tensor) -> Tensor:
+    """Return the rotation vector ``[n, 3]`` (world axes, for small angles) that turns ``current`` into ``target``.
 
-
-def quat_rotate(q: Tensor, v: Tensor) -> Tensor:
-    """Rotate vectors ``[..., 3]`` by unit quaternions ``[..., 4]``."""
-    w, u = q[..., :1], q[..., 1:]
-    t = 2.0 * cross(u, v.expand_as(u) if v.dim() < u.dim() else v)
-    return v + w * t + cross(u, t)
-
-
-def quat_error(target: Tensor, current: Tensor) -> Tensor:
-    """Return the rotation vector ``[..., 3]`` in world axes that turns ``current`` into ``target``."""
-    conjugate = current * current.new_tensor([1.0, -1.0, -1.0, -1.0])
-    q = quat_multiply(target, conjugate)
-    q = torch.where(q[..., :1] < 0, -q, q)  # the shorter way round
-    axis_length = length(q[..., 1:]).unsqueeze(-1)
-    angle = 2.0 * torch.atan2(axis_length, q[..., :1])
-    return q[..., 1:] * (angle / axis_length.clamp_min(1e-9))
+    Half the sum of the cross products of the matrices' columns, which is ``sin(angle) * axis``.
+    """
+    crossed = torch.linalg.cross(current, target.expand_as(current), dim=-2)
+    return 0.5 * (crossed[..., 0] + crossed[..., 1] + crossed[..., 2])
 
 
 class SerialChain:
-    """The joints from the world to one site, all hinges: ``pose`` and ``jacobian`` of the site for batches of joints."""
+    """The hinges from the world to one site: the site's pose and Jacobian for batches of joint positions."""
 
     def __init__(self, model: mujoco.MjModel, site: str, joints: Sequence[str], device: torch.device | str = "cpu") -> None:
         site_id = mujoco.mj_name2id(model, int(mujoco.mjtObj.mjOBJ_SITE), site)
         if site_id < 0:
             raise AssetError(f"the model has no site {site!r}; its sites: {[model.site(i).name for i in range(model.nsite)]}")
+        fixed, axes, tip = _segments(model, int(model.site_bodyid[site_id]), list(joints))
+        tip = tip @ _transform(model.site_pos[site_id], model.site_quat[site_id])
         self.num_joints = len(joints)
-        segments = _segments(model, int(model.site_bodyid[site_id]), list(joints))
-        self._offset = [torch.tensor(p, dtype=torch.float32, device=device) for p, _, _ in segments]
-        self._turn = [torch.tensor(q, dtype=torch.float32, device=device) for _, q, _ in segments]
-        self._axis = [torch.tensor(a, dtype=torch.float32, device=device) for _, _, a in segments]
-        self._tip_offset = torch.tensor(model.site_pos[site_id], dtype=torch.float32, device=device)
-        self._tip_turn = torch.tensor(model.site_quat[site_id], dtype=torch.float32, device=device)
+        skew = np.zeros((self.num_joints, 4, 4))
+        skew[:, :3, :3] = np.cross(np.eye(3)[None], axes[:, None, :])
+        # Rodrigues: L(q) = F (I + sin q K + (1 - cos q) K^2) = (F + F K^2) + sin q F K - cos q F K^2
+        as_tensor = lambda x: torch.tensor(np.asarray(x), dtype=torch.float32, device=device)  # noqa: E731
+        self._constant = as_tensor(fixed + fixed @ skew @ skew)
+        self._sine = as_tensor(fixed @ skew)
+        self._cosine = as_tensor(-fixed @ skew @ skew)
+        self._axes = as_tensor(axes)
+        self._tip = as_tensor(tip)
 
     def pose(self, qpos: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the site's position ``[n, 3]`` and orientation ``[n, 4]`` (quaternion) in the world."""
-        pos, quat, _, _ = self._walk(qpos)
-        return pos, quat
+        """Return the site's position ``[n, 3]`` and rotation matrix ``[n, 3, 3]`` in the world."""
+        tip = self._walk(qpos)[-1]
+        return tip[:, :3, 3], tip[:, :3, :3]
 
-    def pose_and_jacobian(self, qpos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return position ``[n, 3]``, orientation ``[n, 4]`` and Jacobian ``[n, 6, num_joints]`` (linear, angular)."""
-        pos, quat, anchors, axes = self._walk(qpos)
-        columns = [torch.cat((cross(a, pos - p), a), dim=-1) for p, a in zip(anchors, axes, strict=True)]
-        return pos, quat, torch.stack(columns, dim=-1)
+    def jacobian(self, qpos: Tensor) -> Tensor:
+        """Return how the site moves with each joint, ``[n, 6, num_joints]`` (three linear rows, three angular)."""
+        frames = self._walk(qpos)
+        joints = torch.stack(frames[:-1], dim=1)  # [n, num_joints, 4, 4]
+        rotation = joints[..., :3, :3]
+        axes = sum(rotation[..., k] * self._axes[:, k : k + 1] for k in range(3))
+        arm = frames[-1][:, None, :3, 3] - joints[..., :3, 3]
+        return torch.cat((torch.linalg.cross(axes, arm), axes), dim=-1).transpose(1, 2)
 
     def inverse_step(self, qpos: Tensor, twist: Tensor, damping: float = 0.05) -> Tensor:
-        """Return joint displacements ``[n, num_joints]`` that move the site by ``twist`` ``[n, 6]`` (damped least squares)."""
-        _, _, jacobian = self.pose_and_jacobian(qpos)
-        transposed = jacobian.transpose(1, 2)
-        gram = transposed @ jacobian + damping**2 * torch.eye(self.num_joints, device=qpos.device, dtype=qpos.dtype)
-        # dq = (J^T J + d^2 I)^-1 J^T x
-        return torch.linalg.solve_ex(gram, transposed @ twist.unsqueeze(-1))[0].squeeze(-1)
+        """Return joint displacements ``[n, num_joints]`` that move the site by ``twist`` ``[n, 6]``.
 
-    def _walk(self, qpos: Tensor) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
-        half = 0.5 * qpos
-        sines, cosines = torch.sin(half).unsqueeze(-1), torch.cos(half).unsqueeze(-1)
-        pos = qpos.new_zeros(qpos.shape[0], 3)
-        quat = qpos.new_tensor([1.0, 0.0, 0.0, 0.0]).expand(qpos.shape[0], 4)
-        anchors, axes = [], []
-        for i in range(self.num_joints):
-            pos = pos + quat_rotate(quat, self._offset[i])
-            quat = quat_multiply(quat, self._turn[i])
-            anchors.append(pos)
-            axes.append(quat_rotate(quat, self._axis[i]))
-            quat = quat_multiply(quat, torch.cat((cosines[:, i], sines[:, i] * self._axis[i]), dim=-1))
-        tip = pos + quat_rotate(quat, self._tip_offset)
-        return tip, quat_multiply(quat, self._tip_turn), anchors, axes
+        Damped least squares: ``dq = J^T (J J^T + damping^2 I)^-1 twist``.
+        """
+        jacobian = self.jacobian(qpos)
+        gram = torch.bmm(jacobian, jacobian.transpose(1, 2)) + damping**2 * torch.eye(6, device=qpos.device)
+        return torch.bmm(jacobian.transpose(1, 2), solve_spd(gram, twist).unsqueeze(-1)).squeeze(-1)
+
+    def _walk(self, qpos: Tensor) -> list[Tensor]:
+        """Return the frames ``[n, 4, 4]`` of every joint, and of the site last."""
+        angle = qpos[..., None, None]
+        local = self._constant + torch.sin(angle) * self._sine + torch.cos(angle) * self._cosine
+        frames = [local[:, 0]]
+        for i in range(1, self.num_joints):
+            frames.append(torch.bmm(frames[-1], local[:, i]))
+        frames.append(torch.bmm(frames[-1], self._tip.expand_as(frames[-1])))
+        return frames
 
 
-def _segments(model: mujoco.MjModel, body: int, joints: list[str]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Return per joint its offset and turn from the joint before, and its axis; fixed bodies are folded in."""
+def solve_spd(matrix: Tensor, right: Tensor) -> Tensor:
+    """Solve ``matrix @ x = right`` for small symmetric positive definite matrices ``[n, k, k]``, right ``[n, k]``.
+
+    Gaussian elimination written over the batch: LAPACK is called once per row, which costs more at these sizes.
+    """
+    size = right.shape[-1]
+    a = torch.cat((matrix, right.unsqueeze(-1)), dim=-1).permute(1, 2, 0).contiguous()  # [k, k + 1, n]
+    for i in range(size):
+        a[i] /= a[i, i].clone()
+        for j in range(size):
+            if j != i:
+                a[j] -= a[j, i].clone() * a[i]
+    return a[:, size].transpose(0, 1)
+
+
+def _segments(model: mujoco.MjModel, body: int, joints: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the fixed transform before each joint, the joints' axes, and the fixed transform after the last."""
     path = []
     while body:
         path.append(body)
         body = int(model.body_parentid[body])
-    segments, pos, quat, found = [], np.zeros(3), np.array([1.0, 0.0, 0.0, 0.0]), []
+    fixed, axes, found, frame = [], [], [], np.eye(4)
     for body in reversed(path):
-        pos, quat = _compose(pos, quat, model.body_pos[body], model.body_quat[body])
+        frame = frame @ _transform(model.body_pos[body], model.body_quat[body])
         for joint in range(int(model.body_jntadr[body]), int(model.body_jntadr[body]) + int(model.body_jntnum[body])):
             name = model.joint(joint).name
             if int(model.jnt_type[joint]) != int(mujoco.mjtJoint.mjJNT_HINGE) or np.any(model.jnt_pos[joint]):
                 raise AssetError(f"joint {name!r}: a serial chain needs hinges at their body's origin")
-            segments.append((pos, quat, model.jnt_axis[joint].copy()))
+            fixed.append(frame)
+            axes.append(model.jnt_axis[joint].copy())
             found.append(name)
-            pos, quat = np.zeros(3), np.array([1.0, 0.0, 0.0, 0.0])
+            frame = np.eye(4)
     if found != joints:
         raise AssetError(f"expected the joints {joints} between the world and the tool, found {found}")
-    return segments
+    return np.stack(fixed), np.stack(axes), frame
 
 
-def _compose(pos: np.ndarray, quat: np.ndarray, by: np.ndarray, turn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    moved, turned = np.empty(3), np.empty(4)
-    mujoco.mju_rotVecQuat(moved, by, quat)
-    mujoco.mju_mulQuat(turned, quat, turn)
-    return pos + moved, turned
+def _transform(pos: np.ndarray, quat: np.ndarray) -> np.ndarray:
+    """Return the homogeneous matrix ``[4, 4]`` of a position and a unit quaternion."""
+    rotation, out = np.empty(9), np.eye(4)
+    mujoco.mju_quat2Mat(rotation, quat)
+    out[:3, :3], out[:3, 3] = rotation.reshape(3, 3), pos
+    return out

@@ -17,6 +17,7 @@ _GAMMA = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 _MUL1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MUL2 = -7723592293110705685  # 0x94D049BB133111EB
 _SEED_MASK = (1 << 62) - 1  # episode seeds are non-negative, so they read well in logs
+_NOISE_DRAWS = 1 << 40  # noise takes numbers far beyond those an episode draws one by one
 KEY, EPISODE, SEED, DRAWS = range(4)
 
 
@@ -65,13 +66,20 @@ class RandomStreams:
 
     def uniform(self, env_ids: Tensor, size: int, low: float | Tensor = 0.0, high: float | Tensor = 1.0) -> Tensor:
         """Draw float64 ``[len(env_ids), size]`` from [low, high)."""
-        seeds, drawn = self.state[env_ids, SEED], self.state[env_ids, DRAWS]
-        index = drawn.unsqueeze(1) + torch.arange(size, device=self.state.device)
+        drawn = self.state[env_ids, DRAWS]
         self.state[env_ids, DRAWS] = drawn + size
-        bits = _shift_right(combine(seeds.unsqueeze(1), index), 11)  # the 53 best bits of the hash
-        return low + (high - low) * (bits.to(torch.float64) * 2.0**-53)
+        return low + (high - low) * self._unit(env_ids, drawn, size)
 
-    def normal(self, env_ids: Tensor, size: int) -> Tensor:
-        """Draw standard normal float64 ``[len(env_ids), size]`` (Box-Muller)."""
-        u = self.uniform(env_ids, 2 * size).view(-1, 2, size)
-        return torch.sqrt(-2.0 * torch.log1p(-u[:, 0])) * torch.cos(2.0 * math.pi * u[:, 1])
+    def noise(self, env_ids: Tensor, step: Tensor, size: int) -> Tensor:
+        """Return standard normal float64 ``[len(env_ids), size]`` that belongs to a step of the episode.
+
+        It is a function of (episode seed, step): asking twice gives the same noise, and no stream moves on.
+        """
+        u = self._unit(env_ids, _NOISE_DRAWS + step * (2 * size), 2 * size).view(-1, 2, size)
+        return torch.sqrt(-2.0 * torch.log1p(-u[:, 0])) * torch.cos(2.0 * math.pi * u[:, 1])  # Box-Muller
+
+    def _unit(self, env_ids: Tensor, first: Tensor, size: int) -> Tensor:
+        """Return the numbers ``first .. first + size`` of the episodes' sequences, float64 in [0, 1)."""
+        index = first.unsqueeze(1) + torch.arange(size, device=self.state.device)
+        bits = _shift_right(combine(self.state[env_ids, SEED].unsqueeze(1), index), 11)  # 53 bits fill a double
+        return bits.to(torch.float64) * 2.0**-53

@@ -47,7 +47,7 @@ class MujocoCpuPhysics(Physics):
         self._sensors_current = False
         self._fields: dict[str, Tensor] = {}
         self._rest = self._state[0].clone()
-        self._warnings = torch.from_numpy(self._batch.warning)[:, _UNSTABLE].sum(dim=1)
+        self._warnings = torch.from_numpy(self._batch.warning)[:, _UNSTABLE, 1].sum(dim=1)
         self._diverged = torch.zeros(num_envs, dtype=torch.bool)
 
     def step(self, count: int) -> None:
@@ -56,7 +56,7 @@ class MujocoCpuPhysics(Physics):
             self._batch.step(nstep=count)
         except batch.SimulationError as error:
             raise SimulationError(f"MuJoCo could not step: {error}") from error
-        warnings = torch.from_numpy(self._batch.warning)[:, _UNSTABLE].sum(dim=1)
+        warnings = torch.from_numpy(self._batch.warning)[:, _UNSTABLE, 1].sum(dim=1)
         self._diverged = warnings != self._warnings
         self._warnings = warnings
 

@@ -1,0 +1,182 @@
+"""The shape of a ``gym_config.json``: everything about an environment that a user can set."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from embodichain.config import Config, Field, configclass
+from embodichain.envs.rendering import CameraCfg
+
+Range = tuple[float, float]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+
+
+@configclass
+class PoseRangeCfg(Config):
+    """A box of positions in metres, and of headings in radians, to draw from uniformly."""
+
+    x: Range = (0.0, 0.0)
+    """Bounds of the x coordinate."""
+    y: Range = (0.0, 0.0)
+    """Bounds of the y coordinate."""
+    z: Range = (0.0, 0.0)
+    """Bounds of the z coordinate (ignored for what rests on the table)."""
+    yaw: Range = (0.0, 0.0)
+    """Bounds of the heading about the vertical."""
+
+
+@configclass
+class JointRangeCfg(Config):
+    """How far joints start from where they are meant to start."""
+
+    position: NotNegative = 0.0
+    """Largest offset of each joint position, in radians or metres."""
+    velocity: NotNegative = 0.0
+    """Largest initial velocity of each joint."""
+
+
+@configclass
+class ScaleRangeCfg(Config):
+    """A factor on a nominal value, drawn uniformly."""
+
+    scale: tuple[Positive, Positive] = (1.0, 1.0)
+    """Bounds of the factor."""
+
+
+@configclass
+class EventsCfg(Config):
+    """What is drawn anew when an episode starts; ``null`` turns one off."""
+
+    randomize_robot: JointRangeCfg | None = None
+    """Offset of the robot's joints from ``robot.init_qpos``."""
+    randomize_object_pose: PoseRangeCfg | None = None
+    """Where the object starts."""
+    randomize_target: PoseRangeCfg | None = None
+    """Where the goal is."""
+    randomize_friction: ScaleRangeCfg | None = None
+    """Factor on the sliding friction of the object."""
+    randomize_mass: ScaleRangeCfg | None = None
+    """Factor on the mass (and inertia) of the object."""
+
+
+@configclass
+class ObservationsCfg(Config):
+    """What is observed beyond the task's own vectors, and how well."""
+
+    cameras: list[CameraCfg] = []
+    """Cameras to render at every step, observed as ``image/<name>``."""
+    noise: dict[str, NotNegative] = {}
+    """Standard deviation of Gaussian noise by observation, such as ``{"robot/qpos": 0.01}``."""
+
+
+@configclass
+class RewardsCfg(Config):
+    """How the reward is put together."""
+
+    mode: Literal["dense", "sparse"] = "dense"
+    """``dense`` adds the weighted terms of the task; ``sparse`` is 1 in every step that ends in success, else 0."""
+    weights: dict[str, float] = {}
+    """Weights of the task's reward terms that differ from its own."""
+
+
+@configclass
+class JointTermCfg(Config):
+    """Joint targets: ``target = qpos + scale * action`` (delta_qpos), or the action mapped to the joint limits (qpos)."""
+
+    scale: Positive = 0.1
+    """Radians per unit of action and step (delta_qpos only)."""
+    clip: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Actions are limited to [-clip, clip]."""
+
+
+@configclass
+class EndEffectorTermCfg(Config):
+    """Displacement of the tool per step, turned into joint targets by differential inverse kinematics."""
+
+    scale: Positive = 0.03
+    """Metres per unit of action and step."""
+    rotation_scale: NotNegative = 0.0
+    """Radians per unit; 0 leaves rotation out (3 actions) and holds the tool's starting orientation."""
+    damping: Positive = 0.05
+    """Damping of the least-squares inverse."""
+    clip: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Actions are limited to [-clip, clip]."""
+
+
+@configclass
+class EffortTermCfg(Config):
+    """The action goes to the motors, scaled to their control range."""
+
+    clip: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Actions are limited to [-clip, clip]."""
+
+
+@configclass
+class ActionsCfg(Config):
+    """How actions are understood: exactly one of these is set, and its name is the ``action_type``."""
+
+    delta_qpos: JointTermCfg | None = None
+    """Displacement of each joint."""
+    qpos: JointTermCfg | None = None
+    """Position of each joint, [-1, 1] spanning its limits."""
+    ee_delta: EndEffectorTermCfg | None = None
+    """Displacement of the tool."""
+    effort: EffortTermCfg | None = None
+    """Force or torque of each motor."""
+
+
+@configclass
+class EnvCfg(Config):
+    """The task: what is randomised, observed, rewarded and controlled."""
+
+    substeps: Annotated[int, Field(ge=1, le=1000)] = 10
+    """Physics steps per environment step."""
+    success_threshold: Positive = 0.05
+    """Distance to the goal, in metres, below which the task counts as solved."""
+    terminate_on_success: bool = True
+    """Whether an episode ends as soon as the task is solved."""
+    events: EventsCfg = EventsCfg()
+    """What is drawn anew at the start of an episode."""
+    observations: ObservationsCfg = ObservationsCfg()
+    """Cameras and noise."""
+    rewards: RewardsCfg = RewardsCfg()
+    """Reward mode and weights."""
+    actions: ActionsCfg = ActionsCfg()
+    """The action term."""
+
+
+@configclass
+class RobotCfg(Config):
+    """Which robot, with what in its hand, and how it starts."""
+
+    uid: str = "ur5"
+    """Name of the robot."""
+    tool: str | None = None
+    """Name of the tool at its flange."""
+    init_qpos: list[float] = []
+    """Joint positions at the start of an episode."""
+
+
+@configclass
+class GymCfg(Config):
+    """One environment: ``gym_config.json`` as a class."""
+
+    id: str
+    """Registered name of the task, or any Gymnasium id."""
+    num_envs: Annotated[int, Field(ge=1)] = 1
+    """Number of copies stepped together."""
+    max_episode_steps: Annotated[int, Field(ge=1)] = 100
+    """Length at which an episode is cut off."""
+    seed: Annotated[int, Field(ge=0, lt=2**62)] | None = None
+    """Seed of all random streams; ``null`` takes one from the operating system."""
+    device: str = "cpu"
+    """``cpu``, or ``cuda`` for batched simulation on a GPU."""
+    num_threads: Annotated[int, Field(ge=0)] = 0
+    """Simulation threads on the CPU; 0 takes every core this process may use."""
+    env: EnvCfg = EnvCfg()
+    """The task's settings."""
+    robot: RobotCfg = RobotCfg()
+    """The robot's settings."""
+    kwargs: dict[str, Any] = {}
+    """Arguments for the constructor of a Gymnasium environment (for ids that are not tasks of this package)."""

@@ -1,0 +1,146 @@
+"""Between Gymnasium's spaces and the tensors of ``VecEnv``: observations one way, actions the other.
+
+Observations (a batch as ``gymnasium.vector`` gives it, numpy, rows first) become a TensorDict ``[num_envs]``:
+
+* ``Dict`` keeps its keys, ``Tuple`` gets the keys ``"0"``, ``"1"``, ...; anything else becomes ``obs["state"]``.
+* ``Box``: float32, whatever the precision was; uint8 (images, RAM) stays uint8.
+* ``Discrete(n)``: one-hot float32 ``[num_envs, n]``; ``MultiDiscrete``: its one-hot parts side by side.
+* ``MultiBinary``: float32 zeros and ones.
+
+Actions: a bounded ``Box`` is [-1, 1] for the policy and mapped affinely to its bounds (values beyond are clipped); a
+coordinate without both bounds is passed through, and our space says so. ``Discrete`` is ``[num_envs]`` int64 from zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from gymnasium import spaces
+from tensordict import TensorDict
+from torch import Tensor
+
+from embodichain.errors import EnvContractError
+
+Encode = Callable[[Any], Any]
+"""Turns one batch of a space into a CPU tensor, or into a dict of them."""
+
+
+class ObservationEncoder:
+    """Turns batches of one Gymnasium observation space into TensorDicts ``[num_envs]`` that own their memory."""
+
+    def __init__(self, source: gym.Space[Any], num_envs: int, device: torch.device) -> None:
+        self.num_envs = num_envs
+        self.device = device
+        space, encode = _encoder(source, "observation")
+        if isinstance(space, spaces.Dict):
+            self.space: spaces.Dict = space
+            self._encode = encode
+        else:
+            self.space = spaces.Dict({"state": space})
+            self._encode = lambda batch: {"state": encode(batch)}
+
+    def __call__(self, batch: Any) -> TensorDict:
+        """Return a batch of observations as a TensorDict; nothing of ``batch`` is kept."""
+        obs = TensorDict(self._encode(batch), batch_size=[self.num_envs])
+        return obs if self.device.type == "cpu" else obs.to(self.device)
+
+
+class ActionDecoder:
+    """Turns a checked action of ours into the batch that a Gymnasium vector env expects."""
+
+    def __init__(self, source: gym.Space[Any], num_envs: int) -> None:
+        self.space: gym.Space[Any]
+        if isinstance(source, spaces.Discrete):
+            self.space = spaces.Discrete(int(source.n))
+            start, dtype = int(source.start), source.dtype
+            self._decode: Callable[[np.ndarray], np.ndarray] = lambda action: (action + start).astype(dtype)
+        elif isinstance(source, spaces.Box):
+            self.space, self._decode = _box_actions(source, num_envs)
+        else:
+            raise EnvContractError(
+                f"actions must be Box or Discrete, got {source}. Wrap the environment so that it takes one of these "
+                "(gymnasium.wrappers.TransformAction)."
+            )
+
+    def __call__(self, action: Tensor) -> np.ndarray:
+        """Return the native actions, rows first."""
+        return self._decode(action.detach().cpu().numpy())
+
+
+def _box_actions(source: spaces.Box, num_envs: int) -> tuple[spaces.Box, Callable[[np.ndarray], np.ndarray]]:
+    low, high = source.low.astype(np.float64).reshape(-1), source.high.astype(np.float64).reshape(-1)
+    bounded = np.isfinite(low) & np.isfinite(high)
+    with np.errstate(invalid="ignore"):  # inf - inf, where there is no bound to map to
+        scale = np.where(bounded, 0.5 * (high - low), 1.0)
+        offset = np.where(bounded, 0.5 * (high + low), 0.0)
+    space = spaces.Box(
+        np.where(bounded, -1.0, low).astype(np.float32), np.where(bounded, 1.0, high).astype(np.float32), dtype=np.float32
+    )
+    shape, dtype = (num_envs, *source.shape), source.dtype
+    integer = np.issubdtype(dtype, np.integer)
+
+    def decode(action: np.ndarray) -> np.ndarray:
+        native = np.clip(action * scale + offset, low, high)
+        return (np.rint(native) if integer else native).astype(dtype).reshape(shape)
+
+    return space, decode
+
+
+def _encoder(source: gym.Space[Any], where: str) -> tuple[gym.Space[Any], Encode]:
+    """Return the space as we offer it and the function that turns one of its batches into tensors."""
+    if isinstance(source, spaces.Dict):
+        return _children(list(source.spaces), list(source.spaces.values()), list(source.spaces), where)
+    if isinstance(source, spaces.Tuple):
+        names = [str(i) for i in range(len(source.spaces))]
+        return _children(names, list(source.spaces), list(range(len(names))), where)
+    if isinstance(source, spaces.Box):
+        return _box(source)
+    if isinstance(source, spaces.Discrete):
+        return _one_hot(np.array([source.n]), np.array([source.start]))
+    if isinstance(source, spaces.MultiDiscrete):
+        return _one_hot(source.nvec.reshape(-1), source.start.reshape(-1))
+    if isinstance(source, spaces.MultiBinary):
+        return spaces.Box(0.0, 1.0, source.shape, np.float32), _cast(np.float32)
+    raise EnvContractError(
+        f"{where} is a {type(source).__name__} space; supported are Box, Discrete, MultiDiscrete, MultiBinary, and Dict "
+        "or Tuple of them. Wrap the environment so that it gives one of these (gymnasium.wrappers.TransformObservation)."
+    )
+
+
+def _children(names: list[str], sources: list[gym.Space[Any]], keys: list[Any], where: str) -> tuple[spaces.Dict, Encode]:
+    parts = [_encoder(source, f"{where}/{name}") for name, source in zip(names, sources, strict=True)]
+    encoders = [(name, key, part[1]) for name, key, part in zip(names, keys, parts, strict=True)]
+    space = spaces.Dict({name: part[0] for name, part in zip(names, parts, strict=True)})
+    return space, lambda batch: {name: encode(batch[key]) for name, key, encode in encoders}
+
+
+def _cast(dtype: Any) -> Encode:
+    # np.array copies, so that the observation outlives the vector env's own buffer.
+    return lambda batch: torch.from_numpy(np.array(batch, dtype=dtype))
+
+
+def _box(source: spaces.Box) -> tuple[spaces.Box, Encode]:
+    if source.dtype == np.uint8:
+        return source, _cast(np.uint8)
+    with np.errstate(over="ignore"):  # float64 bounds beyond the range of float32 are infinite
+        low, high = source.low.astype(np.float32), source.high.astype(np.float32)
+    return spaces.Box(low, high, dtype=np.float32), _cast(np.float32)
+
+
+def _one_hot(counts: np.ndarray, starts: np.ndarray) -> tuple[spaces.Box, Encode]:
+    """One-hot parts of sizes ``counts`` side by side; values of part i begin at ``starts[i]``."""
+    total = int(counts.sum())
+    columns = np.concatenate([[0], np.cumsum(counts)[:-1]]).astype(np.int64) - starts.astype(np.int64)
+
+    def encode(batch: Any) -> Tensor:
+        values = np.asarray(batch, dtype=np.int64)
+        values = values.reshape(len(values), -1)
+        hot = np.zeros((len(values), total), dtype=np.float32)
+        np.put_along_axis(hot, values + columns, 1.0, axis=1)
+        return torch.from_numpy(hot)
+
+    return spaces.Box(0.0, 1.0, (total,), np.float32), encode

@@ -1,0 +1,100 @@
+"""Names of environments: one place that turns an id or a config into a ``VecEnv``, ours or Gymnasium's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+
+from embodichain.config import load_config, merge
+from embodichain.envs.env_cfg import GymCfg
+from embodichain.envs.task import Task
+from embodichain.envs.tasks import CartPole, PushCube, Reach
+from embodichain.envs.vec_env import VecEnv
+from embodichain.errors import ConfigError, UnknownNameError, nearest
+
+
+@dataclass(frozen=True)
+class EnvSpec:
+    """A registered task."""
+
+    id: str
+    task: type[Task]
+    description: str
+
+
+_TASKS: dict[str, EnvSpec] = {}
+
+
+def register_task(id: str, task: type[Task]) -> None:
+    """Register a task under an id; its docstring's first line describes it. The last to take a name has it."""
+    _TASKS[id] = EnvSpec(id, task, (task.__doc__ or "").strip().splitlines()[0])
+
+
+def list_envs() -> list[EnvSpec]:
+    """Return all registered tasks, by name."""
+    return [_TASKS[name] for name in sorted(_TASKS)]
+
+
+def load_gym_config(config: GymCfg | Mapping[str, Any] | str | os.PathLike[str], **overrides: Any) -> GymCfg:
+    """Return the full config for an id, the path of a file, or what was read from one, over the task's defaults."""
+    if isinstance(config, GymCfg):
+        return config.replace(**overrides) if overrides else config
+    if isinstance(config, str | os.PathLike):
+        path = Path(config)
+        given: Mapping[str, Any] = load_config(path) if path.suffix in (".json", ".yaml", ".yml") else {"id": str(config)}
+    elif isinstance(config, Mapping):
+        given = config
+    else:
+        raise ConfigError(f"expected a config, the path of one or an id, got {type(config).__name__}")
+    given = merge(given, overrides)
+    name = given.get("id")
+    if not isinstance(name, str):
+        raise ConfigError(f"id: expected the name of an environment, got {name!r}")
+    base = _TASKS[name].task.default_cfg().to_dict() if name in _TASKS else {"id": name}
+    merged = merge(base, given)
+    actions = given["env"].get("actions") if isinstance(given.get("env"), Mapping) else None
+    if actions is not None:  # the action term is chosen, not added to the default one
+        merged["env"]["actions"] = actions
+    return GymCfg.from_dict(merged)
+
+
+def make(
+    config: GymCfg | Mapping[str, Any] | str | os.PathLike[str], trusted_modules: Sequence[str] = (), **overrides: Any
+) -> VecEnv:
+    """Build the environment of an id or a config: ``make("PushCubeRL", num_envs=64, seed=0)``.
+
+    Ids that are no task of ours are taken for Gymnasium's; ``module:Name-v0`` is imported only if ``module`` is among
+    ``trusted_modules``.
+    """
+    cfg = load_gym_config(config, **overrides)
+    if cfg.id in _TASKS:
+        return _make_task(cfg, _TASKS[cfg.id].task)
+    if ":" not in cfg.id and cfg.id not in gym.registry:
+        names = [*_TASKS, *(name for name in gym.registry if not name.startswith(("phys2d/", "tabular/")))]
+        close = nearest(cfg.id, names).split(" Valid:")[0]
+        raise UnknownNameError(f"unknown environment {cfg.id!r}.{close} Tasks: {', '.join(sorted(_TASKS))}; or any Gymnasium id.")
+    from embodichain.envs.gymnasium_env import make_gymnasium
+
+    steps = cfg.max_episode_steps if isinstance(config, Mapping) and "max_episode_steps" in config else None
+    env = make_gymnasium(cfg.id, cfg.num_envs, cfg.kwargs, max_episode_steps=steps, trusted_modules=tuple(trusted_modules))
+    if cfg.seed is not None:
+        env.reset(seed=cfg.seed)
+    return env
+
+
+def _make_task(cfg: GymCfg, task: type[Task]) -> VecEnv:
+    from embodichain.envs.physics.mujoco_cpu import MujocoCpuPhysics
+    from embodichain.envs.task_env import TaskEnv
+
+    if cfg.device != "cpu":
+        raise ConfigError(f"device: expected 'cpu', got {cfg.device!r}")
+    return TaskEnv(cfg, task, MujocoCpuPhysics(task.build_model(cfg), cfg.num_envs, cfg.num_threads))
+
+
+for _id, _task in (("CartPoleRL", CartPole), ("ReachRL", Reach), ("PushCubeRL", PushCube)):
+    register_task(_id, _task)

@@ -1,0 +1,117 @@
+"""What a task adds to a simulated robot. Tasks are written once, in torch, and run on every physics backend."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import mujoco
+import torch
+from torch import Tensor
+
+from embodichain.envs.action_terms import RobotActionManager
+from embodichain.envs.env_cfg import GymCfg, PoseRangeCfg
+from embodichain.envs.physics import Physics
+from embodichain.envs.random import RandomStreams
+from embodichain.envs.robot import Robot, build_model
+
+Scene = dict[str, Tensor]
+"""Named quantities of the present state, float32 ``[n, ...]``: what all of a task's formulas are written on."""
+
+
+@dataclass
+class Start:
+    """How episodes begin: positions and velocities ``[n, ...]``, and the task's own variables such as the goal."""
+
+    qpos: Tensor
+    qvel: Tensor
+    variables: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Task(ABC):
+    """One task: how episodes start, what is seen, what is rewarded, when it is solved, and how an expert does it."""
+
+    scene_file: ClassVar[str]
+    """MJCF file of the scene."""
+    reward_weights: ClassVar[dict[str, float]]
+    """The dense reward's terms and their default weights."""
+    object_body: ClassVar[str | None] = None
+    """Body whose friction and mass can be randomised."""
+    camera: ClassVar[str] = "side"
+    """The camera to look through when none is named."""
+
+    def __init__(self, cfg: GymCfg, physics: Physics, robot: Robot) -> None:
+        self.cfg, self.physics, self.robot = cfg, physics, robot
+        self.variables: dict[str, Tensor] = {}
+        """Per-env values ``[num_envs, ...]`` that are drawn at reset and saved with the state."""
+
+    @staticmethod
+    @abstractmethod
+    def default_cfg() -> GymCfg:
+        """Return the configuration the task has when nothing is said."""
+
+    @classmethod
+    def build_model(cls, cfg: GymCfg) -> mujoco.MjModel:
+        """Compile the scene with the configured robot in it."""
+        return build_model(cls.scene_file, cfg.robot)
+
+    @abstractmethod
+    def sample_start(self, env_ids: Tensor, streams: RandomStreams) -> Start:
+        """Draw the start of one episode for each of ``env_ids``."""
+
+    @abstractmethod
+    def read(self, env_ids: Tensor | None = None) -> Scene:
+        """Measure the present state of ``env_ids`` (default: all), from the state itself."""
+
+    @abstractmethod
+    def observe(self, scene: Scene) -> dict[str, Any]:
+        """Return the nested observation, float32."""
+
+    @abstractmethod
+    def reward_terms(self, scene: Scene, action: Tensor) -> dict[str, Tensor]:
+        """Return the unweighted terms named in ``reward_weights``."""
+
+    @abstractmethod
+    def success(self, scene: Scene) -> Tensor:
+        """Return where the task is solved, bool ``[n]``."""
+
+    def failed(self, scene: Scene) -> Tensor | None:
+        """Return where an episode has to end without success, bool ``[n]``, or nothing if that cannot happen."""
+        return None
+
+    def metrics(self, scene: Scene) -> dict[str, Tensor]:
+        """Return measures worth logging, ``[n]`` each; ``success`` is added by the environment."""
+        return {}
+
+    @abstractmethod
+    def expert_action(self, scene: Scene, actions: RobotActionManager) -> Tensor:
+        """Return what a scripted expert does in this state, ``[n, action_dim]``."""
+
+    def markers(self) -> dict[str, Tensor]:
+        """Return positions ``[num_envs, 3]`` of mocap bodies, such as the goal, for drawing."""
+        return {}
+
+    # What most tasks need to draw a start.
+
+    def start_robot(self, env_ids: Tensor, streams: RandomStreams) -> Start:
+        """Return the model's own pose with the robot at ``init_qpos``, randomised as configured."""
+        count, device = env_ids.numel(), env_ids.device
+        model = self.physics.model
+        qpos = torch.tensor(model.qpos0, dtype=torch.float64, device=device).repeat(count, 1)
+        qvel = torch.zeros(count, int(model.nv), dtype=torch.float64, device=device)
+        qpos[:, self.robot.qpos] = self.robot.init_qpos
+        spread = self.cfg.env.events.randomize_robot
+        if spread is not None:
+            joints = slice(self.robot.qpos.start, self.robot.qpos.start + self.robot.num_joints)
+            speeds = slice(self.robot.qvel.start, self.robot.qvel.start + self.robot.num_joints)
+            drawn = streams.uniform(env_ids, 2 * self.robot.num_joints, -1.0, 1.0)
+            qpos[:, joints] += spread.position * drawn[:, : self.robot.num_joints]
+            qvel[:, speeds] += spread.velocity * drawn[:, self.robot.num_joints :]
+        return Start(qpos, qvel)
+
+
+def draw_pose(area: PoseRangeCfg, env_ids: Tensor, streams: RandomStreams) -> Tensor:
+    """Draw x, y, z and yaw ``[n, 4]`` from a configured box."""
+    bounds = torch.tensor([area.x, area.y, area.z, area.yaw], dtype=torch.float64, device=env_ids.device)
+    return streams.uniform(env_ids, 4, bounds[:, 0], bounds[:, 1])

@@ -1,0 +1,203 @@
+"""Physics + Task = VecEnv: control, simulate, measure, reward, reset."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+import gymnasium as gym
+import mujoco
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from embodichain.envs.action_terms import RobotActionManager
+from embodichain.envs.domain import DomainRandomization
+from embodichain.envs.env_cfg import GymCfg
+from embodichain.envs.observations import ObservationBuilder
+from embodichain.envs.physics import Physics
+from embodichain.envs.random import RandomStreams
+from embodichain.envs.rendering import Cameras, Quality
+from embodichain.envs.robot import Robot
+from embodichain.envs.task import Scene, Task
+from embodichain.envs.vec_env import Action, EnvIds, StepResult, VecEnv
+from embodichain.errors import ConfigError, nearest
+
+
+class TaskEnv(VecEnv):
+    """``num_envs`` copies of a task on one physics backend."""
+
+    def __init__(self, cfg: GymCfg, task_class: type[Task], physics: Physics) -> None:
+        self.cfg, self.physics = cfg, physics
+        self.num_envs, self.device = physics.num_envs, physics.device
+        self.max_episode_steps = cfg.max_episode_steps
+        self.robot = Robot(physics.model, cfg.robot, self.device)
+        self.task = task_class(cfg, physics, self.robot)
+        self.action_manager = RobotActionManager(cfg.env.actions, self.robot, self.num_envs, self.device)
+        self.action_space = self.action_manager.space
+        self._weights = _reward_weights(cfg, task_class)
+        self._domain = DomainRandomization(cfg.env.events, physics, task_class.object_body)
+        self.seed = secrets.randbits(61) if cfg.seed is None else cfg.seed
+        self._streams = RandomStreams(self.num_envs, self.device, self.seed)
+        self._step = torch.zeros(self.num_envs, dtype=torch.int64, device=self.device)
+        self._all = torch.arange(self.num_envs, device=self.device)
+        self._cameras = Cameras(physics.model, cfg.env.observations.cameras)
+        self._observations = ObservationBuilder(cfg.env.observations, self)
+        self._begin(self._all)
+        self._scene: Scene = self.task.read()
+        self._obs: TensorDict = self._observations.build(self._scene, self._all)
+        self.observation_space: gym.spaces.Dict = self._observations.space(self._obs)
+
+    # --- the contract ---------------------------------------------------------------------------------------------
+
+    def reset(self, seed: int | Tensor | None = None, env_ids: EnvIds = None) -> tuple[TensorDict, dict[str, Any]]:
+        ids = self.resolve_ids(env_ids)
+        if isinstance(seed, int):
+            self._streams.seed(ids, seed)
+        episodes = seed.to(self.device, torch.int64).reshape(-1) if isinstance(seed, Tensor) else None
+        if episodes is not None and episodes.shape != ids.shape:
+            raise ConfigError(f"reset: {ids.numel()} envs need as many episode seeds, got {episodes.numel()}")
+        self._begin(ids, episodes)
+        self._refresh(ids)
+        return self._obs, {"episode_seed": self._streams.episode_seed}
+
+    def step(self, action: Action) -> StepResult:
+        applied = self.action_manager.unwrap(action, self._step)
+        self.physics.ctrl.copy_(self.action_manager.control(applied, self._scene["qpos"]))
+        self.physics.step(self.cfg.env.substeps)
+        self._step = self._step + 1
+        self._scene = scene = self.task.read()
+        self._obs = obs = self._observations.build(scene, self._all)
+
+        success = self.task.success(scene)
+        parts, reward = self._reward(scene, applied, success)
+        terminated = success & self.cfg.env.terminate_on_success
+        failed = self.task.failed(scene)
+        if failed is not None:
+            terminated = terminated | failed
+        terminated = terminated | self.physics.diverged
+        truncated = self._step >= self.max_episode_steps
+        metrics = {"success": success.to(torch.float32), **self.task.metrics(scene)}
+
+        ended = torch.nonzero(terminated | truncated).reshape(-1)
+        if ended.numel():
+            self._begin(ended)
+            self._refresh(ended)
+        info = {
+            "final_observation": obs,
+            "rewards": parts,
+            "metrics": metrics,
+            "episode_seed": self._streams.episode_seed,
+        }
+        return self._obs, reward, terminated, truncated, info
+
+    def get_state(self) -> TensorDict:
+        return TensorDict(
+            {
+                "physics": self.physics.state(),
+                "streams": self._streams.state.clone(),
+                "step": self._step.clone(),
+                "variables": {name: value.clone() for name, value in self.task.variables.items()},
+                "model": self._domain.state(),
+            },
+            batch_size=[self.num_envs],
+            device=self.device,
+        )
+
+    def set_state(self, state: TensorDictBase, env_ids: EnvIds = None) -> TensorDict:
+        ids = self.resolve_ids(env_ids)
+        if state.batch_size != ids.shape:
+            raise ConfigError(f"set_state: {ids.numel()} envs need a state of batch size [{ids.numel()}], got {list(state.batch_size)}")
+        self.physics.set_state(ids, state["physics"])
+        self._streams.state[ids] = state["streams"]
+        self._step = self._step.index_copy(0, ids, state["step"])
+        for name, value in self.task.variables.items():
+            value[ids] = state["variables", name]
+        self._domain.set_state(ids, {name: state["model", name] for name in self._domain.state()})
+        self._refresh(ids)
+        return self._obs
+
+    def render(
+        self,
+        env_ids: EnvIds = None,
+        camera: str | None = None,
+        size: tuple[int, int] | None = (240, 320),
+        quality: Quality = "high",
+    ) -> np.ndarray:
+        return self._cameras.render(self._load, self.resolve_ids(env_ids).tolist(), camera or self.task.camera, size, quality)
+
+    def close(self) -> None:
+        self._cameras.close()
+        self.physics.close()
+
+    # --- the expert -----------------------------------------------------------------------------------------------
+
+    def expert_action(self) -> Tensor:
+        """Return the scripted expert's action ``[num_envs, action_dim]`` for the present state."""
+        return self.task.expert_action(self._scene, self.action_manager)
+
+    def create_demo_action_list(self) -> list[Tensor]:
+        """Return the expert's actions from the present state until every env has ended once; the state is kept."""
+        state, actions = self.get_state(), []
+        running = torch.ones(self.num_envs, dtype=torch.bool, device=self.device)
+        while bool(running.any()):
+            actions.append(self.expert_action())
+            _, _, terminated, truncated, _ = self.step(actions[-1])
+            running &= ~(terminated | truncated)
+        self.set_state(state)
+        return actions
+
+    def noise(self, env_ids: Tensor, size: int) -> Tensor:
+        """Return the standard normal noise ``[len(env_ids), size]`` that belongs to the envs' present steps."""
+        return self._streams.noise(env_ids, self._step[env_ids], size)
+
+    # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _begin(self, env_ids: Tensor, episodes: Tensor | None = None) -> None:
+        """Start an episode in each of these envs."""
+        self._streams.next_episode(env_ids, episodes)
+        start = self.task.sample_start(env_ids, self._streams)
+        self.physics.set(env_ids, start.qpos, start.qvel)
+        if self._domain.active:
+            self._domain.apply(env_ids, self._streams)
+        for name, value in start.variables.items():
+            if name not in self.task.variables:  # the first start, of all envs, tells shapes and types
+                self.task.variables[name] = torch.empty_like(value)
+            self.task.variables[name][env_ids] = value
+        self._step = self._step.index_fill(0, env_ids, 0)
+
+    def _refresh(self, env_ids: Tensor) -> None:
+        """Measure and observe these envs again, without touching what was returned before."""
+        fresh = self.task.read(env_ids)
+        self._scene = {name: value.index_copy(0, env_ids, fresh[name]) for name, value in self._scene.items()}
+        self._obs = self._observations.merge(self._obs, self._observations.build(fresh, env_ids), env_ids)
+
+    def _reward(self, scene: Scene, action: Tensor, success: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """Return the weighted parts and their sum."""
+        if self.cfg.env.rewards.mode == "sparse":
+            reward = success.to(torch.float32)
+            return {"success": reward}, reward
+        terms = self.task.reward_terms(scene, action)
+        parts = {name: weight * terms[name] for name, weight in self._weights.items()}
+        reward = torch.zeros(self.num_envs, device=self.device)
+        for part in parts.values():
+            reward = reward + part
+        return parts, reward
+
+    def _load(self, data: mujoco.MjData, env: int) -> None:
+        """Put one env's state, goal markers included, into an ``MjData``."""
+        self.physics.load(data, env)
+        for name, positions in self.task.markers().items():
+            body = self.physics.model.body(name)
+            data.mocap_pos[int(body.mocapid[0])] = positions[env].cpu().numpy()
+
+
+def _reward_weights(cfg: GymCfg, task_class: type[Task]) -> dict[str, float]:
+    """Return the weight of each reward term, those of the config over those of the task; 0 leaves a term out."""
+    known = task_class.reward_weights
+    unknown = [name for name in cfg.env.rewards.weights if name not in known]
+    if unknown:
+        raise ConfigError([f"env.rewards.weights.{n}: no such reward term of {cfg.id}.{nearest(n, known)}" for n in unknown])
+    weights = {**known, **cfg.env.rewards.weights}
+    return {name: weight for name, weight in weights.items() if weight != 0.0}

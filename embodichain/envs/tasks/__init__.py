@@ -1,0 +1,7 @@
+"""The tasks that come with the package, one file each."""
+
+from embodichain.envs.tasks.cart_pole import CartPole
+from embodichain.envs.tasks.push_cube import PushCube
+from embodichain.envs.tasks.reach import Reach
+
+__all__ = ["CartPole", "PushCube", "Reach"]

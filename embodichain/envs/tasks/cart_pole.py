@@ -1,0 +1,85 @@
+"""Balance a pole on a cart by pushing the cart with a continuous force."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from embodichain.envs.action_terms import RobotActionManager
+from embodichain.envs.env_cfg import ActionsCfg, EffortTermCfg, EnvCfg, EventsCfg, GymCfg, JointRangeCfg, RobotCfg
+from embodichain.envs.random import RandomStreams
+from embodichain.envs.task import Scene, Start, Task
+
+MAX_ANGLE = math.radians(12.0)
+MAX_POSITION = 2.4
+# State feedback u = -K x for (position, velocity, angle, rate), the LQR gain for Q = diag(1, 0.1, 10, 0.1), R = 1 of
+# the linearised model, in units of the 10 N motor.
+_GAIN = (-0.1, -0.19, -4.2, -1.15)
+
+
+class CartPole(Task):
+    """Balance a pole on a cart with a continuous force; the maximum return is the episode length."""
+
+    scene_file = "cart_pole.xml"
+    reward_weights = {"alive": 1.0, "position": -0.02, "effort": -0.01}
+
+    @staticmethod
+    def default_cfg() -> GymCfg:
+        return GymCfg(
+            id="CartPoleRL",
+            max_episode_steps=500,
+            env=EnvCfg(
+                terminate_on_success=False,
+                events=EventsCfg(randomize_robot=JointRangeCfg(position=0.05, velocity=0.05)),
+                actions=ActionsCfg(effort=EffortTermCfg()),
+            ),
+            robot=RobotCfg(uid="cart"),
+        )
+
+    def sample_start(self, env_ids: Tensor, streams: RandomStreams) -> Start:
+        start = self.start_robot(env_ids, streams)
+        spread = self.cfg.env.events.randomize_robot
+        if spread is not None:  # the pole is no joint of the robot, but starts as unsteadily
+            drawn = streams.uniform(env_ids, 2, -1.0, 1.0)
+            start.qpos[:, 1] += spread.position * drawn[:, 0]
+            start.qvel[:, 1] += spread.velocity * drawn[:, 1]
+        return start
+
+    def read(self, env_ids: Tensor | None = None) -> Scene:
+        qpos, qvel = self.physics.qpos, self.physics.qvel
+        if env_ids is not None:
+            qpos, qvel = qpos[env_ids], qvel[env_ids]
+        return {"qpos": qpos.to(torch.float32), "qvel": qvel.to(torch.float32)}
+
+    def observe(self, scene: Scene) -> dict[str, Any]:
+        return {"robot": {"qpos": scene["qpos"], "qvel": scene["qvel"]}}
+
+    def reward_terms(self, scene: Scene, action: Tensor) -> dict[str, Tensor]:
+        return {
+            "alive": torch.ones_like(action[:, 0]),
+            "position": scene["qpos"][:, 0].square(),
+            "effort": action[:, 0].square(),
+        }
+
+    def success(self, scene: Scene) -> Tensor:
+        """The pole stands and the cart is on the rail."""
+        return ~self._fallen(scene)
+
+    def failed(self, scene: Scene) -> Tensor:
+        return self._fallen(scene)
+
+    def metrics(self, scene: Scene) -> dict[str, Tensor]:
+        return {"angle": scene["qpos"][:, 1].abs(), "position": scene["qpos"][:, 0].abs()}
+
+    def expert_action(self, scene: Scene, actions: RobotActionManager) -> Tensor:
+        position, angle = scene["qpos"].unbind(1)
+        velocity, rate = scene["qvel"].unbind(1)
+        force = -(_GAIN[0] * position + _GAIN[1] * velocity + _GAIN[2] * angle + _GAIN[3] * rate)
+        return force.clamp(-1.0, 1.0).unsqueeze(1)
+
+    def _fallen(self, scene: Scene) -> Tensor:
+        position, angle = scene["qpos"].unbind(1)
+        return (angle.abs() > MAX_ANGLE) | (position.abs() > MAX_POSITION)

@@ -1,0 +1,127 @@
+"""Push a cube over the table to a goal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from embodichain.envs.action_terms import RobotActionManager
+from embodichain.envs.env_cfg import ActionsCfg, EnvCfg, EventsCfg, GymCfg, JointRangeCfg, JointTermCfg, PoseRangeCfg, RobotCfg
+from embodichain.envs.kinematics import dot, length
+from embodichain.envs.random import RandomStreams
+from embodichain.envs.task import Scene, Start, draw_pose
+from embodichain.envs.tasks.arm import ArmTask
+
+HALF_CUBE = 0.025
+_REACH = 0.05  # distance from the cube's centre at which the tool's centre touches or nearly touches it
+_LOW, _HIGH = 0.03, 0.1  # heights of the tool's tip for pushing and for passing over the cube
+_MAX_STEP = 0.04  # metres the expert asks for in one step
+
+
+class PushCube(ArmTask):
+    """Push a cube to a random goal with a 6-DoF arm."""
+
+    scene_file = "cube_scene.xml"
+    object_body = "cube"
+    reward_weights = {"reach": -1.0, "place": -4.0, "effort": -0.01, "success": 10.0}
+
+    @staticmethod
+    def default_cfg() -> GymCfg:
+        return GymCfg(
+            id="PushCubeRL",
+            max_episode_steps=100,
+            env=EnvCfg(
+                success_threshold=0.04,
+                events=EventsCfg(
+                    randomize_robot=JointRangeCfg(position=0.02),
+                    randomize_object_pose=PoseRangeCfg(x=(0.42, 0.5), y=(-0.12, 0.12), yaw=(-0.6, 0.6)),
+                    randomize_target=PoseRangeCfg(x=(0.6, 0.72), y=(-0.18, 0.18)),
+                ),
+                actions=ActionsCfg(delta_qpos=JointTermCfg(scale=0.1)),
+            ),
+            robot=RobotCfg(tool="pusher", init_qpos=[-0.3267, -0.21, 2.4154, -0.6345, -1.5708, -0.3267]),
+        )
+
+    def sample_start(self, env_ids: Tensor, streams: RandomStreams) -> Start:
+        start = self.start_robot(env_ids, streams)
+        events = self.cfg.env.events
+        cube = draw_pose(events.randomize_object_pose or PoseRangeCfg(x=(0.46, 0.46)), env_ids, streams)
+        goal = draw_pose(events.randomize_target or PoseRangeCfg(x=(0.66, 0.66)), env_ids, streams)
+        start.qpos[:, 0:2] = cube[:, :2]
+        start.qpos[:, 2] = HALF_CUBE
+        start.qpos[:, 3:7] = 0.0
+        start.qpos[:, 3], start.qpos[:, 6] = torch.cos(0.5 * cube[:, 3]), torch.sin(0.5 * cube[:, 3])
+        start.variables["goal"] = goal[:, :2].to(torch.float32)
+        return start
+
+    def read(self, env_ids: Tensor | None = None) -> Scene:
+        qpos, qvel = self.state_of(env_ids)
+        scene = self.read_arm(qpos, qvel)
+        cube = qpos[:, :7].to(torch.float32)
+        scene["cube_pos"], scene["cube_quat"] = cube[:, :3], cube[:, 3:]
+        scene["cube_vel"] = qvel[:, :3].to(torch.float32)
+        scene["goal"] = self.variable("goal", env_ids)
+        scene["to_goal"] = scene["goal"] - scene["cube_pos"][:, :2]
+        scene["distance"] = length(scene["to_goal"])
+        direction = scene["to_goal"] / scene["distance"].clamp_min(1e-6).unsqueeze(1)
+        # Where the tool has to be to push: behind the cube as seen from the goal, near the table.
+        behind = scene["cube_pos"][:, :2] - _REACH * direction
+        scene["behind"] = torch.cat((behind, torch.full_like(behind[:, :1], _LOW)), dim=1)
+        scene["direction"] = direction
+        return scene
+
+    def observe(self, scene: Scene) -> dict[str, Any]:
+        return {
+            "robot": {"qpos": scene["qpos"], "qvel": scene["qvel"], "ee_pos": scene["ee_pos"]},
+            "object": {
+                "pos": scene["cube_pos"],
+                "quat": scene["cube_quat"],
+                "linvel": scene["cube_vel"],
+                "offset": scene["cube_pos"] - scene["ee_pos"],
+            },
+            "goal": {"pos": scene["goal"], "offset": scene["to_goal"]},
+        }
+
+    def reward_terms(self, scene: Scene, action: Tensor) -> dict[str, Tensor]:
+        return {
+            "reach": length(scene["behind"] - scene["ee_pos"]),
+            "place": scene["distance"],
+            "effort": action.square().mean(dim=1),
+            "success": self.success(scene).to(torch.float32),
+        }
+
+    def success(self, scene: Scene) -> Tensor:
+        return scene["distance"] < self.cfg.env.success_threshold
+
+    def metrics(self, scene: Scene) -> dict[str, Tensor]:
+        return {"distance": scene["distance"]}
+
+    def expert_action(self, scene: Scene, actions: RobotActionManager) -> Tensor:
+        """Pass over the cube to behind it, come down, and push towards the goal, steering as the cube drifts."""
+        tip, direction = scene["ee_pos"], scene["direction"]
+        from_cube = tip[:, :2] - scene["cube_pos"][:, :2]
+        along = dot(from_cube, direction)
+        aside = from_cube - along.unsqueeze(1) * direction
+        off_line = length(aside)
+        # Behind the cube and on the line through cube and goal: push. The cone widens with the distance behind.
+        ready = (along < -0.6 * _REACH) & (off_line < 0.012 + 0.3 * (-along - _REACH).clamp_min(0.0))
+        low = tip[:, 2] < _LOW + 0.02
+        clear = length(from_cube) > 1.6 * _REACH  # far enough to the side to move and sink freely
+        at_behind = length(scene["behind"][:, :2] - tip[:, :2]) < 0.015
+
+        push = torch.cat((_MAX_STEP * direction - 0.8 * aside, (_LOW - tip[:, 2:])), dim=1)
+        over = scene["behind"] - tip
+        sink = ready | at_behind | (clear & (along < 0))
+        height = torch.where(sink, torch.full_like(off_line, _LOW), torch.full_like(off_line, _HIGH))
+        over = torch.cat((over[:, :2], (height - tip[:, 2]).unsqueeze(1)), dim=1)
+        must_rise = (~sink) & (tip[:, 2] < _HIGH - 0.03) & ~clear
+        over[:, :2] = torch.where(must_rise.unsqueeze(1), torch.zeros_like(over[:, :2]), over[:, :2])
+        by = torch.where((ready & low).unsqueeze(1), push, over)
+        by = by * (_MAX_STEP / length(by).clamp_min(_MAX_STEP)).unsqueeze(1)
+        return self.move_tool(scene, actions, by)
+
+    def markers(self) -> dict[str, Tensor]:
+        goal = self.variables["goal"]
+        return {"goal": torch.cat((goal, torch.full_like(goal[:, :1], 0.001)), dim=1)}

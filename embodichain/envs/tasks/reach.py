@@ -1,0 +1,78 @@
+"""Bring the tool of an arm to a point in the air."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from embodichain.envs.action_terms import RobotActionManager
+from embodichain.envs.env_cfg import ActionsCfg, EnvCfg, EventsCfg, GymCfg, JointRangeCfg, JointTermCfg, PoseRangeCfg, RobotCfg
+from embodichain.envs.kinematics import length
+from embodichain.envs.random import RandomStreams
+from embodichain.envs.task import Scene, Start, draw_pose
+from embodichain.envs.tasks.arm import ArmTask
+
+_MAX_STEP = 0.05  # metres the expert asks for in one step
+
+
+class Reach(ArmTask):
+    """Bring the tool of a 6-DoF arm to a random point."""
+
+    scene_file = "reach_scene.xml"
+    reward_weights = {"distance": -1.0, "effort": -0.01, "success": 5.0}
+
+    @staticmethod
+    def default_cfg() -> GymCfg:
+        return GymCfg(
+            id="ReachRL",
+            max_episode_steps=100,
+            env=EnvCfg(
+                success_threshold=0.02,
+                events=EventsCfg(
+                    randomize_robot=JointRangeCfg(position=0.1),
+                    randomize_target=PoseRangeCfg(x=(0.3, 0.65), y=(-0.35, 0.35), z=(0.08, 0.45)),
+                ),
+                actions=ActionsCfg(delta_qpos=JointTermCfg(scale=0.1)),
+            ),
+            robot=RobotCfg(tool="pusher", init_qpos=[-0.22, 0.0103, 1.6931, -0.1326, -1.5708, -0.22]),
+        )
+
+    def sample_start(self, env_ids: Tensor, streams: RandomStreams) -> Start:
+        start = self.start_robot(env_ids, streams)
+        area = self.cfg.env.events.randomize_target or PoseRangeCfg(x=(0.5, 0.5), z=(0.3, 0.3))
+        start.variables["goal"] = draw_pose(area, env_ids, streams)[:, :3].to(torch.float32)
+        return start
+
+    def read(self, env_ids: Tensor | None = None) -> Scene:
+        scene = self.read_arm(*self.state_of(env_ids))
+        scene["goal"] = self.variable("goal", env_ids)
+        scene["distance"] = length(scene["goal"] - scene["ee_pos"])
+        return scene
+
+    def observe(self, scene: Scene) -> dict[str, Any]:
+        return {
+            "robot": {"qpos": scene["qpos"], "qvel": scene["qvel"], "ee_pos": scene["ee_pos"]},
+            "goal": {"pos": scene["goal"], "offset": scene["goal"] - scene["ee_pos"]},
+        }
+
+    def reward_terms(self, scene: Scene, action: Tensor) -> dict[str, Tensor]:
+        return {
+            "distance": scene["distance"],
+            "effort": action.square().mean(dim=1),
+            "success": self.success(scene).to(torch.float32),
+        }
+
+    def success(self, scene: Scene) -> Tensor:
+        return scene["distance"] < self.cfg.env.success_threshold
+
+    def metrics(self, scene: Scene) -> dict[str, Tensor]:
+        return {"distance": scene["distance"]}
+
+    def expert_action(self, scene: Scene, actions: RobotActionManager) -> Tensor:
+        offset = scene["goal"] - scene["ee_pos"]
+        return self.move_tool(scene, actions, offset * (_MAX_STEP / scene["distance"].clamp_min(_MAX_STEP)).unsqueeze(1))
+
+    def markers(self) -> dict[str, Tensor]:
+        return {"goal": self.variables["goal"]}
