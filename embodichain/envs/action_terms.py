@@ -28,14 +28,14 @@ class DeltaQpos:
 
     def encode(self, qpos: Tensor, displacement: Tensor, twist: Tensor) -> Tensor:
         """Return the action that asks for a joint displacement."""
-        return displacement / self.scale
+        return _shorten(displacement / self.scale)
 
 
 class Qpos:
     """The action spans the joint limits."""
 
     def __init__(self, cfg: JointTermCfg, robot: Robot) -> None:
-        self.dim = robot.num_joints
+        self.dim, self.scale = robot.num_joints, cfg.scale
         self.middle, self.half = 0.5 * (robot.upper + robot.lower), 0.5 * (robot.upper - robot.lower)
 
     def target(self, action: Tensor, qpos: Tensor) -> Tensor:
@@ -43,8 +43,8 @@ class Qpos:
         return self.middle + self.half * action
 
     def encode(self, qpos: Tensor, displacement: Tensor, twist: Tensor) -> Tensor:
-        """Return the action that asks for a joint displacement."""
-        return (qpos + displacement - self.middle) / self.half
+        """Return the action that asks for a joint displacement, no further than ``scale`` per step."""
+        return (qpos + self.scale * _shorten(displacement / self.scale) - self.middle) / self.half
 
 
 class EndEffectorDelta:
@@ -69,7 +69,7 @@ class EndEffectorDelta:
     def encode(self, qpos: Tensor, displacement: Tensor, twist: Tensor) -> Tensor:
         """Return the action that asks for a displacement of the tool."""
         linear = twist[:, :3] / self.cfg.scale
-        return torch.cat((linear, twist[:, 3:] / self.cfg.rotation_scale), dim=-1) if self.dim == 6 else linear
+        return _shorten(torch.cat((linear, twist[:, 3:] / self.cfg.rotation_scale), dim=-1) if self.dim == 6 else linear)
 
 
 class Effort:
@@ -81,6 +81,11 @@ class Effort:
     def target(self, action: Tensor, qpos: Tensor) -> Tensor:
         """Return motor commands ``[n, num_joints]``."""
         return action
+
+
+def _shorten(action: Tensor) -> Tensor:
+    """Scale actions ``[n, dim]`` that leave [-1, 1] back into it as a whole, so that the tool keeps its direction."""
+    return action / torch.amax(action.abs(), dim=1, keepdim=True).clamp_min(1.0)
 
 
 Term = DeltaQpos | Qpos | EndEffectorDelta | Effort
@@ -116,18 +121,12 @@ class RobotActionManager(ActionManager):
         return torch.cat((target, torch.lerp(self.robot.finger_closed, self.robot.finger_open, openness)), dim=-1)
 
     def encode(self, qpos: Tensor, twist: Tensor, grip: Tensor | None = None) -> Tensor:
-        """Return the action that moves the tool by ``twist`` ``[n, 6]`` and opens the fingers by ``grip`` ``[n, 1]``.
-
-        An action that would leave [-1, 1] is shortened as a whole, so that the tool keeps its direction.
-        """
+        """Return the action that moves the tool by ``twist`` ``[n, 6]`` and opens the fingers by ``grip`` ``[n, 1]``."""
         if isinstance(self.term, Effort):
             raise ConfigError("env.actions.effort: an expert that moves a tool needs joint or tool commands")
         qpos = qpos[:, : self.robot.num_joints]
         displacement = chain_of(self.robot, self.action_type).inverse_step(qpos, twist)
-        action = self.term.encode(qpos, displacement, twist)
-        if not isinstance(self.term, Qpos):
-            action = action / torch.amax(action.abs(), dim=1, keepdim=True).clamp_min(1.0)
-        action = action.clamp(-1.0, 1.0)
+        action = self.term.encode(qpos, displacement, twist).clamp(-1.0, 1.0)
         return action if grip is None else torch.cat((action, grip), dim=-1)
 
 

@@ -85,7 +85,7 @@ class JointTermCfg(Config):
     """Joint targets: ``target = qpos + scale * action`` (delta_qpos), or the action mapped to the joint limits (qpos)."""
 
     scale: Positive = 0.1
-    """Radians per unit of action and step (delta_qpos only)."""
+    """Radians per unit of action and step (delta_qpos); the most an expert asks for in one step (qpos)."""
     clip: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Actions are limited to [-clip, clip]."""
 

@@ -13,7 +13,7 @@ import gymnasium as gym
 from embodichain.config import load_config, merge
 from embodichain.envs.env_cfg import GymCfg
 from embodichain.envs.task import Task
-from embodichain.envs.tasks import CartPole, PushCube, Reach
+from embodichain.envs.tasks import CartPole, PickCube, PushCube, Reach
 from embodichain.envs.vec_env import VecEnv
 from embodichain.errors import ConfigError, UnknownNameError, nearest
 
@@ -96,5 +96,5 @@ def _make_task(cfg: GymCfg, task: type[Task]) -> VecEnv:
     return TaskEnv(cfg, task, MujocoCpuPhysics(task.build_model(cfg), cfg.num_envs, cfg.num_threads))
 
 
-for _id, _task in (("CartPoleRL", CartPole), ("ReachRL", Reach), ("PushCubeRL", PushCube)):
+for _id, _task in (("CartPoleRL", CartPole), ("ReachRL", Reach), ("PushCubeRL", PushCube), ("PickCubeRL", PickCube)):
     register_task(_id, _task)

@@ -7,11 +7,12 @@ from torch import Tensor
 
 from embodichain.envs.action_terms import RobotActionManager, chain_of
 from embodichain.envs.env_cfg import GymCfg
-from embodichain.envs.kinematics import rotation_error
+from embodichain.envs.kinematics import length, rotation_error
 from embodichain.envs.physics import Physics
 from embodichain.envs.robot import Robot
 from embodichain.envs.task import Scene, Task
 
+HALF_CUBE = 0.025
 # Tool pointing straight down, its x axis along -y of the world.
 _DOWN = torch.tensor([[0.0, 0.0, 1.0], [-1.0, 0.0, 0.0], [0.0, -1.0, 0.0]])
 _MAX_TURN = 0.15  # rotation the expert asks for in one step, in radians
@@ -44,8 +45,39 @@ class ArmTask(Task):
         return value.clone() if env_ids is None else value[env_ids]
 
     def move_tool(
-        self, scene: Scene, actions: RobotActionManager, by: Tensor, grip: Tensor | None = None
+        self,
+        scene: Scene,
+        actions: RobotActionManager,
+        by: Tensor,
+        yaw: Tensor | None = None,
+        grip: Tensor | None = None,
     ) -> Tensor:
-        """Return the action that moves the tool by ``by`` ``[n, 3]`` while it is turned to point down."""
-        turn = rotation_error(self._down, scene["ee_rot"]).clamp(-_MAX_TURN, _MAX_TURN)
+        """Return the action that moves the tool by ``by`` ``[n, 3]`` while it is turned to point down, with a heading."""
+        target = self._down if yaw is None else torch.bmm(_about_z(yaw), self._down.expand(yaw.shape[0], 3, 3))
+        turn = rotation_error(target, scene["ee_rot"]).clamp(-_MAX_TURN, _MAX_TURN)
         return actions.encode(scene["qpos"], torch.cat((_GAIN * by, turn), dim=-1), grip)
+
+
+def read_cube(qpos: Tensor, qvel: Tensor) -> Scene:
+    """Return the pose and velocity of the free cube, which comes first in the state."""
+    cube = qpos[:, :7].to(torch.float32)
+    return {"cube_pos": cube[:, :3], "cube_quat": cube[:, 3:], "cube_vel": qvel[:, :3].to(torch.float32)}
+
+
+def place_cube(qpos: Tensor, pose: Tensor) -> None:
+    """Write the cube's pose (x, y, -, yaw) ``[n, 4]`` into start positions ``[n, nq]``, resting on the table."""
+    qpos[:, 0:2], qpos[:, 2] = pose[:, :2], HALF_CUBE
+    qpos[:, 3:7] = 0.0
+    qpos[:, 3], qpos[:, 6] = torch.cos(0.5 * pose[:, 3]), torch.sin(0.5 * pose[:, 3])
+
+
+def shorten(by: Tensor, limit: float) -> Tensor:
+    """Scale displacements ``[n, 3]`` to at most ``limit``."""
+    return by * (limit / length(by).clamp_min(limit)).unsqueeze(1)
+
+
+def _about_z(angle: Tensor) -> Tensor:
+    """Return rotation matrices ``[n, 3, 3]`` about the vertical."""
+    sine, cosine, zero = torch.sin(angle), torch.cos(angle), torch.zeros_like(angle)
+    rows = (cosine, -sine, zero, sine, cosine, zero, zero, zero, torch.ones_like(angle))
+    return torch.stack(rows, dim=1).view(-1, 3, 3)

@@ -12,12 +12,12 @@ from embodichain.envs.env_cfg import ActionsCfg, EnvCfg, EventsCfg, GymCfg, Join
 from embodichain.envs.kinematics import dot, length
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.task import Scene, Start, draw_pose
-from embodichain.envs.tasks.arm import ArmTask
+from embodichain.envs.tasks.arm import ArmTask, place_cube, read_cube, shorten
 
-HALF_CUBE = 0.025
 _REACH = 0.05  # distance from the cube's centre at which the tool's centre touches or nearly touches it
 _LOW, _HIGH = 0.03, 0.1  # heights of the tool's tip for pushing and for passing over the cube
-_MAX_STEP = 0.04  # metres the expert asks for in one step
+_MAX_STEP = 0.04  # metres the expert asks for in one step on its way
+_PUSH_STEP = 0.012  # and while it pushes, so that the cube slides along with the tool
 
 
 class PushCube(ArmTask):
@@ -39,7 +39,7 @@ class PushCube(ArmTask):
                     randomize_object_pose=PoseRangeCfg(x=(0.42, 0.5), y=(-0.12, 0.12), yaw=(-0.6, 0.6)),
                     randomize_target=PoseRangeCfg(x=(0.6, 0.72), y=(-0.18, 0.18)),
                 ),
-                actions=ActionsCfg(delta_qpos=JointTermCfg(scale=0.1)),
+                actions=ActionsCfg(delta_qpos=JointTermCfg(scale=0.08)),
             ),
             robot=RobotCfg(tool="pusher", init_qpos=[-0.3267, -0.21, 2.4154, -0.6345, -1.5708, -0.3267]),
         )
@@ -49,19 +49,13 @@ class PushCube(ArmTask):
         events = self.cfg.env.events
         cube = draw_pose(events.randomize_object_pose or PoseRangeCfg(x=(0.46, 0.46)), env_ids, streams)
         goal = draw_pose(events.randomize_target or PoseRangeCfg(x=(0.66, 0.66)), env_ids, streams)
-        start.qpos[:, 0:2] = cube[:, :2]
-        start.qpos[:, 2] = HALF_CUBE
-        start.qpos[:, 3:7] = 0.0
-        start.qpos[:, 3], start.qpos[:, 6] = torch.cos(0.5 * cube[:, 3]), torch.sin(0.5 * cube[:, 3])
+        place_cube(start.qpos, cube)
         start.variables["goal"] = goal[:, :2].to(torch.float32)
         return start
 
     def read(self, env_ids: Tensor | None = None) -> Scene:
         qpos, qvel = self.state_of(env_ids)
-        scene = self.read_arm(qpos, qvel)
-        cube = qpos[:, :7].to(torch.float32)
-        scene["cube_pos"], scene["cube_quat"] = cube[:, :3], cube[:, 3:]
-        scene["cube_vel"] = qvel[:, :3].to(torch.float32)
+        scene = {**self.read_arm(qpos, qvel), **read_cube(qpos, qvel)}
         scene["goal"] = self.variable("goal", env_ids)
         scene["to_goal"] = scene["goal"] - scene["cube_pos"][:, :2]
         scene["distance"] = length(scene["to_goal"])
@@ -111,7 +105,7 @@ class PushCube(ArmTask):
         clear = length(from_cube) > 1.6 * _REACH  # far enough to the side to move and sink freely
         at_behind = length(scene["behind"][:, :2] - tip[:, :2]) < 0.015
 
-        push = torch.cat((_MAX_STEP * direction - 0.8 * aside, (_LOW - tip[:, 2:])), dim=1)
+        push = torch.cat((_PUSH_STEP * direction - 0.5 * aside, (_LOW - tip[:, 2:])), dim=1)
         over = scene["behind"] - tip
         sink = ready | at_behind | (clear & (along < 0))
         height = torch.where(sink, torch.full_like(off_line, _LOW), torch.full_like(off_line, _HIGH))
@@ -119,8 +113,7 @@ class PushCube(ArmTask):
         must_rise = (~sink) & (tip[:, 2] < _HIGH - 0.03) & ~clear
         over[:, :2] = torch.where(must_rise.unsqueeze(1), torch.zeros_like(over[:, :2]), over[:, :2])
         by = torch.where((ready & low).unsqueeze(1), push, over)
-        by = by * (_MAX_STEP / length(by).clamp_min(_MAX_STEP)).unsqueeze(1)
-        return self.move_tool(scene, actions, by)
+        return self.move_tool(scene, actions, shorten(by, _MAX_STEP))
 
     def markers(self) -> dict[str, Tensor]:
         goal = self.variables["goal"]

@@ -12,7 +12,7 @@ from embodichain.envs.env_cfg import ActionsCfg, EnvCfg, EventsCfg, GymCfg, Join
 from embodichain.envs.kinematics import length
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.task import Scene, Start, draw_pose
-from embodichain.envs.tasks.arm import ArmTask
+from embodichain.envs.tasks.arm import ArmTask, shorten
 
 _MAX_STEP = 0.05  # metres the expert asks for in one step
 
@@ -71,8 +71,7 @@ class Reach(ArmTask):
         return {"distance": scene["distance"]}
 
     def expert_action(self, scene: Scene, actions: RobotActionManager) -> Tensor:
-        offset = scene["goal"] - scene["ee_pos"]
-        return self.move_tool(scene, actions, offset * (_MAX_STEP / scene["distance"].clamp_min(_MAX_STEP)).unsqueeze(1))
+        return self.move_tool(scene, actions, shorten(scene["goal"] - scene["ee_pos"], _MAX_STEP))
 
     def markers(self) -> dict[str, Tensor]:
         return {"goal": self.variables["goal"]}

@@ -25,12 +25,24 @@ from torch import Tensor
 
 from embodichain.errors import EnvContractError
 
+Rows = dict[str, Any]
+"""Encoded observations of all envs: nested dicts of CPU tensors ``[num_envs, ...]``."""
 Encode = Callable[[Any], Any]
 """Turns one batch of a space into a CPU tensor, or into a dict of them."""
 
 
+def choose(mask: Tensor, yes: Rows, no: Rows) -> Rows:
+    """Return new rows: those of ``yes`` where ``mask`` ``[num_envs]`` is true, those of ``no`` elsewhere."""
+    return {
+        name: choose(mask, yes[name], value)
+        if isinstance(value, dict)
+        else torch.where(mask.view(-1, *[1] * (value.ndim - 1)), yes[name], value)
+        for name, value in no.items()
+    }
+
+
 class ObservationEncoder:
-    """Turns batches of one Gymnasium observation space into TensorDicts ``[num_envs]`` that own their memory."""
+    """Turns batches of one Gymnasium observation space into tensors ``[num_envs, ...]`` that own their memory."""
 
     def __init__(self, source: gym.Space[Any], num_envs: int, device: torch.device) -> None:
         self.num_envs = num_envs
@@ -38,14 +50,14 @@ class ObservationEncoder:
         space, encode = _encoder(source, "observation")
         if isinstance(space, spaces.Dict):
             self.space: spaces.Dict = space
-            self._encode = encode
+            self.encode: Encode = encode
         else:
             self.space = spaces.Dict({"state": space})
-            self._encode = lambda batch: {"state": encode(batch)}
+            self.encode = lambda batch: {"state": encode(batch)}
 
-    def __call__(self, batch: Any) -> TensorDict:
-        """Return a batch of observations as a TensorDict; nothing of ``batch`` is kept."""
-        obs = TensorDict(self._encode(batch), batch_size=[self.num_envs])
+    def tensordict(self, rows: Rows) -> TensorDict:
+        """Return encoded rows as the TensorDict ``[num_envs]`` on the env's device that a user gets."""
+        obs = TensorDict(rows, batch_size=[self.num_envs])  # type: ignore[arg-type]
         return obs if self.device.type == "cpu" else obs.to(self.device)
 
 

@@ -1,0 +1,119 @@
+"""Grasp a cube, lift it and bring it to a goal in the air."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from embodichain.envs.action_terms import RobotActionManager
+from embodichain.envs.env_cfg import ActionsCfg, EnvCfg, EventsCfg, GymCfg, JointRangeCfg, JointTermCfg, PoseRangeCfg, RobotCfg
+from embodichain.envs.kinematics import length
+from embodichain.envs.random import RandomStreams
+from embodichain.envs.task import Scene, Start, draw_pose
+from embodichain.envs.tasks.arm import HALF_CUBE, ArmTask, place_cube, read_cube, shorten
+
+_ABOVE = 0.1  # height over the cube from which the expert comes down
+_MAX_STEP = 0.03  # metres the expert asks for in one step
+_STILL = 0.25  # speed in m/s below which the cube counts as held still at the goal
+
+
+class PickCube(ArmTask):
+    """Grasp a cube with a two-finger gripper, lift it and place it at a random point above the table."""
+
+    scene_file = "cube_scene.xml"
+    object_body = "cube"
+    reward_weights = {"reach": -1.0, "grasp": -1.0, "place": -2.0, "effort": -0.01, "success": 20.0}
+
+    @staticmethod
+    def default_cfg() -> GymCfg:
+        return GymCfg(
+            id="PickCubeRL",
+            max_episode_steps=150,
+            env=EnvCfg(
+                success_threshold=0.03,
+                events=EventsCfg(
+                    randomize_robot=JointRangeCfg(position=0.02),
+                    randomize_object_pose=PoseRangeCfg(x=(0.4, 0.55), y=(-0.15, 0.15), yaw=(-0.6, 0.6)),
+                    randomize_target=PoseRangeCfg(x=(0.4, 0.55), y=(-0.15, 0.15), z=(0.1, 0.25)),
+                ),
+                actions=ActionsCfg(delta_qpos=JointTermCfg(scale=0.08)),
+            ),
+            robot=RobotCfg(
+                tool="gripper", init_qpos=[-0.2449, -0.0699, 1.9673, -0.3266, -1.5708, -0.2449, 0.04, 0.04]
+            ),
+        )
+
+    def sample_start(self, env_ids: Tensor, streams: RandomStreams) -> Start:
+        start = self.start_robot(env_ids, streams)
+        events = self.cfg.env.events
+        place_cube(start.qpos, draw_pose(events.randomize_object_pose or PoseRangeCfg(x=(0.46, 0.46)), env_ids, streams))
+        goal = draw_pose(events.randomize_target or PoseRangeCfg(x=(0.5, 0.5), z=(0.2, 0.2)), env_ids, streams)
+        start.variables["goal"] = goal[:, :3].to(torch.float32)
+        return start
+
+    def read(self, env_ids: Tensor | None = None) -> Scene:
+        qpos, qvel = self.state_of(env_ids)
+        scene = {**self.read_arm(qpos, qvel), **read_cube(qpos, qvel)}
+        scene["goal"] = self.variable("goal", env_ids)
+        scene["distance"] = length(scene["goal"] - scene["cube_pos"])
+        scene["to_cube"] = scene["cube_pos"] - scene["ee_pos"]
+        fingers = scene["qpos"][:, self.robot.num_joints :]
+        opening = 0.5 * (fingers[:, 0] + fingers[:, 1])
+        # Held: the cube is between the fingers, and they are as far apart as the cube is wide.
+        held = (length(scene["to_cube"]) < 0.02) & (opening < HALF_CUBE + 0.004) & (opening > HALF_CUBE - 0.01)
+        scene["held"] = held.to(torch.float32)
+        return scene
+
+    def observe(self, scene: Scene) -> dict[str, Any]:
+        return {
+            "robot": {"qpos": scene["qpos"], "qvel": scene["qvel"], "ee_pos": scene["ee_pos"]},
+            "object": {
+                "pos": scene["cube_pos"],
+                "quat": scene["cube_quat"],
+                "linvel": scene["cube_vel"],
+                "offset": scene["to_cube"],
+                "held": scene["held"].unsqueeze(1),
+            },
+            "goal": {"pos": scene["goal"], "offset": scene["goal"] - scene["cube_pos"]},
+        }
+
+    def reward_terms(self, scene: Scene, action: Tensor) -> dict[str, Tensor]:
+        held = scene["held"]
+        return {
+            "reach": torch.tanh(5.0 * length(scene["to_cube"])),
+            "grasp": 1.0 - held,
+            "place": 1.0 - held * (1.0 - torch.tanh(5.0 * scene["distance"])),
+            "effort": action.square().mean(dim=1),
+            "success": self.success(scene).to(torch.float32),
+        }
+
+    def success(self, scene: Scene) -> Tensor:
+        return (scene["distance"] < self.cfg.env.success_threshold) & (length(scene["cube_vel"]) < _STILL)
+
+    def metrics(self, scene: Scene) -> dict[str, Tensor]:
+        return {"distance": scene["distance"], "held": scene["held"], "height": scene["cube_pos"][:, 2]}
+
+    def expert_action(self, scene: Scene, actions: RobotActionManager) -> Tensor:
+        """Come down on the cube with open fingers, close them, and carry what is held to the goal."""
+        to_cube, held = scene["to_cube"], scene["held"] > 0
+        aligned = length(to_cube[:, :2]) < 0.012
+        low = to_cube[:, 2].abs() < 0.01
+        climb = torch.where(aligned, torch.zeros_like(to_cube[:, 2]), torch.full_like(to_cube[:, 2], _ABOVE))
+        approach = torch.cat((to_cube[:, :2], (to_cube[:, 2] + climb).unsqueeze(1)), dim=1)
+        by = torch.where(held.unsqueeze(1), scene["goal"] - scene["cube_pos"], approach)
+        close = held | (aligned & low)
+        grip = torch.where(close, -torch.ones_like(scene["held"]), torch.ones_like(scene["held"])).unsqueeze(1)
+        return self.move_tool(scene, actions, shorten(by, _MAX_STEP), self._heading(scene), grip)
+
+    def markers(self) -> dict[str, Tensor]:
+        return {"goal": self.variables["goal"]}
+
+    def _heading(self, scene: Scene) -> Tensor:
+        """Return the cube's heading, turned by quarters to within 45 degrees: the fingers go flat against its sides."""
+        w, x, y, z = scene["cube_quat"].unbind(1)
+        yaw = torch.atan2(2.0 * (w * z + x * y), 1.0 - 2.0 * (y * y + z * z))
+        quarter = 0.5 * math.pi
+        return yaw - quarter * torch.round(yaw / quarter)
