@@ -7,6 +7,7 @@ goes into ``MUJOCO_GL`` (MuJoCo's C library and every child process read it) and
 from __future__ import annotations
 
 import atexit
+import contextlib
 import copy
 import ctypes
 import importlib
@@ -16,8 +17,8 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Mapping
-from typing import Any, Self
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import mujoco
 import numpy as np
@@ -162,7 +163,7 @@ def probe(backend: str) -> str | None:
 
 
 class Surface:
-    """A GL context with its own framebuffer and the model's meshes and textures; current only inside ``with``.
+    """A GL context with its own framebuffer and the model's meshes and textures; current only while it draws.
 
     ``quality`` overrides fields of the model's ``<visual><quality>``, such as ``shadowsize``. Any thread may draw, one
     at a time. A child made by ``fork`` cannot: GL drivers do not survive it.
@@ -175,8 +176,7 @@ class Surface:
         self._turn = threading.RLock()
         _refuse_inherited()
         backend = choose_backend()
-        self._module: Any = importlib.import_module(f"mujoco.{backend}")
-        self._backend = backend
+        module: Any = importlib.import_module(f"mujoco.{backend}")
         self._rectangle = mujoco.MjrRect(0, 0, width, height)
         self._rows = np.empty((height, width, 3), dtype=np.uint8)
         shaped = copy.copy(model)  # a context takes its size and quality from the model; the caller's stays as it is
@@ -184,37 +184,29 @@ class Surface:
         for name, value in quality.items():
             setattr(shaped.vis.quality, name, value)
         try:
-            self._context = self._module.GLContext(width, height)
+            self._context = module.GLContext(width, height)
             if not _has_drawn:  # after the driver registered its own clean-up, so that ours comes first
                 atexit.register(_close_all)
                 _has_drawn = True
-            self._context.make_current()
-            self._drawing = mujoco.MjrContext(shaped, int(mujoco.mjtFontScale.mjFONTSCALE_50))
-            mujoco.mjr_setBuffer(int(mujoco.mjtFramebuffer.mjFB_OFFSCREEN), self._drawing)
+            with self._context.as_current():
+                self._drawing = mujoco.MjrContext(shaped, int(mujoco.mjtFontScale.mjFONTSCALE_50))
+                mujoco.mjr_setBuffer(int(mujoco.mjtFramebuffer.mjFB_OFFSCREEN), self._drawing)
         except (RuntimeError, ImportError, mujoco.FatalError) as error:
             raise RenderingError(f"{backend} cannot make a picture of {height}x{width} pixels: {error}") from error
-        finally:
-            self._release()
         _surfaces.add(self)
 
-    def __enter__(self) -> Self:
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """Let this thread draw; at the end no context is current, so that another thread may."""
         _refuse_inherited()
-        self._turn.acquire()
-        try:
+        with self._turn:
             if self._context is None:
                 raise RenderingError("this renderer was closed: make a new one")
-            self._context.make_current()
-        except BaseException:
-            self._turn.release()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._release()
-        self._turn.release()
+            with self._context.as_current():
+                yield
 
     def draw(self, scene: mujoco.MjvScene, out: np.ndarray) -> None:
-        """Draw a scene into uint8 ``out`` ``[height, width, 3]``, top row first."""
+        """Draw a scene, while ``current``, into uint8 ``out`` ``[height, width, 3]``, top row first."""
         mujoco.mjr_render(self._rectangle, scene, self._drawing)
         mujoco.mjr_readPixels(self._rows, None, self._rectangle, self._drawing)
         out[...] = self._rows[::-1]  # GL counts rows from the bottom
@@ -226,25 +218,14 @@ class Surface:
         with self._turn:
             if self._context is None:
                 return
-            self._context.make_current()
             if self._drawing is not None:
-                self._drawing.free()
-            self._release()
+                with self._context.as_current():
+                    self._drawing.free()
             self._context.free()
             self._context = self._drawing = None
 
     def __del__(self) -> None:
         self.close()
-
-    def _release(self) -> None:
-        """Make no context current in this thread, so that another thread may draw."""
-        if self._backend == "egl" and self._module.EGL_DISPLAY is not None:
-            egl = self._module.EGL
-            egl.eglMakeCurrent(self._module.EGL_DISPLAY, egl.EGL_NO_SURFACE, egl.EGL_NO_SURFACE, egl.EGL_NO_CONTEXT)
-        elif self._backend == "osmesa":
-            self._module.osmesa.OSMesaMakeCurrent(None, None, self._module.GL.GL_FLOAT, 0, 0)
-        elif self._backend == "glfw":
-            self._module.glfw.make_context_current(None)
 
 
 def _refuse_inherited() -> None:

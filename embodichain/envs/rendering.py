@@ -107,11 +107,11 @@ class Renderer:
         elif out.shape != shape or out.dtype != np.uint8:
             raise RenderingError(f"out must be uint8 of shape {shape}, got {out.dtype} of shape {out.shape}")
         view = _find_view(self.model, camera)
-        with self._surface as surface:
+        with self._surface.current():
             for frame, env in zip(out, ids, strict=True):
                 load(self._data, env)
                 self._update_scene(view)
-                surface.draw(self._scene, frame)
+                self._surface.draw(self._scene, frame)
         return out
 
     def _update_scene(self, view: _View) -> None:

@@ -23,7 +23,7 @@ _STILL = 0.25  # speed in m/s below which the cube counts as held still at the g
 class PickCube(ArmTask):
     """Grasp a cube with a two-finger gripper, lift it and place it at a random point above the table."""
 
-    scene_file = "cube_scene.xml"
+    scene_file = "pick_scene.xml"
     object_body = "cube"
     reward_weights = {"reach": -1.0, "grasp": -1.0, "place": -2.0, "effort": -0.01, "success": 20.0}
 

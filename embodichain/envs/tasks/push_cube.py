@@ -23,7 +23,7 @@ _PUSH_STEP = 0.012  # and while it pushes, so that the cube slides along with th
 class PushCube(ArmTask):
     """Push a cube to a random goal with a 6-DoF arm."""
 
-    scene_file = "cube_scene.xml"
+    scene_file = "push_scene.xml"
     object_body = "cube"
     reward_weights = {"reach": -1.0, "place": -4.0, "effort": -0.01, "success": 10.0}
 
