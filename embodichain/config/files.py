@@ -22,7 +22,7 @@ _SCALARS = (
     ("int", r"[-+]?(?:0|[1-9][0-9]*)", list("-+0123456789")),
     (
         "float",
-        r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        r"[-+]?(?:\.[0-9]+|(?:0|[1-9][0-9]*)(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
         list("-+0123456789."),
     ),
 )
@@ -92,7 +92,7 @@ def save_config(cfg: Any, path: str | os.PathLike[str]) -> Path:
     if not isinstance(data, dict):
         raise TypeError(f"expected a configclass object or a mapping, got {type(cfg).__name__}")
     if file.suffix.lower() in _YAML_SUFFIXES:
-        text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+        text = yaml.dump(data, Dumper=_Dumper, sort_keys=False)
     elif file.suffix.lower() == ".json":
         text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
     else:

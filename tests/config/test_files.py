@@ -1,0 +1,149 @@
+"""Config files: both formats mean the same, and everything that is wrong with a file is said."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from embodichain.config import load_config, merge, save_config
+from embodichain.errors import ConfigError
+from tests.config.samples import EngineCfg, NetCfg, RunCfg
+
+text = st.text(st.characters(max_codepoint=0xFFFF, exclude_categories=["Cs"]), max_size=8)
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | text
+words = st.sampled_from(
+    ["on", "no", "null", "~", "1e-4", "010", "12:30", "2024-01-01", "", "1_000", ".5", "0x1f", "<<", "="]
+)
+trees = st.recursive(
+    scalars | words,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text | words, inner, max_size=3),
+    max_leaves=12,
+)
+mappings = st.dictionaries(text | words, trees, max_size=4)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("files")
+
+
+@given(data=mappings)
+def test_both_formats_hold_the_same(folder, data):
+    for name in ("a.json", "a.yaml"):
+        assert load_config(save_config(data, folder / name)) == data
+
+
+@given(data=mappings)
+def test_yaml_reads_json(folder, data):
+    path = folder / "b.yml"
+    path.write_text(json.dumps(data))
+    assert load_config(path) == data
+
+
+def test_a_saved_config_comes_back(tmp_path):
+    cfg = RunCfg(critic=NetCfg(), steps=[1])
+    for name in ("deep/er/run.json", "deep/er/run.yaml"):
+        assert RunCfg.from_dict(load_config(save_config(cfg, tmp_path / name))) == cfg
+    assert sorted(path.name for path in (tmp_path / "deep/er").iterdir()) == ["run.json", "run.yaml"]
+    assert EngineCfg.from_dict(load_config(save_config(EngineCfg(), tmp_path / "e.json"))) == EngineCfg()
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-4", 1e-4),
+        ("1E5", 1e5),
+        ("-.5", -0.5),
+        ("12", 12),
+        ("true", True),
+        ("on", "on"),
+        ("no", "no"),
+        ("010", "010"),
+        ("12:30", "12:30"),
+        ("2024-01-01", "2024-01-01"),
+        ("1_000", "1_000"),
+        ("0x10", "0x10"),
+        ("~", None),
+        ("", None),
+    ],
+)
+def test_plain_yaml_scalars_mean_what_json_means(tmp_path, text, value):
+    (tmp_path / "a.yaml").write_text(f"key: {text}\n")
+    assert load_config(tmp_path / "a.yaml") == {"key": value}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.json", '{"a": 1,\n "b": }', "cannot be parsed: .*line 2"),
+        ("a.yaml", "a: 1\nb: [1\n", "cannot be parsed: line 3"),
+        ("a.yaml", "a: 1\nb: 2\na: 3\n", "line 3 column 1: key 'a' comes twice"),
+        ("a.json", '{"x": {"a": 1, "a": 1}}', "key 'a' comes twice"),
+        ("a.json", "[1]", "expected a mapping at the top, got list"),
+        ("a.yaml", "", "expected a mapping at the top, got NoneType"),
+        ("a.yaml", "1: a", r"line 1 column 1: expected a string as key, got 1 \(int\)"),
+        ("a.yaml", "? [1]\n: 2", "expected a string as key"),
+        ("a.yaml", "a: !!python/object/apply:os.getcwd []", "could not determine a constructor"),
+        ("a.yaml", "a: &x [*x]", "cannot be parsed: .*recursive"),
+        ("a.yaml", "a: 1\n---\nb: 2", "expected a single document|but found another document"),
+        ("a.yaml", "a: \x00", "cannot be parsed"),
+        ("a.json", '{"a": ' + "1" * 5000 + "}", "cannot be parsed"),
+        ("a.json", '{"a": ' + "[" * 100_000, "nested too deeply|cannot be parsed"),
+        ("a.yaml", "a: " + "[" * 1_500, "nested too deeply|cannot be parsed"),
+        ("a.toml", "", r"expected a \.json, \.yaml or \.yml file"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said(tmp_path, name, text, said):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=said) as caught:
+        load_config(tmp_path / name)
+    assert name in str(caught.value)
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(ConfigError, match="no such file"):
+        load_config(tmp_path / "nowhere.json")
+    (tmp_path / "folder.json").mkdir()
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path / "folder.json")
+    (tmp_path / "latin.json").write_bytes(b'{"a": "\xe9"}')
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path / "latin.json")
+    (tmp_path / "bom.json").write_bytes(b'\xef\xbb\xbf{"a": 1}')
+    assert load_config(tmp_path / "bom.json") == {"a": 1}
+
+
+def test_a_failed_save_leaves_the_old_file(tmp_path):
+    path = save_config({"a": 1}, tmp_path / "a.json")
+    with pytest.raises(ConfigError, match="a: expected data"):
+        save_config({"a": object()}, path)
+    with pytest.raises(TypeError, match="expected a configclass object or a mapping"):
+        save_config([1], path)
+    with pytest.raises(ConfigError, match="suffix"):
+        save_config({"a": 1}, tmp_path / "a.txt")
+    assert load_config(path) == {"a": 1}
+
+
+def test_anchors_are_written_out(tmp_path):
+    (tmp_path / "a.yaml").write_text("a: &x {b: 1}\nc: *x\n")
+    data = load_config(tmp_path / "a.yaml")
+    assert data == {"a": {"b": 1}, "c": {"b": 1}}
+    assert "&" not in save_config(data, tmp_path / "b.yaml").read_text()
+
+
+def test_the_default_loader_is_left_alone():
+    assert yaml.safe_load("a: on") == {"a": True}
+
+
+def test_merge_goes_deep_and_changes_nothing():
+    base = {"a": {"b": 1, "c": [1, 2]}, "d": 1}
+    over = {"a": {"c": [3], "e": {"f": 1}}, "d": {"g": 1}}
+    assert merge(base, over) == {"a": {"b": 1, "c": [3], "e": {"f": 1}}, "d": {"g": 1}}
+    assert base == {"a": {"b": 1, "c": [1, 2]}, "d": 1}
+    assert merge(base, {}) == base
+    merge(base, {"a": {}})["a"]["b"] = 9
+    assert base["a"]["b"] == 1
