@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from embodichain.config import MISSING, Config, configclass
-from embodichain.envs.gl import Surface
+from embodichain.envs.surface import Surface
 from embodichain.errors import ConfigError, RenderingError, UnknownNameError, nearest
 
 Load = Callable[[mujoco.MjData, int], None]
