@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+from pydantic import AfterValidator
+
 from embodichain.config import Config, Field, configclass
 from embodichain.envs.rendering import CameraCfg
 
-Range = tuple[float, float]
+
+
+def _ordered(bounds: tuple[float, float]) -> tuple[float, float]:
+    if bounds[0] > bounds[1]:
+        raise ValueError(f"expected [low, high] with low <= high, got {list(bounds)}")
+    return bounds
+
+
+Range = Annotated[tuple[float, float], AfterValidator(_ordered)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 
@@ -40,7 +50,7 @@ class JointRangeCfg(Config):
 class ScaleRangeCfg(Config):
     """A factor on a nominal value, drawn uniformly."""
 
-    scale: tuple[Positive, Positive] = (1.0, 1.0)
+    scale: Annotated[tuple[Positive, Positive], AfterValidator(_ordered)] = (1.0, 1.0)
     """Bounds of the factor."""
 
 
