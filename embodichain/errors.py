@@ -55,6 +55,10 @@ class RenderingError(EmbodiChainError, RuntimeError):
     """No picture can be drawn on this machine."""
 
 
+class OutputError(EmbodiChainError, OSError):
+    """A file cannot be written where it was asked for."""
+
+
 class ExperienceError(EmbodiChainError, ValueError):
     """Experience was written twice, not at all, or in the wrong shape."""
 

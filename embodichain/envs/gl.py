@@ -124,7 +124,7 @@ def _search(candidates: tuple[str, ...]) -> str:
 
 def probe(backend: str) -> str | None:
     """Draw one small picture in a process of its own; return what went wrong, or ``None``."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("PYOPENGL_PLATFORM", "LD_PRELOAD")}
+    environment = {k: v for k, v in os.environ.items() if k != "PYOPENGL_PLATFORM"}
     command = [sys.executable, "-P", "-c", _PROBE, backend]
     try:
         done = subprocess.run(
