@@ -1,0 +1,10 @@
+"""``python -m embodichain`` is the ``embodichain`` command."""
+
+from __future__ import annotations
+
+import sys
+
+from embodichain.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""The ``embodichain`` command: help without heavy imports, exit codes, and messages instead of tracebacks."""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+import subprocess
+import sys
+import types
+
+import pytest
+
+from embodichain import __version__
+from embodichain.cli import main as cli
+from embodichain.errors import ConfigError
+
+HEAVY = ("torch", "tensordict", "mujoco", "gymnasium", "pydantic", "tyro", "numpy", "rich", "yaml")
+
+
+def run_python(code: str, *args: str, **kwargs):
+    return subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=60, **kwargs)
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """Return a function that makes ``embodichain fake`` do something."""
+
+    def install(action):
+        module = types.ModuleType("fake_command")
+        module.main = action
+        monkeypatch.setitem(sys.modules, "fake_command", module)
+        monkeypatch.setattr(cli, "COMMANDS", (cli.Command("fake", "does something", "fake_command"),))
+
+    monkeypatch.delenv(cli.TRACEBACK_VARIABLE, raising=False)
+    return install
+
+
+def fail(argv):
+    raise ConfigError(["a: expected b", "c: expected d"], "x.json")
+
+
+@pytest.mark.parametrize("words", [["--help"], ["-h"], ["--version"], ["nonsense"], []])
+def test_nothing_heavy_is_imported_before_a_command_runs(words):
+    code = (
+        "import sys; from embodichain.cli.main import main; main(sys.argv[1:]); "
+        f"print('HEAVY', [name for name in {HEAVY} if name in sys.modules])"
+    )
+    assert run_python(code, *words).stdout.splitlines()[-1] == "HEAVY []"
+
+
+def test_help_lists_every_command(capsys):
+    assert cli.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    for command in cli.COMMANDS:
+        assert f"  {command.name}" in shown
+        assert command.summary in shown
+
+
+def test_the_module_of_every_command_is_there():
+    assert [c.name for c in cli.COMMANDS if importlib.util.find_spec(c.module) is None] == []
+
+
+def test_no_command_is_a_usage_error(capsys):
+    assert cli.main([]) == 2
+    assert "usage: embodichain" in capsys.readouterr().out
+
+
+def test_version(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"embodichain {__version__}\n"
+
+
+def test_an_unknown_command_gets_the_nearest(capsys):
+    assert cli.main(["plya"]) == 2
+    assert "unknown command 'plya'. Did you mean 'play'?" in capsys.readouterr().err
+
+
+def test_arguments_and_exit_code_pass_through(command):
+    seen = []
+    command(lambda argv: seen.append(argv) or 7)
+    assert cli.main(["fake", "a", "--b"]) == 7
+    assert seen == [["a", "--b"]]
+
+
+def test_our_errors_are_messages(command, capsys):
+    command(fail)
+    assert cli.main(["fake"]) == 2
+    shown = capsys.readouterr().err
+    assert "x.json: 2 problems\n  - a: expected b\n  - c: expected d" in shown
+    assert "Traceback" not in shown
+
+
+def test_a_traceback_on_request(command, capsys, monkeypatch):
+    command(fail)
+    assert cli.main(["fake", "--traceback"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+    monkeypatch.setenv(cli.TRACEBACK_VARIABLE, "1")
+    assert cli.main(["fake"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_other_errors_are_not_hidden(command):
+    def fail_otherwise(argv):
+        raise ZeroDivisionError
+
+    command(fail_otherwise)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["fake"])
+
+
+RUN_FAKE = """
+import sys, time, types
+from embodichain.cli import main as cli
+module = types.ModuleType("fake_command")
+module.main = {action}
+sys.modules["fake_command"] = module
+cli.COMMANDS = (cli.Command("fake", "", "fake_command"),)
+sys.exit(cli.main(["fake"]))
+"""
+
+
+def test_ctrl_c_ends_without_a_traceback():
+    code = RUN_FAKE.format(action="lambda argv: (print('ready', flush=True), time.sleep(60))")
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    _, shown = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert shown == "interrupted\n"
+
+
+def test_a_closed_pipe_ends_without_a_traceback():
+    code = RUN_FAKE.format(action="lambda argv: [print('x' * 1000) for _ in range(10_000)] and 0")
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(timeout=30) == 141
+    assert process.stderr is not None
+    assert process.stderr.read() == ""
+    process.stderr.close()
+
+
+def test_python_m_embodichain_is_the_same():
+    shown = subprocess.run(
+        [sys.executable, "-m", "embodichain", "--version"], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert shown.stdout == f"embodichain {__version__}\n"
