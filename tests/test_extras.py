@@ -1,0 +1,44 @@
+"""A missing optional package answers with the exact command that installs it."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from embodichain.errors import MissingExtraError
+from embodichain.extras import DISTRIBUTION, available, require
+
+
+def test_an_installed_module_is_returned():
+    assert require("json", extra="data") is json
+    assert require("json.decoder", extra="data").__name__ == "json.decoder"
+    assert available("json")
+
+
+@pytest.mark.parametrize("module", ["no_such_package", "no_such_package.part"])
+def test_a_missing_one_names_the_extra(module):
+    with pytest.raises(MissingExtraError) as caught:
+        require(module, extra="data")
+    assert str(caught.value) == (
+        'no_such_package is not installed. Install it with: pip install "embodichain-agents[data]"'
+    )
+    assert isinstance(caught.value, ImportError)
+    assert not available(module)
+
+
+def test_the_distribution_is_the_one_we_build():
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    assert project["name"] == DISTRIBUTION
+    assert set(project["optional-dependencies"]) == {"dev", "vla", "data", "ray", "track", "export", "gpu", "peers"}
+
+
+def test_every_extra_that_is_asked_for_exists():
+    root = Path(__file__).parents[1]
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    sources = [path for path in (root / "embodichain").rglob("*.py") if path.name != "extras.py"]
+    asked = {name for path in sources for name in re.findall(r"require\([^)]*extra=\"(\w+)\"", path.read_text())}
+    assert asked <= set(extras)
