@@ -1,0 +1,51 @@
+# Everything a newcomer needs. The first target that is run makes .venv; later runs start at once.
+PYTHON ?= python3
+JOBS ?= 2
+ARGS ?=
+TORCH_INDEX ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check format install clean
+
+help:  ## Say what can be made
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+	@echo
+	@echo '  ARGS="..."       more arguments for demo or test, such as make test ARGS="tests/config -k files"'
+	@echo '  PYTHON=...       the Python (3.11 or later) to make .venv with'
+	@echo '  TORCH_INDEX=URL  a package index to take torch from, such as the one with its CPU builds'
+
+demo: $(STAMP)  ## Watch the product do its main job in small, on the CPU
+	@$(BIN)/embodichain demo $(ARGS)
+
+test: $(STAMP)  ## Run the test suite
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+check: $(STAMP)  ## Check format, lint and types
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+
+format: $(STAMP)  ## Rewrite the sources the way check wants them
+	@$(BIN)/ruff check --fix-only --quiet .
+	@$(BIN)/ruff format .
+
+install: $(STAMP)  ## Make .venv and install everything for development
+
+clean:  ## Remove .venv and all caches
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+# torch comes first and exactly pinned: a looser request brings gigabytes of CUDA packages to machines without a GPU.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "Python 3.11 or later is needed, but '$(PYTHON)' is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { \
+	  rm -rf $(VENV); echo 'Making .venv failed; on Debian and Ubuntu, install the package python3-venv.' >&2; exit 1; }
+	@echo 'Installing into .venv (once; a few minutes) ...'
+	@$(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) "$$(grep "^torch==" constraints.txt)"
+	@$(PIP) -e ".[dev]"
+	@touch $@
