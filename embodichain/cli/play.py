@@ -1,0 +1,164 @@
+"""``embodichain play ID``: roll the expert (or no skill at all) in an environment and show what happens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from embodichain.envs.episodes import ActionSource, Episode, Summary
+    from embodichain.envs.footage import Footage
+    from embodichain.envs.vec_env import VecEnv
+
+PolicyName = Literal["expert", "random", "zero"]
+_DEFAULT_NUM_ENVS = 20
+
+
+@dataclass(frozen=True)
+class PlayArgs:
+    """Roll a policy in an environment; print how it did and, if asked, film it."""
+
+    id: Annotated[str, tyro.conf.Positional]
+    """Name of the environment: a task of this package or any Gymnasium id."""
+    episodes: int = 20
+    """Number of episodes."""
+    num_envs: int | None = None
+    """Number of envs stepped together (default: as many as episodes, 20 at most)."""
+    video: Path | None = None
+    """Video of the first episodes (.mp4); without OpenGL, a picture from above takes its place (.png)."""
+    video_episodes: int = 3
+    """Number of episodes in the video."""
+    camera: str | None = None
+    """Camera of the video (default: the task's own)."""
+    size: tuple[int, int] = (480, 640)
+    """Height and width of the video in pixels."""
+    speed: float = 1.0
+    """Speed of the video; 0.5 is slow motion."""
+    seed: int = 0
+    """Seed of the episodes and of random actions."""
+    policy: PolicyName = "expert"
+    """Who acts: the task's scripted expert, uniformly random actions, or none at all."""
+    config: Path | None = None
+    """File with settings of the environment (a gym_config.json)."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command and return its exit code."""
+    args = tyro.cli(PlayArgs, args=list(argv), prog="embodichain play")
+
+    from rich.console import Console
+
+    from embodichain.envs.footage import Footage
+    from embodichain.envs.registration import make
+
+    _check(args)
+    console = Console()
+    num_envs = args.num_envs if args.num_envs is not None else min(args.episodes, _DEFAULT_NUM_ENVS)
+    source = args.id if args.config is None else args.config
+    with make(source, id=args.id, num_envs=num_envs, seed=args.seed) as env:
+        act = choose_policy(env, args.policy, args.seed)
+        footage = None
+        if args.video is not None:
+            footage = Footage(env, args.video, args.video_episodes, args.camera, args.size, args.speed)
+        try:
+            episodes, seconds = watch_episodes(env, act, args.episodes, args.seed, console, footage)
+            files = footage.finish() if footage is not None else []
+        finally:
+            if footage is not None:
+                footage.close()
+    print_summary(console, f"{args.id}, {args.policy}", episodes, seconds)
+    if footage is not None:
+        print_files(console, files, footage.problem)
+    return 0
+
+
+def _check(args: PlayArgs) -> None:
+    from embodichain.errors import ConfigError
+
+    counts = {"episodes": args.episodes, "num-envs": args.num_envs, "video-episodes": args.video_episodes}
+    problems = [f"--{k}: expected at least 1, got {v}" for k, v in counts.items() if v is not None and v < 1]
+    if not args.speed > 0:
+        problems.append(f"--speed: expected a number above 0, got {args.speed}")
+    if problems:
+        raise ConfigError(problems, "command line")
+
+
+def choose_policy(env: VecEnv, name: PolicyName, seed: int) -> ActionSource:
+    """Return the function that acts; ``EnvContractError`` if the env cannot be played like this."""
+    import gymnasium as gym
+    import torch
+
+    from embodichain.envs.vec_env import HasExpert
+    from embodichain.errors import EnvContractError
+
+    if name == "expert":
+        if not isinstance(env, HasExpert):
+            raise EnvContractError(f"{type(env).__name__} has no expert: use --policy random or --policy zero")
+        return lambda obs: env.expert_action()
+    generator = torch.Generator().manual_seed(seed)
+    space = env.action_space
+    if isinstance(space, gym.spaces.Discrete):
+        high = int(space.n) if name == "random" else 1
+        return lambda obs: torch.randint(high, (env.num_envs,), generator=generator).to(env.device)
+    if not isinstance(space, gym.spaces.Box):
+        raise EnvContractError(f"expected Box or Discrete actions, got {space}")
+    shape, scale = (env.num_envs, *space.shape), 1.0 if name == "random" else 0.0
+    return lambda obs: (scale * (2.0 * torch.rand(shape, generator=generator) - 1.0)).to(env.device)
+
+
+def watch_episodes(
+    env: VecEnv, act: ActionSource, count: int, seed: int, console: Console, footage: Footage | None
+) -> tuple[list[Episode], float]:
+    """Roll ``count`` episodes under a progress bar; return them and the seconds they took."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from embodichain.envs.episodes import roll
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    episodes: list[Episode] = []
+    start = time.perf_counter()
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task("episodes", total=count)
+        for step in roll(env, act, count, seed):
+            episodes += step.ended
+            progress.update(bar, advance=len(step.ended))
+            if footage is not None:
+                footage.watch(step)
+    return episodes, time.perf_counter() - start
+
+
+def print_summary(console: Console, title: str, episodes: Sequence[Episode], seconds: float) -> Summary:
+    """Print the averages as a small table."""
+    from rich.table import Table
+
+    from embodichain.envs.episodes import Summary
+
+    summary = Summary.of(episodes)
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column(justify="left")
+    table.add_column(justify="right")
+    table.add_row("episodes", str(summary.episodes))
+    rate = "not reported" if summary.success_rate is None else f"{summary.success_rate:.1%}"
+    table.add_row("success rate", rate, style="bold")
+    table.add_row("mean return", f"{summary.mean_return:.2f} ± {summary.std_return:.2f}")
+    table.add_row("mean length", f"{summary.mean_length:.1f} steps")
+    table.add_row("wall time", f"{seconds:.1f} s")
+    console.print(table)
+    return summary
+
+
+def print_files(console: Console, files: Sequence[Path], problem: str | None) -> None:
+    """Say where the files are, and what would give a video if there is none."""
+    if problem is not None:
+        console.print(f"No video: {problem}", style="yellow", markup=False, highlight=False)
+        if not files:
+            console.print("There is no picture from above either: the observations hold no positions.", style="yellow")
+    for file in files:
+        console.print(f"wrote {file}", markup=False, highlight=False, soft_wrap=True)
