@@ -1,1 +1,27 @@
-"""Environments: batched physics, tasks written on it, and adapters; ``vec_env.py`` states the contract."""
+"""Environments: batched physics, tasks written on it, and adapters; ``vec_env.py`` states the contract.
+
+Importing this package registers the tasks with Gymnasium: ``gymnasium.make("embodichain/PushCubeRL-v0")`` for one env,
+``gymnasium.make_vec("embodichain/PushCubeRL-v0", num_envs=64)`` for many.
+"""
+
+from __future__ import annotations
+
+import gymnasium as gym
+
+TASKS = ("CartPoleRL", "PickCubeRL", "PushCubeRL", "ReachRL")
+
+
+def register_with_gymnasium(task_id: str) -> None:
+    """Make a task available as ``embodichain/<task id>-v0``; nothing heavy is imported before it is made."""
+    name = f"embodichain/{task_id}-v0"
+    if name not in gym.registry:
+        gym.register(
+            name,
+            entry_point="embodichain.envs.gymnasium_env:TaskGymnasiumEnv",
+            vector_entry_point="embodichain.envs.gymnasium_env:TaskGymnasiumVectorEnv",
+            kwargs={"config": task_id},
+        )
+
+
+for _task in TASKS:
+    register_with_gymnasium(_task)

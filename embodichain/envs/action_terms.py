@@ -69,7 +69,9 @@ class EndEffectorDelta:
     def encode(self, qpos: Tensor, displacement: Tensor, twist: Tensor) -> Tensor:
         """Return the action that asks for a displacement of the tool."""
         linear = twist[:, :3] / self.cfg.scale
-        return _shorten(torch.cat((linear, twist[:, 3:] / self.cfg.rotation_scale), dim=-1) if self.dim == 6 else linear)
+        return _shorten(
+            torch.cat((linear, twist[:, 3:] / self.cfg.rotation_scale), dim=-1) if self.dim == 6 else linear
+        )
 
 
 class Effort:
@@ -112,7 +114,7 @@ class RobotActionManager(ActionManager):
         super().__init__(chosen[0], gym.spaces.Box(-1.0, 1.0, (dim,), np.float32), num_envs, device)
 
     def control(self, action: Tensor, qpos: Tensor) -> Tensor:
-        """Return controls ``[num_envs, nu]`` for a checked action and the robot's joint positions ``[num_envs, dofs]``."""
+        """Return controls ``[num_envs, nu]`` for a checked action and joint positions ``[num_envs, dofs]``."""
         action = action.clamp(-self.clip, self.clip)
         target = self.term.target(action[:, : self.term.dim], qpos[:, : self.robot.num_joints])
         if not self.robot.num_fingers:
@@ -121,7 +123,7 @@ class RobotActionManager(ActionManager):
         return torch.cat((target, torch.lerp(self.robot.finger_closed, self.robot.finger_open, openness)), dim=-1)
 
     def encode(self, qpos: Tensor, twist: Tensor, grip: Tensor | None = None) -> Tensor:
-        """Return the action that moves the tool by ``twist`` ``[n, 6]`` and opens the fingers by ``grip`` ``[n, 1]``."""
+        """Return the action that moves the tool by ``twist`` ``[n, 6]``; ``grip`` ``[n, 1]`` is for the fingers."""
         if isinstance(self.term, Effort):
             raise ConfigError("env.actions.effort: an expert that moves a tool needs joint or tool commands")
         qpos = qpos[:, : self.robot.num_joints]

@@ -36,7 +36,7 @@ class ActionManager:
         value = self._take_out(action)
         if tuple(value.shape) != self.shape:
             raise ActionError(
-                f"action {self.action_type!r} must have shape {list(self.shape)} (num_envs first), got {list(value.shape)}"
+                f"action {self.action_type!r} must have shape {list(self.shape)}, envs first, got {list(value.shape)}"
             )
         if self.num_choices:
             return self._check_choice(value)
@@ -58,7 +58,8 @@ class ActionManager:
                 raise ActionError(f"an action dict has the one key {self.action_type!r}, got {keys}")
             return torch.as_tensor(action[self.action_type])
         raise ActionError(
-            f"an action is a tensor {list(self.shape)} or a dict with the key {self.action_type!r}, got {type(action).__name__}"
+            f"an action is a tensor {list(self.shape)} or a dict with the key {self.action_type!r}, "
+            f"got {type(action).__name__}"
         )
 
     def _check_choice(self, value: Tensor) -> Tensor:

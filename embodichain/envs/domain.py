@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mujoco
-import torch
 from torch import Tensor
 
 from embodichain.envs.env_cfg import EventsCfg
@@ -24,11 +23,13 @@ class DomainRandomization:
         if not self.active:
             return
         if object_body is None:
-            raise ConfigError("env.events: randomize_friction and randomize_mass need an object, and this task has none")
+            raise ConfigError(
+                "env.events: randomize_friction and randomize_mass need an object, and this task has none"
+            )
         body = mujoco.mj_name2id(physics.model, int(mujoco.mjtObj.mjOBJ_BODY), object_body)
         first, count = int(physics.model.body_geomadr[body]), int(physics.model.body_geomnum[body])
         self._body, self._geoms = body, slice(first, first + count)
-        names = ("geom_friction",) if self._friction is not None else ()
+        names: tuple[str, ...] = ("geom_friction",) if self._friction is not None else ()
         names += _MASS_FIELDS if self._mass is not None else ()
         self._nominal = {name: physics.model_field(name)[0].clone() for name in names}
 

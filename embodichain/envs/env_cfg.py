@@ -10,7 +10,6 @@ from embodichain.config import Config, Field, configclass
 from embodichain.envs.rendering import CameraCfg
 
 
-
 def _ordered(bounds: tuple[float, float]) -> tuple[float, float]:
     if bounds[0] > bounds[1]:
         raise ValueError(f"expected [low, high] with low <= high, got {list(bounds)}")
@@ -92,7 +91,7 @@ class RewardsCfg(Config):
 
 @configclass
 class JointTermCfg(Config):
-    """Joint targets: ``target = qpos + scale * action`` (delta_qpos), or the action mapped to the joint limits (qpos)."""
+    """Joint targets: ``qpos + scale * action`` (delta_qpos), or the action mapped to the joint limits (qpos)."""
 
     scale: Positive = 0.1
     """Radians per unit of action and step (delta_qpos); the most an expert asks for in one step (qpos)."""
@@ -176,8 +175,8 @@ class GymCfg(Config):
     """Registered name of the task, or any Gymnasium id."""
     num_envs: Annotated[int, Field(ge=1)] = 1
     """Number of copies stepped together."""
-    max_episode_steps: Annotated[int, Field(ge=1)] = 100
-    """Length at which an episode is cut off."""
+    max_episode_steps: Annotated[int, Field(ge=1)] | None = None
+    """Length at which an episode is cut off; ``null`` leaves it to a Gymnasium environment's own limit."""
     seed: Annotated[int, Field(ge=0, lt=2**62)] | None = None
     """Seed of all random streams; ``null`` takes one from the operating system."""
     device: str = "cpu"

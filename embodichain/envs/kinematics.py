@@ -40,10 +40,14 @@ def rotation_error(target: Tensor, current: Tensor) -> Tensor:
 class SerialChain:
     """The hinges from the world to one site: the site's pose and Jacobian for batches of joint positions."""
 
-    def __init__(self, model: mujoco.MjModel, site: str, joints: Sequence[str], device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, model: mujoco.MjModel, site: str, joints: Sequence[str], device: torch.device | str = "cpu"
+    ) -> None:
         site_id = mujoco.mj_name2id(model, int(mujoco.mjtObj.mjOBJ_SITE), site)
         if site_id < 0:
-            raise AssetError(f"the model has no site {site!r}; its sites: {[model.site(i).name for i in range(model.nsite)]}")
+            raise AssetError(
+                f"the model has no site {site!r}; its sites: {[model.site(i).name for i in range(model.nsite)]}"
+            )
         fixed, axes, tip = _segments(model, int(model.site_bodyid[site_id]), list(joints))
         tip = tip @ _transform(model.site_pos[site_id], model.site_quat[site_id])
         self.num_joints = len(joints)
@@ -67,7 +71,8 @@ class SerialChain:
         frames = self._walk(qpos)
         joints = torch.stack(frames[:-1], dim=1)  # [n, num_joints, 4, 4]
         rotation = joints[..., :3, :3]
-        axes = sum(rotation[..., k] * self._axes[:, k : k + 1] for k in range(3))
+        axis = self._axes.unsqueeze(-1)
+        axes = rotation[..., 0] * axis[:, 0] + rotation[..., 1] * axis[:, 1] + rotation[..., 2] * axis[:, 2]
         arm = frames[-1][:, None, :3, 3] - joints[..., :3, 3]
         return torch.cat((torch.linalg.cross(axes, arm), axes), dim=-1).transpose(1, 2)
 

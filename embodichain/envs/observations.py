@@ -69,7 +69,9 @@ class ObservationBuilder:
         known = ["/".join(path) for path in _paths(tree)]
         wrong = ["/".join(path) for path in self._noise if "/".join(path) not in known]
         if wrong:
-            raise ConfigError([f"env.observations.noise.{path}: no such observation.{nearest(path, known)}" for path in wrong])
+            raise ConfigError(
+                [f"env.observations.noise.{path}: no such observation.{nearest(path, known)}" for path in wrong]
+            )
         self._checked = True
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import gymnasium as gym
 
 from embodichain.config import load_config, merge
+from embodichain.envs import register_with_gymnasium
 from embodichain.envs.env_cfg import GymCfg
 from embodichain.envs.task import Task
 from embodichain.envs.tasks import CartPole, PickCube, PushCube, Reach
@@ -32,7 +33,8 @@ _TASKS: dict[str, EnvSpec] = {}
 
 def register_task(id: str, task: type[Task]) -> None:
     """Register a task under an id; its docstring's first line describes it. The last to take a name has it."""
-    _TASKS[id] = EnvSpec(id, task, (task.__doc__ or "").strip().splitlines()[0])
+    _TASKS[id] = EnvSpec(id, task, (task.__doc__ or "(no description)").strip().splitlines()[0])
+    register_with_gymnasium(id)
 
 
 def list_envs() -> list[EnvSpec]:
@@ -46,7 +48,9 @@ def load_gym_config(config: GymCfg | Mapping[str, Any] | str | os.PathLike[str],
         return config.replace(**overrides) if overrides else config
     if isinstance(config, str | os.PathLike):
         path = Path(config)
-        given: Mapping[str, Any] = load_config(path) if path.suffix in (".json", ".yaml", ".yml") else {"id": str(config)}
+        given: Mapping[str, Any] = (
+            load_config(path) if path.suffix in (".json", ".yaml", ".yml") else {"id": str(config)}
+        )
     elif isinstance(config, Mapping):
         given = config
     else:
@@ -77,11 +81,18 @@ def make(
     if ":" not in cfg.id and cfg.id not in gym.registry:
         names = [*_TASKS, *(name for name in gym.registry if not name.startswith(("phys2d/", "tabular/")))]
         close = nearest(cfg.id, names).split(" Valid:")[0]
-        raise UnknownNameError(f"unknown environment {cfg.id!r}.{close} Tasks: {', '.join(sorted(_TASKS))}; or any Gymnasium id.")
+        raise UnknownNameError(
+            f"unknown environment {cfg.id!r}.{close} Tasks: {', '.join(sorted(_TASKS))}; or any Gymnasium id."
+        )
     from embodichain.envs.gymnasium_env import make_gymnasium
 
-    steps = cfg.max_episode_steps if isinstance(config, Mapping) and "max_episode_steps" in config else None
-    env = make_gymnasium(cfg.id, cfg.num_envs, cfg.kwargs, max_episode_steps=steps, trusted_modules=tuple(trusted_modules))
+    env = make_gymnasium(
+        cfg.id,
+        cfg.num_envs,
+        cfg.kwargs,
+        max_episode_steps=cfg.max_episode_steps,
+        trusted_modules=tuple(trusted_modules),
+    )
     if cfg.seed is not None:
         env.reset(seed=cfg.seed)
     return env

@@ -63,7 +63,9 @@ def build_model(scene: str | Path, robot: RobotCfg) -> mujoco.MjModel:
     try:
         return spec.compile()
     except ValueError as error:
-        raise AssetError(f"{scene} with robot {robot.uid!r} and tool {robot.tool!r} does not compile: {error}") from error
+        raise AssetError(
+            f"{scene} with robot {robot.uid!r} and tool {robot.tool!r} does not compile: {error}"
+        ) from error
 
 
 def _robot_spec(cfg: RobotCfg) -> RobotSpec:
@@ -95,11 +97,13 @@ class Robot:
         self.lower = torch.tensor([model.joint(j).range[0] for j in joints], dtype=torch.float32, device=device)
         self.upper = torch.tensor([model.joint(j).range[1] for j in joints], dtype=torch.float32, device=device)
         self.finger_open = torch.tensor([model.joint(f).range[1] for f in fingers], dtype=torch.float32, device=device)
-        self.finger_closed = torch.tensor([model.joint(f).range[0] for f in fingers], dtype=torch.float32, device=device)
+        self.finger_closed = torch.tensor(
+            [model.joint(f).range[0] for f in fingers], dtype=torch.float32, device=device
+        )
         self.chain = SerialChain(model, _TOOL_PREFIX + tool.site, joints, device) if tool else None
         if cfg.init_qpos and len(cfg.init_qpos) != self.dofs:
             raise ConfigError(
-                f"robot.init_qpos: expected {self.dofs} numbers ({self.num_joints} joints, {self.num_fingers} fingers), "
-                f"got {len(cfg.init_qpos)}"
+                f"robot.init_qpos: expected {self.num_joints} joints and {self.num_fingers} fingers, "
+                f"got {len(cfg.init_qpos)} numbers"
             )
         self.init_qpos = torch.tensor(cfg.init_qpos or [0.0] * self.dofs, dtype=torch.float64, device=device)

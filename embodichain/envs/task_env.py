@@ -24,6 +24,8 @@ from embodichain.envs.task import Scene, Task
 from embodichain.envs.vec_env import Action, EnvIds, StepResult, VecEnv
 from embodichain.errors import ConfigError, nearest
 
+_DEFAULT_EPISODE = 100  # steps, where neither the config nor the task says how long an episode is
+
 
 class TaskEnv(VecEnv):
     """``num_envs`` copies of a task on one physics backend."""
@@ -31,10 +33,12 @@ class TaskEnv(VecEnv):
     def __init__(self, cfg: GymCfg, task_class: type[Task], physics: Physics) -> None:
         self.cfg, self.physics = cfg, physics
         self.num_envs, self.device = physics.num_envs, physics.device
-        self.max_episode_steps = cfg.max_episode_steps
+        self.max_episode_steps = cfg.max_episode_steps or _DEFAULT_EPISODE
         self.robot = Robot(physics.model, cfg.robot, self.device)
         self.task = task_class(cfg, physics, self.robot)
-        self.action_manager = RobotActionManager(cfg.env.actions, self.robot, self.num_envs, self.device)
+        self.action_manager: RobotActionManager = RobotActionManager(
+            cfg.env.actions, self.robot, self.num_envs, self.device
+        )
         self.action_space = self.action_manager.space
         self._weights = _reward_weights(cfg, task_class)
         self._domain = DomainRandomization(cfg.env.events, physics, task_class.object_body)
@@ -108,7 +112,7 @@ class TaskEnv(VecEnv):
     def set_state(self, state: TensorDictBase, env_ids: EnvIds = None) -> TensorDict:
         ids = self.resolve_ids(env_ids)
         if state.batch_size != ids.shape:
-            raise ConfigError(f"set_state: {ids.numel()} envs need a state of batch size [{ids.numel()}], got {list(state.batch_size)}")
+            raise ConfigError(f"set_state: expected one row per env, [{ids.numel()}], got {list(state.batch_size)}")
         self.physics.set_state(ids, state["physics"])
         self._streams.state[ids] = state["streams"]
         self._step = self._step.index_copy(0, ids, state["step"])
@@ -125,7 +129,9 @@ class TaskEnv(VecEnv):
         size: tuple[int, int] | None = (240, 320),
         quality: Quality = "high",
     ) -> np.ndarray:
-        return self._cameras.render(self._load, self.resolve_ids(env_ids).tolist(), camera or self.task.camera, size, quality)
+        return self._cameras.render(
+            self._load, self.resolve_ids(env_ids).tolist(), camera or self.task.camera, size, quality
+        )
 
     def close(self) -> None:
         self._cameras.close()
@@ -198,6 +204,8 @@ def _reward_weights(cfg: GymCfg, task_class: type[Task]) -> dict[str, float]:
     known = task_class.reward_weights
     unknown = [name for name in cfg.env.rewards.weights if name not in known]
     if unknown:
-        raise ConfigError([f"env.rewards.weights.{n}: no such reward term of {cfg.id}.{nearest(n, known)}" for n in unknown])
+        raise ConfigError(
+            [f"env.rewards.weights.{n}: no such reward term of {cfg.id}.{nearest(n, known)}" for n in unknown]
+        )
     weights = {**known, **cfg.env.rewards.weights}
     return {name: weight for name, weight in weights.items() if weight != 0.0}

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 import gymnasium as gym
 import numpy as np
@@ -36,9 +36,9 @@ from embodichain.errors import EnvContractError
 if TYPE_CHECKING:
     from embodichain.envs.actions import ActionManager
 
-Action = Tensor | Mapping[str, Tensor] | TensorDictBase
-EnvIds = Tensor | Sequence[int] | None
-StepResult = tuple[TensorDict, Tensor, Tensor, Tensor, dict[str, Any]]
+Action: TypeAlias = Tensor | Mapping[str, Tensor] | TensorDictBase
+EnvIds: TypeAlias = Tensor | Sequence[int] | None
+StepResult: TypeAlias = tuple[TensorDict, Tensor, Tensor, Tensor, dict[str, Any]]
 
 
 class VecEnv(ABC):
@@ -73,11 +73,13 @@ class VecEnv(ABC):
         """Restore rows of ``get_state`` into ``env_ids`` (default: all) and return the observation of all envs."""
         raise EnvContractError(f"{type(self).__name__} cannot restore a state: see supports_state")
 
-    def render(self, env_ids: EnvIds = None, camera: str | None = None, size: tuple[int, int] = (240, 320)) -> np.ndarray:
+    def render(
+        self, env_ids: EnvIds = None, camera: str | None = None, size: tuple[int, int] = (240, 320)
+    ) -> np.ndarray:
         """Return uint8 frames ``[len(env_ids), H, W, 3]`` of the envs' present state."""
         raise EnvContractError(f"{type(self).__name__} has no camera")
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most environments hold nothing
         """Release threads, processes and GL contexts; calling it twice is fine."""
 
     def __enter__(self) -> VecEnv:

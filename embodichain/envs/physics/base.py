@@ -12,8 +12,8 @@ from torch import Tensor
 class Physics(ABC):
     """``num_envs`` copies of one model.
 
-    ``qpos``, ``qvel`` and ``ctrl`` are live tensors ``[num_envs, ...]``: reading them is free, writing ``ctrl`` is how a
-    robot is driven. They change under the reader at the next ``step``, so what is to be kept is copied.
+    ``qpos``, ``qvel`` and ``ctrl`` are live tensors ``[num_envs, ...]``: reading them is free, writing ``ctrl`` is how
+    a robot is driven. They change under the reader at the next ``step``, so what is to be kept is copied.
     """
 
     model: mujoco.MjModel
@@ -61,5 +61,5 @@ class Physics(ABC):
     def load(self, data: mujoco.MjData, env: int) -> None:
         """Copy the state of one env into an ``MjData`` (for drawing, or for any function of MuJoCo)."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - a backend may hold nothing
         """Release threads and memory; calling it twice is fine."""

@@ -75,7 +75,7 @@ class MujocoCpuPhysics(Physics):
 
     @property
     def sensordata(self) -> Tensor:
-        # After a step, MuJoCo's sensors describe the state one substep ago; this runs the forward pass without advancing.
+        # After a step, MuJoCo's sensors describe the state one substep ago; this runs the forward pass in place.
         if not self._sensors_current and self.model.nsensordata:
             saved = self._state.clone()  # the forward pass also updates the solver's warm start
             self._batch.forward()

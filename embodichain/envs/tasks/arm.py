@@ -52,7 +52,7 @@ class ArmTask(Task):
         yaw: Tensor | None = None,
         grip: Tensor | None = None,
     ) -> Tensor:
-        """Return the action that moves the tool by ``by`` ``[n, 3]`` while it is turned to point down, with a heading."""
+        """Return the action that moves the tool by ``by`` ``[n, 3]``, pointing down with a heading."""
         target = self._down if yaw is None else torch.bmm(_about_z(yaw), self._down.expand(yaw.shape[0], 3, 3))
         turn = rotation_error(target, scene["ee_rot"]).clamp(-_MAX_TURN, _MAX_TURN)
         return actions.encode(scene["qpos"], torch.cat((_GAIN * by, turn), dim=-1), grip)

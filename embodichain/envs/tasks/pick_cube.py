@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from embodichain.envs.action_terms import RobotActionManager
-from embodichain.envs.env_cfg import ActionsCfg, EnvCfg, EventsCfg, GymCfg, JointRangeCfg, JointTermCfg, PoseRangeCfg, RobotCfg
+from embodichain.envs.env_cfg import (
+    ActionsCfg,
+    EnvCfg,
+    EventsCfg,
+    GymCfg,
+    JointRangeCfg,
+    JointTermCfg,
+    PoseRangeCfg,
+    RobotCfg,
+)
 from embodichain.envs.kinematics import length
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.task import Scene, Start, draw_pose
@@ -41,15 +50,15 @@ class PickCube(ArmTask):
                 ),
                 actions=ActionsCfg(delta_qpos=JointTermCfg(scale=0.08)),
             ),
-            robot=RobotCfg(
-                tool="gripper", init_qpos=[-0.2449, -0.0699, 1.9673, -0.3266, -1.5708, -0.2449, 0.04, 0.04]
-            ),
+            robot=RobotCfg(tool="gripper", init_qpos=[-0.2449, -0.0699, 1.9673, -0.3266, -1.5708, -0.2449, 0.04, 0.04]),
         )
 
     def sample_start(self, env_ids: Tensor, streams: RandomStreams) -> Start:
         start = self.start_robot(env_ids, streams)
         events = self.cfg.env.events
-        place_cube(start.qpos, draw_pose(events.randomize_object_pose or PoseRangeCfg(x=(0.46, 0.46)), env_ids, streams))
+        place_cube(
+            start.qpos, draw_pose(events.randomize_object_pose or PoseRangeCfg(x=(0.46, 0.46)), env_ids, streams)
+        )
         goal = draw_pose(events.randomize_target or PoseRangeCfg(x=(0.5, 0.5), z=(0.2, 0.2)), env_ids, streams)
         start.variables["goal"] = goal[:, :3].to(torch.float32)
         return start

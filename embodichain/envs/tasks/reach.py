@@ -8,7 +8,16 @@ import torch
 from torch import Tensor
 
 from embodichain.envs.action_terms import RobotActionManager
-from embodichain.envs.env_cfg import ActionsCfg, EnvCfg, EventsCfg, GymCfg, JointRangeCfg, JointTermCfg, PoseRangeCfg, RobotCfg
+from embodichain.envs.env_cfg import (
+    ActionsCfg,
+    EnvCfg,
+    EventsCfg,
+    GymCfg,
+    JointRangeCfg,
+    JointTermCfg,
+    PoseRangeCfg,
+    RobotCfg,
+)
 from embodichain.envs.kinematics import length
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.task import Scene, Start, draw_pose
