@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import torch
-from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import concatenate, create_empty_array
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from embodichain.envs.actions import ActionManager
-from embodichain.envs.gymnasium_env.construct import time_limit, vectorize
+from embodichain.envs.gymnasium_env.construct import factory_of, time_limit, vectorize
+from embodichain.envs.gymnasium_env.frames import draw
 from embodichain.envs.gymnasium_env.resets import ResetPort
 from embodichain.envs.gymnasium_env.seeds import EpisodeSeeds
 from embodichain.envs.gymnasium_env.spaces import ActionDecoder, ObservationEncoder, Rows, choose
 from embodichain.envs.gymnasium_env.state import SubEnvStates
 from embodichain.envs.vec_env import Action, EnvIds, StepResult, VecEnv
-from embodichain.errors import EnvContractError, RenderingError
+from embodichain.errors import EnvContractError
 
 
 class GymnasiumVecEnv(VecEnv):
@@ -136,7 +137,9 @@ class GymnasiumVecEnv(VecEnv):
             self.reset()
         ids = self.resolve_ids(env_ids).cpu()
         if state.batch_size != ids.shape:
-            raise EnvContractError(f"{len(ids)} envs need a state of batch size [{len(ids)}], got {list(state.batch_size)}")
+            raise EnvContractError(
+                f"{len(ids)} envs need a state of batch size [{len(ids)}], got {list(state.batch_size)}"
+            )
         rows = ids.numpy()
         self._states.write(rows, state["sub_envs"].cpu().numpy())
         self._seeds.set_state(rows, state["streams"].cpu().numpy())
@@ -147,21 +150,100 @@ class GymnasiumVecEnv(VecEnv):
         self._rows = obs.to_dict()
         return self._encoder.tensordict(self._rows)
 
-    def render(self, env_ids: EnvIds = None, camera: str | None = None, size: tuple[int, int] = (240, 320)) -> np.ndarray:
-        if camera is not None:
-            raise RenderingError(f"a Gymnasium env has one view of its own: expected camera=None, got {camera!r}")
-        if self.vector_env.render_mode != "rgb_array":
-            raise RenderingError('pass kwargs={"render_mode": "rgb_array"} when making the env, then it can be rendered')
-        ids = self.resolve_ids(env_ids).tolist()
-        base = self.vector_env.unwrapped
-        try:
-            frames = [base.envs[i].render() for i in ids] if isinstance(base, SyncVectorEnv) else None
-            frames = frames or [frame for i, frame in enumerate(self.vector_env.render() or ()) if i in set(ids)]
-        except gym.error.DependencyNotInstalled as error:
-            raise RenderingError(f"this Gymnasium env cannot be drawn: {error}") from error
-        pictures = torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2).to(torch.float32)
-        pictures = torch.nn.functional.interpolate(pictures, size, mode="bilinear", antialias=True, align_corners=False)
-        return pictures.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous().numpy()
+    def render(
+        self, env_ids: EnvIds = None, camera: str | None = None, size: tuple[int, int] = (240, 320)
+    ) -> np.ndarray:
+        return draw(self.vector_env, self.resolve_ids(env_ids).tolist(), camera, size)
 
     def close(self) -> None:
         self.vector_env.close()
+
+    # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _seeds_for(self, ids: np.ndarray, seed: int | Tensor | None) -> np.ndarray | int | None:
+        """Return what the vector env is reset with, and note the episodes that begin."""
+        if not self._port.takes_episode_seeds:
+            if isinstance(seed, Tensor) or (seed is not None and len(ids) < self.num_envs):
+                raise EnvContractError(
+                    f"{self.vector_env} takes one seed for all envs: expected reset(seed=an int) of all envs. If its "
+                    "reset() takes a list of seeds, say so with GymnasiumVecEnv(..., episode_seeds=True)"
+                )
+            return seed
+        if isinstance(seed, Tensor):
+            seeds = seed.detach().cpu().reshape(-1).to(torch.int64).numpy()
+            if len(seeds) != len(ids) or (seeds < 0).any():
+                raise EnvContractError(
+                    f"reset of {len(ids)} envs needs as many episode seeds, none below 0, got {seeds.tolist()[:10]}"
+                )
+        else:
+            if seed is not None:
+                self._seeds.seed(ids, int(seed))
+            seeds = self._seeds.take(ids)
+        self._episode[ids] = seeds
+        return seeds
+
+    def _restart(self, rows: Rows, done: np.ndarray, native_end: np.ndarray) -> Rows:
+        """Begin the next episode of the envs that are done and return what all envs observe then."""
+        self._elapsed[done] = 0
+        if self._port.mode is AutoresetMode.SAME_STEP and not self._port.takes_episode_seeds:
+            done = done & ~native_end  # the others were reset by the vector env, and there is no seed to give them
+        ids = np.flatnonzero(done)
+        if not len(ids):
+            return rows
+        batch, _ = self._port.reset(done, ids, self._seeds_for(ids, None))
+        return choose(torch.from_numpy(done), self._encoder.encode(batch), rows)
+
+    def _final_rows(self, rows: Rows, infos: dict[str, Any], ended: np.ndarray) -> Rows:
+        """Return ``rows`` with what the envs that ended in SAME_STEP mode really reached."""
+        final = infos.get("final_obs")
+        if final is None:
+            raise EnvContractError(f"{self.vector_env} is in SAME_STEP autoreset mode but gave no info['final_obs']")
+        if (
+            isinstance(final, np.ndarray) and final.dtype == object
+        ):  # Gymnasium's way: one observation per env that ended
+            space = self.vector_env.single_observation_space
+            some = final[np.flatnonzero(ended)[0]]
+            rest = [final[i] if ended[i] else some for i in range(self.num_envs)]
+            final = concatenate(space, rest, create_empty_array(space, self.num_envs))  # type: ignore[arg-type]
+        return choose(torch.from_numpy(ended), self._encoder.encode(final), rows)
+
+    def _metrics(self, infos: dict[str, Any], ended: np.ndarray) -> dict[str, Tensor]:
+        """Return ``success`` as the envs tell it; those that ended in SAME_STEP mode tell it in ``final_info``."""
+        final = infos.get("final_info")
+        for name in ("is_success", "success"):
+            now, last = infos.get(name), final.get(name) if isinstance(final, dict) else None
+            if now is None and last is None:
+                continue
+            success = np.zeros(self.num_envs) if now is None else np.asarray(now, dtype=np.float32)
+            if last is not None:
+                success = np.where(ended, np.asarray(last, dtype=np.float32), success)
+            return {"success": self._tensor(success, np.float32)}
+        return {}
+
+    def _episode_seed(self) -> Tensor:
+        return self._tensor(self._episode)
+
+    def _tensor(self, values: Any, dtype: Any = None) -> Tensor:
+        """Return a tensor on the env's device that shares nothing with ``values``."""
+        return torch.from_numpy(np.array(values, dtype=dtype)).to(self.device)
+
+
+def make_gymnasium(
+    id: str,
+    num_envs: int = 1,
+    kwargs: Mapping[str, Any] | None = None,
+    max_episode_steps: int | None = None,
+    asynchronous: bool = False,
+    trusted_modules: Collection[str] = (),
+    device: torch.device | str = "cpu",
+    seed: int | None = None,
+) -> GymnasiumVecEnv:
+    """Make ``num_envs`` envs of a Gymnasium id; ``kwargs`` go to the environment's constructor.
+
+    ``"my_module:MyEnv-v0"`` imports ``my_module`` if it is among ``trusted_modules``. ``max_episode_steps`` replaces
+    the limit that is registered with the id, and is needed where none is.
+    """
+    make_env, limit = factory_of(id, kwargs, max_episode_steps, trusted_modules)
+    return GymnasiumVecEnv.from_factory(
+        make_env, num_envs, max_episode_steps=limit, asynchronous=asynchronous, device=device, seed=seed
+    )

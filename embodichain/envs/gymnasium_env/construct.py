@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import functools
 import importlib
@@ -36,12 +37,18 @@ def resolve_spec(id: str, trusted_modules: Collection[str] = ()) -> EnvSpec:
             "'module:Name-v0', where importing module registers it."
         )
     if spec.entry_point is None:
-        raise EnvContractError(f"{spec.id} is registered as a vector env only: wrap gymnasium.make_vec({spec.id!r}) instead")
+        raise EnvContractError(
+            f"{spec.id} is registered as a vector env only: wrap gymnasium.make_vec({spec.id!r}) instead"
+        )
     return spec
 
 
 def single_env(spec: EnvSpec, kwargs: Mapping[str, Any], max_episode_steps: int) -> gym.Env:
-    """Make one env of a spec, truncated after ``max_episode_steps``."""
+    """Make one env of a spec; ``max_episode_steps`` is for wrappers that ask for it."""
+    if not spec.additional_wrappers:
+        # The adapter keeps the order of calls and the time limit of all envs at once; wrappers would do it env by env.
+        spec, max_episode_steps = copy.deepcopy(spec), -1
+        spec.order_enforce = False
     # The spec itself is passed, never the id: Gymnasium imports a module that stands in an id.
     return gym.make(spec, max_episode_steps=max_episode_steps, disable_env_checker=True, **kwargs)
 
@@ -52,7 +59,9 @@ def factory_of(
     """Return the function that makes one env of an id, and its time limit."""
     reserved = [name for name in _RESERVED if name in (kwargs or {})]
     if reserved:
-        raise ConfigError([f"kwargs.{name}: not an argument of the environment itself; give it beside kwargs" for name in reserved])
+        raise ConfigError(
+            [f"kwargs.{name}: not an argument of the environment itself; give it beside kwargs" for name in reserved]
+        )
     spec = resolve_spec(id, trusted_modules)
     limit = _checked(max_episode_steps, spec.max_episode_steps, spec.id)
     return functools.partial(single_env, spec, dict(kwargs or {}), limit), limit
@@ -61,7 +70,7 @@ def factory_of(
 def vectorize(
     make_env: Callable[[], gym.Env], num_envs: int, asynchronous: bool, max_episode_steps: int | None
 ) -> tuple[VectorEnv, int]:
-    """Return a vector env of ``num_envs`` envs, and the number of steps after which they are truncated at the latest."""
+    """Return a vector env of ``num_envs`` envs, and the number of steps after which episodes are truncated."""
     if num_envs < 1:
         raise ConfigError(f"num_envs: expected at least 1, got {num_envs}")
     makers = [make_env] * num_envs
@@ -71,18 +80,27 @@ def vectorize(
         return env, time_limit(env, max_episode_steps)
     if max_episode_steps is None:
         probe = make_env()
-        max_episode_steps = _checked(None, _spec_limit(probe.spec), str(probe))
+        max_episode_steps = _checked(None, _env_limit(probe), str(probe))
         probe.close()
     return AsyncVectorEnv(makers, copy=False, autoreset_mode=AutoresetMode.DISABLED), max_episode_steps
 
 
 def time_limit(vector_env: VectorEnv, asked: int | None) -> int:
-    """Return the number of steps after which episodes are truncated: the smaller one of what is asked and what is known."""
+    """Return after how many steps episodes are truncated: the smaller one of what is asked and what is known."""
     base = vector_env.unwrapped
-    spec = base.envs[0].spec if isinstance(base, SyncVectorEnv) else base.spec
-    own = _spec_limit(spec)
+    own = _env_limit(base.envs[0]) if isinstance(base, SyncVectorEnv) else _spec_limit(base.spec)
     limit = _checked(asked, own, str(vector_env))
     return limit if own is None else min(limit, own)
+
+
+def _env_limit(env: gym.Env) -> int | None:
+    """Return the smallest limit that an env's spec or its wrappers state."""
+    limits = [_spec_limit(env.spec)]
+    while isinstance(env, gym.Wrapper):
+        if isinstance(env, gym.wrappers.TimeLimit):
+            limits.append(env._max_episode_steps)
+        env = env.env
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _spec_limit(spec: EnvSpec | None) -> int | None:

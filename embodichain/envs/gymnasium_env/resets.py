@@ -35,12 +35,14 @@ class ResetPort:
         if not self.partial and self.mode is not AutoresetMode.SAME_STEP:
             raise EnvContractError(
                 f"{vector_env} is in {self.mode.name} autoreset mode and its reset() does not honour "
-                'options={"reset_mask": ...}, so envs that are done cannot be reset in the same step. Use an env id with '
-                "make_gymnasium, GymnasiumVecEnv.from_factory, or a vector env in SAME_STEP mode"
+                'options={"reset_mask": ...}, so envs that are done cannot be reset in the same step. Use '
+                "make_gymnasium with an id, GymnasiumVecEnv.from_factory, or a vector env in SAME_STEP mode"
             )
 
-    def reset(self, mask: np.ndarray, env_ids: np.ndarray, seeds: np.ndarray | int | None) -> tuple[Any, dict[str, Any]]:
-        """Reset the envs of ``mask`` ``[num_envs]``; ``seeds`` is one per entry of ``env_ids``, one for all, or none."""
+    def reset(
+        self, mask: np.ndarray, env_ids: np.ndarray, seeds: np.ndarray | int | None
+    ) -> tuple[Any, dict[str, Any]]:
+        """Reset the envs of ``mask`` ``[num_envs]``; ``seeds`` is one per env of ``env_ids``, one for all, or none."""
         per_env: list[int | None] | int | None = seeds if isinstance(seeds, int) else None
         if isinstance(seeds, np.ndarray):
             per_env = [None] * self.num_envs
@@ -50,7 +52,8 @@ class ResetPort:
             return self._env.reset(seed=per_env)  # type: ignore[arg-type]  # a list is more than VectorEnv promises
         if not self.partial:
             raise EnvContractError(
-                f'{self._env} cannot reset envs {env_ids.tolist()[:10]} alone: its reset() does not honour options={{"reset_mask": ...}}'
+                f"{self._env} cannot reset envs {env_ids.tolist()[:10]} alone: "
+                'its reset() does not honour options={"reset_mask": ...}'
             )
         return self._env.reset(seed=per_env, options={"reset_mask": mask.copy()})  # type: ignore[arg-type]
 
@@ -58,14 +61,19 @@ class ResetPort:
         """Step once, reset the first env by mask, and see whether the others are left where they were."""
         if self.num_envs == 1:
             return True
-        self._env.reset(seed=0)
+        self._env.reset()
         self._env.action_space.seed(0)
         before = encode(self._env.step(self._env.action_space.sample())[0])
         mask = np.zeros(self.num_envs, dtype=np.bool_)
         mask[0] = True
         try:
             after = encode(self._env.reset(options={"reset_mask": mask})[0])
-        except (ValueError, TypeError, KeyError, NotImplementedError):  # how wrappers say that they reset all or nothing
+        except (
+            ValueError,
+            TypeError,
+            KeyError,
+            NotImplementedError,
+        ):  # how wrappers say that they reset all or nothing
             return False
         return _same_rows(before, after)
 

@@ -12,7 +12,7 @@ _MASK = (1 << 31) - 1  # some simulators behind Gymnasium take 32-bit seeds only
 
 
 class EpisodeSeeds:
-    """One counter-based stream of episode seeds in [0, 2**31) per env; env i of seed s has the same whatever ``num_envs`` is."""
+    """One counter-based stream of episode seeds in [0, 2**31) per env, the same whatever ``num_envs`` is."""
 
     def __init__(self, num_envs: int, seed: int) -> None:
         self._key = torch.zeros(num_envs, dtype=torch.int64)

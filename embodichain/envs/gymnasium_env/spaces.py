@@ -57,7 +57,7 @@ class ObservationEncoder:
 
     def tensordict(self, rows: Rows) -> TensorDict:
         """Return encoded rows as the TensorDict ``[num_envs]`` on the env's device that a user gets."""
-        obs = TensorDict(rows, batch_size=[self.num_envs])  # type: ignore[arg-type]
+        obs = TensorDict(rows, batch_size=[self.num_envs])
         return obs if self.device.type == "cpu" else obs.to(self.device)
 
 
@@ -90,7 +90,9 @@ def _box_actions(source: spaces.Box, num_envs: int) -> tuple[spaces.Box, Callabl
         scale = np.where(bounded, 0.5 * (high - low), 1.0)
         offset = np.where(bounded, 0.5 * (high + low), 0.0)
     space = spaces.Box(
-        np.where(bounded, -1.0, low).astype(np.float32), np.where(bounded, 1.0, high).astype(np.float32), dtype=np.float32
+        np.where(bounded, -1.0, low).astype(np.float32),
+        np.where(bounded, 1.0, high).astype(np.float32),
+        dtype=np.float32,
     )
     shape, dtype = (num_envs, *source.shape), source.dtype
     integer = np.issubdtype(dtype, np.integer)
@@ -118,12 +120,14 @@ def _encoder(source: gym.Space[Any], where: str) -> tuple[gym.Space[Any], Encode
     if isinstance(source, spaces.MultiBinary):
         return spaces.Box(0.0, 1.0, source.shape, np.float32), _cast(np.float32)
     raise EnvContractError(
-        f"{where} is a {type(source).__name__} space; supported are Box, Discrete, MultiDiscrete, MultiBinary, and Dict "
-        "or Tuple of them. Wrap the environment so that it gives one of these (gymnasium.wrappers.TransformObservation)."
+        f"{where} is a {type(source).__name__} space; supported are Box, Discrete, MultiDiscrete, MultiBinary, and "
+        "Dict or Tuple of them. Wrap the env so that it gives one of these (gymnasium.wrappers.TransformObservation)."
     )
 
 
-def _children(names: list[str], sources: list[gym.Space[Any]], keys: list[Any], where: str) -> tuple[spaces.Dict, Encode]:
+def _children(
+    names: list[str], sources: list[gym.Space[Any]], keys: list[Any], where: str
+) -> tuple[spaces.Dict, Encode]:
     parts = [_encoder(source, f"{where}/{name}") for name, source in zip(names, sources, strict=True)]
     encoders = [(name, key, part[1]) for name, key, part in zip(names, keys, parts, strict=True)]
     space = spaces.Dict({name: part[0] for name, part in zip(names, parts, strict=True)})
