@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -56,13 +57,20 @@ def main(argv: Sequence[str]) -> int:
     from rich.console import Console
 
     from embodichain.envs.footage import Footage
-    from embodichain.envs.registration import make
+    from embodichain.envs.gl import choose_backend
+    from embodichain.envs.registration import list_envs, make
+    from embodichain.errors import RenderingError
 
     _check(args)
     console = Console()
     num_envs = args.num_envs if args.num_envs is not None else min(args.episodes, _DEFAULT_NUM_ENVS)
     source = args.id if args.config is None else args.config
-    with make(source, id=args.id, num_envs=num_envs, seed=args.seed) as env:
+    overrides: dict[str, Any] = {"id": args.id, "num_envs": num_envs, "seed": args.seed}
+    if args.video is not None and args.id not in {spec.id for spec in list_envs()}:
+        overrides["kwargs"] = {"render_mode": "rgb_array"}  # Gymnasium wants to know beforehand
+        with contextlib.suppress(RenderingError):  # its MuJoCo envs take the backend from MUJOCO_GL; others need none
+            choose_backend()
+    with make(source, **overrides) as env:
         act = choose_policy(env, args.policy, args.seed)
         footage = None
         if args.video is not None:
@@ -157,7 +165,7 @@ def print_summary(console: Console, title: str, episodes: Sequence[Episode], sec
 def print_files(console: Console, files: Sequence[Path], problem: str | None) -> None:
     """Say where the files are, and what would give a video if there is none."""
     if problem is not None:
-        console.print(f"No video: {problem}", style="yellow", markup=False, highlight=False)
+        console.print(f"No video: {problem}", style="yellow", markup=False, highlight=False, soft_wrap=True)
         if not files:
             console.print("There is no picture from above either: the observations hold no positions.", style="yellow")
     for file in files:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import mujoco
 import numpy as np
 from PIL import Image
 from tensordict import TensorDict
@@ -47,7 +48,7 @@ class Footage:
         self._points: dict[tuple[str, str], list[np.ndarray]] = {}
         try:
             self._render()
-        except (RenderingError, EnvContractError) as error:
+        except (RenderingError, EnvContractError, mujoco.FatalError) as error:
             self.problem = str(error)
 
     def watch(self, step: Step) -> None:

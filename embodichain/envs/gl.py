@@ -141,5 +141,7 @@ def probe(backend: str) -> str | None:
         return None
     if done.returncode < 0:
         return f"the driver crashed ({signal.Signals(-done.returncode).name})"
-    lines = done.stderr.strip().splitlines()
-    return lines[-1][:200] if lines else f"exit status {done.returncode}"
+    lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+    if "'NoneType' object has no attribute" in lines[-1]:  # how PyOpenGL puts it
+        return "its library is not installed"
+    return lines[-1][:200]
