@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -121,8 +120,13 @@ class PickCube(ArmTask):
         return {"goal": self.variables["goal"]}
 
     def _heading(self, scene: Scene) -> Tensor:
-        """Return the cube's heading, turned by quarters to within 45 degrees: the fingers go flat against its sides."""
+        """Return the cube's heading, turned by quarters to within 45 degrees: the fingers go flat against its sides.
+
+        Quarters are taken off before the arc tangent, whose one-argument form alone does not depend on where in the
+        batch a number stands.
+        """
         w, x, y, z = scene["cube_quat"].unbind(1)
-        yaw = torch.atan2(2.0 * (w * z + x * y), 1.0 - 2.0 * (y * y + z * z))
-        quarter = 0.5 * math.pi
-        return yaw - quarter * torch.round(yaw / quarter)
+        sine, cosine = 2.0 * (w * z + x * y), 1.0 - 2.0 * (y * y + z * z)
+        steep = sine.abs() > cosine.abs()
+        over, under = torch.where(steep, -cosine, sine), torch.where(steep, sine, cosine)
+        return torch.atan(over / torch.where(under == 0.0, torch.ones_like(under), under))
