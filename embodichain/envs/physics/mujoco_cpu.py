@@ -8,6 +8,7 @@ start) as one row of one float64 array, and one ``MjData`` per *thread*. A step 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import mujoco
 import numpy as np
@@ -30,6 +31,13 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+class _Closed:
+    """Stands where the batch was: whatever is asked of it, the answer is that it is gone."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise SimulationError("this environment was closed and cannot simulate any more: make a new one")
+
+
 class MujocoCpuPhysics(Physics):
     """Steps all envs on ``num_threads`` native threads (0: every core this process may use)."""
 
@@ -38,7 +46,7 @@ class MujocoCpuPhysics(Physics):
         self.num_envs = num_envs
         self.device = torch.device("cpu")
         self.num_threads = num_threads or available_cores()
-        self._batch = batch.Batch(model, nsim=num_envs, nthread=min(self.num_threads, num_envs))
+        self._batch: Any = batch.Batch(model, nsim=num_envs, nthread=min(self.num_threads, num_envs))
         self._state = torch.from_numpy(self._batch.state)
         self.qpos = torch.from_numpy(self._batch.bind("qpos"))
         self.qvel = torch.from_numpy(self._batch.bind("qvel"))
@@ -93,7 +101,16 @@ class MujocoCpuPhysics(Physics):
         return self._fields[name]
 
     def refresh_model(self, env_ids: Tensor) -> None:
-        self._batch.set_const(env_ids.numpy())
+        self._batch.set_const(torch.unique(env_ids).numpy())  # sorted, as the batch wants them
 
     def load(self, data: mujoco.MjData, env: int) -> None:
         self._batch.get_data(env, data)
+
+    def close(self) -> None:
+        # A view of the state keeps the batch and its threads alive, so the tensors become copies.
+        self._state, self.qpos, self.qvel, self.ctrl = (
+            t.clone() for t in (self._state, self.qpos, self.qvel, self.ctrl)
+        )
+        self._sensordata = self._sensordata.copy()
+        self._fields = {name: field.clone() for name, field in self._fields.items()}
+        self._batch = _Closed()
