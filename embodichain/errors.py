@@ -91,6 +91,18 @@ class StreamStalledError(EmbodiChainError, RuntimeError):
     """The stream stands still: nobody writes what a reader is waiting for."""
 
 
+class CheckpointError(EmbodiChainError, RuntimeError):
+    """A checkpoint is damaged, of a newer format, or of another architecture."""
+
+
+class NotFiniteError(EmbodiChainError, ArithmeticError):
+    """Training met NaN or infinity; the message says where, and where the failing batch was saved."""
+
+
+class TrainingStateError(EmbodiChainError, RuntimeError):
+    """A run cannot be started or continued from where it is."""
+
+
 class DatasetError(EmbodiChainError, ValueError):
     """A recorded dataset cannot be read or written."""
 

@@ -1,0 +1,43 @@
+"""Observation and action spaces as plain data, so that a policy can be built again without its environment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+from embodichain.errors import CheckpointError
+
+
+def space_to_data(space: gym.Space[Any]) -> dict[str, Any]:
+    """Return nested dicts of numbers, strings and arrays for a ``Box``, ``Discrete`` or ``Dict`` space."""
+    if isinstance(space, gym.spaces.Dict):
+        return {"type": "dict", "spaces": {name: space_to_data(part) for name, part in space.spaces.items()}}
+    if isinstance(space, gym.spaces.Discrete):
+        return {"type": "discrete", "n": int(space.n), "start": int(space.start)}
+    if isinstance(space, gym.spaces.Box):
+        bounds = {"low": _bound(space.low), "high": _bound(space.high)}
+        return {"type": "box", "shape": list(space.shape), "dtype": str(space.dtype), **bounds}
+    raise CheckpointError(f"expected a Box, Discrete or Dict space, got {type(space).__name__}: {space}")
+
+
+def space_from_data(data: Mapping[str, Any]) -> gym.Space[Any]:
+    """Return the space that ``space_to_data`` was given."""
+    kind = data["type"]
+    if kind == "dict":
+        return gym.spaces.Dict({name: space_from_data(part) for name, part in data["spaces"].items()})
+    if kind == "discrete":
+        return gym.spaces.Discrete(data["n"], start=data["start"])
+    if kind == "box":
+        shape, dtype = tuple(data["shape"]), np.dtype(data["dtype"])
+        low, high = (np.broadcast_to(data[name], shape).astype(dtype) for name in ("low", "high"))
+        return gym.spaces.Box(low, high, shape, dtype.type)
+    raise CheckpointError(f"unknown kind of space {kind!r}")
+
+
+def _bound(values: np.ndarray) -> float | np.ndarray:
+    """Return one number where all are equal, as they are for pictures and actions."""
+    first = values.reshape(-1)[0] if values.size else 0.0
+    return float(first) if bool((values == first).all()) else values
