@@ -40,7 +40,7 @@ class ActionManager:
             )
         if self.num_choices:
             return self._check_choice(value)
-        value = value.to(self.device, torch.float32)
+        value = value.detach().to(self.device, torch.float32)  # no gradient passes through the simulation
         # One reduction instead of isfinite().all(): x * 0 is NaN exactly where x is not finite. On a GPU this check
         # would wait for the device, so there the simulation guards itself.
         if value.device.type == "cpu" and value.numel() and torch.isnan((value * 0).sum()):
@@ -49,18 +49,38 @@ class ActionManager:
 
     def _take_out(self, action: Action) -> Tensor:
         if isinstance(action, Tensor):
-            return action
+            return self._to_tensor(action)
         if isinstance(action, np.ndarray):
-            return torch.from_numpy(action)
+            return self._to_tensor(action)
         if isinstance(action, Mapping | TensorDictBase):
             keys = [str(key) for key in action.keys()]  # noqa: SIM118 - a TensorDict iterates over its rows
             if keys != [self.action_type]:
                 raise ActionError(f"an action dict has the one key {self.action_type!r}, got {keys}")
-            return torch.as_tensor(action[self.action_type])
+            return self._to_tensor(action[self.action_type])
         raise ActionError(
             f"an action is a tensor {list(self.shape)} or a dict with the key {self.action_type!r}, "
             f"got {type(action).__name__}"
         )
+
+    def _to_tensor(self, value: Any) -> Tensor:
+        """Return what came as a dense tensor of real numbers; arrays of any layout are taken."""
+        if isinstance(value, Tensor):
+            if value.layout == torch.strided and not value.is_complex() and not value.is_meta:
+                return value
+            raise self._not_numbers(f"a {value.layout} tensor of {value.dtype} on {value.device}")
+        if isinstance(value, Mapping | TensorDictBase):
+            raise self._not_numbers(f"another {type(value).__name__}")
+        try:
+            array = np.asarray(value)
+        except ValueError:  # rows of different lengths
+            raise self._not_numbers(type(value).__name__) from None
+        if array.dtype.kind not in "fiub":  # floats, signed, unsigned, booleans
+            raise self._not_numbers(f"{type(value).__name__} of {array.dtype}")
+        kind = {"f": np.float64, "i": np.int64, "u": np.int64, "b": np.bool_}[array.dtype.kind]
+        return torch.from_numpy(np.ascontiguousarray(array, dtype=kind))
+
+    def _not_numbers(self, came: str) -> ActionError:
+        return ActionError(f"action {self.action_type!r} must hold real numbers, got {came}")
 
     def _check_choice(self, value: Tensor) -> Tensor:
         if value.is_floating_point() or value.dtype == torch.bool:
