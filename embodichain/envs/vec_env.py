@@ -89,12 +89,24 @@ class VecEnv(ABC):
         self.close()
 
     def resolve_ids(self, env_ids: EnvIds) -> Tensor:
-        """Return ``env_ids`` as a checked int64 tensor on the env's device; ``None`` is all envs."""
+        """Return ``env_ids`` (indices, each once, or a mask) as a checked int64 tensor; ``None`` is all envs."""
         if env_ids is None:
             return torch.arange(self.num_envs, device=self.device)
-        ids = torch.as_tensor(env_ids, dtype=torch.int64, device=self.device).reshape(-1)
+        try:
+            ids = torch.as_tensor(env_ids, device=self.device)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise EnvContractError(f"env_ids must be integers, got {env_ids!r:.80}: {error}") from None
+        if ids.dtype == torch.bool and ids.shape == (self.num_envs,):
+            return torch.nonzero(ids).reshape(-1)
+        if ids.numel() and (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool):
+            raise EnvContractError(
+                f"env_ids must be integers or a mask of shape [{self.num_envs}], got {ids.dtype} {list(ids.shape)}"
+            )
+        ids = ids.to(torch.int64).reshape(-1)
         if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= self.num_envs):
             raise EnvContractError(f"env_ids must lie in [0, {self.num_envs}), got {ids.tolist()[:10]}")
+        if torch.unique(ids).numel() != ids.numel():
+            raise EnvContractError(f"env_ids must differ from each other, got {ids.tolist()[:10]}")
         return ids
 
 
