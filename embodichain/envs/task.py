@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import mujoco
@@ -43,6 +44,7 @@ class Task(ABC):
 
     def __init__(self, cfg: GymCfg, physics: Physics, robot: Robot) -> None:
         self.cfg, self.physics, self.robot = cfg, physics, robot
+        self._qpos0 = torch.tensor(physics.model.qpos0, dtype=torch.float64, device=physics.device)
         self.variables: dict[str, Tensor] = {}
         """Per-env values ``[num_envs, ...]`` that are drawn at reset and saved with the state."""
 
@@ -96,10 +98,8 @@ class Task(ABC):
 
     def start_robot(self, env_ids: Tensor, streams: RandomStreams) -> Start:
         """Return the model's own pose with the robot at ``init_qpos``, randomised as configured."""
-        count, device = env_ids.numel(), env_ids.device
-        model = self.physics.model
-        qpos = torch.tensor(model.qpos0, dtype=torch.float64, device=device).repeat(count, 1)
-        qvel = torch.zeros(count, int(model.nv), dtype=torch.float64, device=device)
+        qpos = self._qpos0.repeat(env_ids.numel(), 1)
+        qvel = qpos.new_zeros(env_ids.numel(), int(self.physics.model.nv))
         qpos[:, self.robot.qpos] = self.robot.init_qpos
         spread = self.cfg.env.events.randomize_robot
         if spread is not None:
@@ -111,7 +111,19 @@ class Task(ABC):
         return Start(qpos, qvel)
 
 
+def own(live: Tensor) -> Tensor:
+    """Return a float32 copy of a part of the live state; without it, a float32 backend's state would be observed."""
+    return live.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+
+
 def draw_pose(area: PoseRangeCfg, env_ids: Tensor, streams: RandomStreams) -> Tensor:
     """Draw x, y, z and yaw ``[n, 4]`` from a configured box."""
-    bounds = torch.tensor([area.x, area.y, area.z, area.yaw], dtype=torch.float64, device=env_ids.device)
-    return streams.uniform(env_ids, 4, bounds[:, 0], bounds[:, 1])
+    low, high = _bounds((area.x, area.y, area.z, area.yaw), env_ids.device)
+    return streams.uniform(env_ids, 4, low, high)
+
+
+@lru_cache(maxsize=64)
+def _bounds(ranges: tuple[tuple[float, float], ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return lower and upper bounds ``[4]`` on a device, where they stay: a copy from the host would wait for it."""
+    bounds = torch.tensor(ranges, dtype=torch.float64, device=device)
+    return bounds[:, 0], bounds[:, 1]

@@ -10,7 +10,7 @@ from embodichain.envs.env_cfg import GymCfg
 from embodichain.envs.kinematics import length, rotation_error
 from embodichain.envs.physics import Physics
 from embodichain.envs.robot import Robot
-from embodichain.envs.task import Scene, Task
+from embodichain.envs.task import Scene, Task, own
 
 HALF_CUBE = 0.025
 # Tool pointing straight down, its x axis along -y of the world.
@@ -29,9 +29,9 @@ class ArmTask(Task):
 
     def read_arm(self, qpos: Tensor, qvel: Tensor) -> Scene:
         """Return the robot's joints and the pose of its tool, for full states ``[n, nq]`` and ``[n, nv]``."""
-        joints = qpos[:, self.robot.qpos].to(torch.float32)
+        joints = own(qpos[:, self.robot.qpos])
         pos, rotation = self.chain.pose(joints[:, : self.robot.num_joints])
-        speeds = qvel[:, self.robot.qvel].to(torch.float32)
+        speeds = own(qvel[:, self.robot.qvel])
         return {"qpos": joints, "qvel": speeds, "ee_pos": pos.contiguous(), "ee_rot": rotation}
 
     def state_of(self, env_ids: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -60,8 +60,8 @@ class ArmTask(Task):
 
 def read_cube(qpos: Tensor, qvel: Tensor) -> Scene:
     """Return the pose and velocity of the free cube, which comes first in the state."""
-    cube = qpos[:, :7].to(torch.float32)
-    return {"cube_pos": cube[:, :3], "cube_quat": cube[:, 3:], "cube_vel": qvel[:, :3].to(torch.float32)}
+    cube = own(qpos[:, :7])
+    return {"cube_pos": cube[:, :3], "cube_quat": cube[:, 3:], "cube_vel": own(qvel[:, :3])}
 
 
 def place_cube(qpos: Tensor, pose: Tensor) -> None:

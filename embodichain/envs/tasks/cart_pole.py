@@ -11,7 +11,7 @@ from torch import Tensor
 from embodichain.envs.action_terms import RobotActionManager
 from embodichain.envs.env_cfg import ActionsCfg, EffortTermCfg, EnvCfg, EventsCfg, GymCfg, JointRangeCfg, RobotCfg
 from embodichain.envs.random import RandomStreams
-from embodichain.envs.task import Scene, Start, Task
+from embodichain.envs.task import Scene, Start, Task, own
 
 MAX_ANGLE = math.radians(12.0)
 MAX_POSITION = 2.4
@@ -52,7 +52,7 @@ class CartPole(Task):
         qpos, qvel = self.physics.qpos, self.physics.qvel
         if env_ids is not None:
             qpos, qvel = qpos[env_ids], qvel[env_ids]
-        return {"qpos": qpos.to(torch.float32), "qvel": qvel.to(torch.float32)}
+        return {"qpos": own(qpos), "qvel": own(qvel)}
 
     def observe(self, scene: Scene) -> dict[str, Any]:
         return {"robot": {"qpos": scene["qpos"], "qvel": scene["qvel"]}}
