@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mujoco
+import torch
 from torch import Tensor
 
 from embodichain.envs.env_cfg import EventsCfg
@@ -44,6 +45,15 @@ class DomainRandomization:
             self._write("body_mass", env_ids, (self._body,), self._nominal["body_mass"][self._body] * scale[:, 0])
             self._write("body_inertia", env_ids, (self._body,), self._nominal["body_inertia"][self._body] * scale)
             self._physics.refresh_model(env_ids)
+
+    def apply_where(self, mask: Tensor, streams: RandomStreams) -> None:
+        """Draw new values where ``mask`` ``[num_envs]`` holds, without waiting for the device."""
+        before = self.state()
+        env_ids = torch.arange(mask.shape[0], device=mask.device)
+        self.apply(env_ids, streams)
+        drawn = self.state()
+        rows = {name: mask.view(-1, *([1] * (value.dim() - 1))) for name, value in drawn.items()}
+        self.set_state(env_ids, {name: torch.where(rows[name], drawn[name], before[name]) for name in drawn})
 
     def state(self) -> dict[str, Tensor]:
         """Return the randomised model fields, ``[num_envs, ...]`` each."""

@@ -13,7 +13,9 @@ import gymnasium as gym
 from embodichain.config import load_config, merge
 from embodichain.envs import register_with_gymnasium
 from embodichain.envs.env_cfg import GymCfg
+from embodichain.envs.physics.mujoco_cpu import MujocoCpuPhysics
 from embodichain.envs.task import Task
+from embodichain.envs.task_env import TaskEnv
 from embodichain.envs.tasks import CartPole, PickCube, PushCube, Reach
 from embodichain.envs.vec_env import VecEnv
 from embodichain.errors import ConfigError, UnknownNameError, nearest
@@ -99,12 +101,12 @@ def make(
 
 
 def _make_task(cfg: GymCfg, task: type[Task]) -> VecEnv:
-    from embodichain.envs.physics.mujoco_cpu import MujocoCpuPhysics
-    from embodichain.envs.task_env import TaskEnv
+    model = task.build_model(cfg)
+    if cfg.device == "cpu":
+        return TaskEnv(cfg, task, MujocoCpuPhysics(model, cfg.num_envs, cfg.num_threads))
+    from embodichain.envs.physics.mujoco_warp import MujocoWarpPhysics  # an extra
 
-    if cfg.device != "cpu":
-        raise ConfigError(f"device: expected 'cpu', got {cfg.device!r}")
-    return TaskEnv(cfg, task, MujocoCpuPhysics(task.build_model(cfg), cfg.num_envs, cfg.num_threads))
+    return TaskEnv(cfg, task, MujocoWarpPhysics(model, cfg.num_envs, cfg.device))
 
 
 for _id, _task in (("CartPoleRL", CartPole), ("ReachRL", Reach), ("PushCubeRL", PushCube), ("PickCubeRL", PickCube)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from typing import Any
 
 import gymnasium as gym
@@ -15,6 +16,7 @@ from torch import Tensor
 from embodichain.envs.action_terms import RobotActionManager
 from embodichain.envs.domain import DomainRandomization
 from embodichain.envs.env_cfg import GymCfg
+from embodichain.envs.graphed import GraphedStep
 from embodichain.envs.observations import ObservationBuilder
 from embodichain.envs.physics import Physics
 from embodichain.envs.random import RandomStreams
@@ -52,6 +54,8 @@ class TaskEnv(VecEnv):
         self._scene: Scene = self.task.read()
         self._obs: TensorDict = self._observations.build(self._scene, self._all)
         self.observation_space: gym.spaces.Dict = self._observations.space(self._obs)
+        self._masked = self.device.type != "cpu"
+        self._graph = GraphedStep(self._advance, self._adopt) if self._masked and not self._cameras.cfgs else None
 
     # --- the contract ---------------------------------------------------------------------------------------------
 
@@ -68,9 +72,16 @@ class TaskEnv(VecEnv):
 
     def step(self, action: Action) -> StepResult:
         applied = self.action_manager.unwrap(action, self._step)
-        self.physics.ctrl.copy_(self.action_manager.control(applied, self._scene["qpos"]))
+        if self._graph is not None:
+            return self._graph(applied)
+        return self._advance(applied)
+
+    def _advance(self, applied: Tensor) -> StepResult:
+        """Do one step: control, simulate, measure, reward, restart what is done."""
+        joints = self.physics.qpos[:, self.robot.qpos].to(torch.float32)
+        self.physics.ctrl.copy_(self.action_manager.control(applied, joints))
         self.physics.step(self.cfg.env.substeps)
-        self._step = self._step + 1
+        self._step += 1
         self._scene = scene = self.task.read()
         self._obs = obs = self._observations.build(scene, self._all)
 
@@ -84,10 +95,7 @@ class TaskEnv(VecEnv):
         truncated = self._step >= self.max_episode_steps
         metrics = {"success": success.to(torch.float32), **self.task.metrics(scene)}
 
-        ended = torch.nonzero(terminated | truncated).reshape(-1)
-        if ended.numel():
-            self._begin(ended)
-            self._refresh(ended)
+        self._restart(terminated | truncated)
         info = {
             "final_observation": obs,
             "rewards": parts,
@@ -115,7 +123,7 @@ class TaskEnv(VecEnv):
             raise ConfigError(f"set_state: expected one row per env, [{ids.numel()}], got {list(state.batch_size)}")
         self.physics.set_state(ids, state["physics"])
         self._streams.state[ids] = state["streams"]
-        self._step = self._step.index_copy(0, ids, state["step"])
+        self._step[ids] = state["step"]
         for name, value in self.task.variables.items():
             value[ids] = state["variables", name]
         self._domain.set_state(ids, {name: state["model", name] for name in self._domain.state()})
@@ -171,7 +179,41 @@ class TaskEnv(VecEnv):
             if name not in self.task.variables:  # the first start, of all envs, tells shapes and types
                 self.task.variables[name] = torch.empty_like(value)
             self.task.variables[name][env_ids] = value
-        self._step = self._step.index_fill(0, env_ids, 0)
+        self._step[env_ids] = 0
+
+    def _restart(self, done: Tensor) -> None:
+        """Start the next episode where ``done`` ``[num_envs]`` holds: by index on the CPU, by mask on a GPU.
+
+        Finding indices waits for the device. So a GPU draws a start for every env and keeps those that are needed.
+        """
+        if not self._masked:
+            ended = torch.nonzero(done).reshape(-1)
+            if ended.numel():
+                self._begin(ended)
+                self._refresh(ended)
+            return
+        before = self._streams.state.clone()
+        self._streams.next_episode(self._all)
+        start = self.task.sample_start(self._all, self._streams)
+        self.physics.set_where(done, start.qpos, start.qvel)
+        if self._domain.active:
+            self._domain.apply_where(done, self._streams)
+        rows = done.unsqueeze(1)
+        self._streams.state.copy_(torch.where(rows, self._streams.state, before))
+        for name, value in start.variables.items():
+            self.task.variables[name].copy_(torch.where(rows, value, self.task.variables[name]))
+        self._step.masked_fill_(done, 0)
+        self._scene = self.task.read()
+        self._obs = self._observations.build(self._scene, self._all)
+
+    def _adopt(self) -> Callable[[], None]:
+        """Return what makes this env look at the measurements that a recorded step writes to."""
+        scene, obs = self._scene, self._obs
+
+        def restore() -> None:
+            self._scene, self._obs = scene, obs
+
+        return restore
 
     def _refresh(self, env_ids: Tensor) -> None:
         """Measure and observe these envs again, without touching what was returned before."""

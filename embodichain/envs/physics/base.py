@@ -32,6 +32,10 @@ class Physics(ABC):
         """Put these envs at rest in time: the given positions and velocities, and nothing left of their past."""
 
     @abstractmethod
+    def set_where(self, mask: Tensor, qpos: Tensor, qvel: Tensor) -> None:
+        """Do what :meth:`set` does where ``mask`` ``[num_envs]`` holds, without waiting for the device."""
+
+    @abstractmethod
     def state(self) -> Tensor:
         """Return a copy of the whole simulation state, ``[num_envs, nstate]``."""
 
