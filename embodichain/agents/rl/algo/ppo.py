@@ -1,0 +1,171 @@
+"""Proximal policy optimisation."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from embodichain.agents.rl.algo.base import BaseAlgorithm, Meter
+from embodichain.agents.rl.algo.gae import compute_gae
+from embodichain.agents.rl.algo.optimizer import PolicyOptimizer, Precision
+from embodichain.agents.rl.buffer.layout import ROLLOUT_KEYS
+from embodichain.agents.rl.buffer.minibatches import Minibatches
+from embodichain.agents.rl.models.policy import Policy
+from embodichain.agents.rl.utils.config import AlgorithmCfg, Count, NotNegative, Positive
+from embodichain.config import configclass
+
+MIN_LEARNING_RATE, MAX_LEARNING_RATE, LEARNING_RATE_STEP = 1e-5, 1e-2, 1.5
+"""Bounds of the adaptive step size, and the factor of one change."""
+
+
+@configclass
+class PPOCfg(AlgorithmCfg):
+    """Configuration for the PPO algorithm."""
+
+    n_epochs: Count = 10
+    """Passes over each rollout."""
+    clip_coef: Positive = 0.2
+    """The probability ratio counts inside [1 - clip_coef, 1 + clip_coef] only."""
+    ent_coef: NotNegative = 0.0
+    """Weight of the entropy bonus."""
+    vf_coef: NotNegative = 0.5
+    """Weight of the value loss, a mean squared error."""
+    normalize_advantage: bool = True
+    """Whether advantages of a rollout are shifted and scaled to mean 0 and standard deviation 1."""
+    clip_value_loss: bool = False
+    """Whether values, too, may leave the old ones by clip_coef only."""
+    lr_schedule: Literal["constant", "linear", "adaptive"] = "constant"
+    """Step size: constant, falling to zero over the training, or adapted after each epoch to keep desired_kl."""
+    desired_kl: Positive = 0.01
+    """For the adaptive schedule: the change of the policy per epoch, as KL divergence, to aim at."""
+    target_kl: Positive | None = None
+    """The remaining epochs are left out once an epoch's mean KL divergence exceeds this."""
+    mixed_precision: Precision = "off"
+    """Precision of the networks in the update: off (float32), bf16 or fp16."""
+    sequence_length: Count | None = None
+    """For policies with memory: steps per training sequence, a divisor of the rollout's; default: all of them."""
+
+
+class PPO(BaseAlgorithm):
+    """PPO on rollouts ``[num_envs, num_steps]``: GAE on the time axis, then clipped updates on minibatches."""
+
+    cfg_type: ClassVar[type[AlgorithmCfg]] = PPOCfg
+    cfg: PPOCfg
+
+    def __init__(self, cfg: PPOCfg, policy: Policy) -> None:
+        super().__init__(cfg, policy)
+        self.optimizer = PolicyOptimizer(policy, cfg.learning_rate, cfg.max_grad_norm, cfg.mixed_precision)
+
+    def update(self, rollout: TensorDictBase | None = None) -> dict[str, float]:
+        """Improve the policy by a rollout ``[num_envs, num_steps]``; adds ``advantage`` and ``return`` to it."""
+        cfg = self.cfg
+        rollout = self._take(rollout, ROLLOUT_KEYS)
+        rollout["advantage"], rollout["return"] = compute_gae(
+            rollout["reward"],
+            rollout["value"],
+            rollout["next_value"],
+            rollout["terminated"],
+            rollout["done"],
+            cfg.gamma,
+            cfg.gae_lambda,
+        )
+        minibatches = self._minibatches(rollout)
+        if cfg.lr_schedule == "linear":
+            self.optimizer.learning_rate = cfg.learning_rate * (1.0 - self.progress)
+
+        meter = Meter()
+        for _ in range(cfg.n_epochs):
+            for batch in minibatches:
+                loss, measures = self._loss(batch)
+                grad_norm = self.optimizer.step(loss)
+                meter.add(**measures, grad_norm=grad_norm)
+            if self._adapt_to_kl(meter.end_epoch("approx_kl")):
+                break
+
+        metrics = meter.means() | {"learning_rate": self.optimizer.learning_rate, "epochs": float(meter.epochs)}
+        metrics["explained_variance"] = explained_variance(rollout["value"], rollout["return"])
+        self._finish_update(rollout)
+        return metrics
+
+    def _minibatches(self, rollout: TensorDictBase) -> Minibatches:
+        """Select what the loss needs, with advantages normalised over the rollout."""
+        data = rollout.select("observation", "action", "sample_log_prob", "value", "advantage", "return")
+        if self.cfg.normalize_advantage:
+            advantage = rollout["advantage"]
+            data["advantage"] = (advantage - advantage.mean()) / (advantage.std(correction=0) + 1e-8)
+        if not self.policy.is_recurrent:
+            return Minibatches(data, self.cfg.batch_size)
+        data.update(rollout.select("hidden", "done"))
+        return Minibatches(data, self.cfg.batch_size, sequence_length=self.cfg.sequence_length or data.batch_size[1])
+
+    def _loss(self, batch: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss of a minibatch and what is to be logged about it."""
+        cfg = self.cfg
+        with self.optimizer.autocast():
+            log_prob, entropy, value = self.policy.evaluate(batch)
+        advantage, return_, old_value = batch["advantage"], batch["return"], batch["value"]
+
+        # ratio = pi(a|s) / pi_old(a|s)
+        log_ratio = log_prob - batch["sample_log_prob"]
+        ratio = log_ratio.exp()
+
+        # L_policy = -E min(ratio A, clip(ratio, 1 - c, 1 + c) A)
+        clipped_ratio = ratio.clamp(1.0 - cfg.clip_coef, 1.0 + cfg.clip_coef)
+        policy_loss = -torch.min(ratio * advantage, clipped_ratio * advantage).mean()
+
+        # L_value = E (V - R)^2; with clipping the larger of it and that of V_old + clip(V - V_old, -c, c)
+        squared_error = (value - return_).square()
+        if cfg.clip_value_loss:
+            clipped_value = old_value + (value - old_value).clamp(-cfg.clip_coef, cfg.clip_coef)
+            squared_error = torch.max(squared_error, (clipped_value - return_).square())
+        value_loss = squared_error.mean()
+
+        # L = L_policy + c_value L_value - c_entropy H
+        mean_entropy = entropy.mean()
+        loss = policy_loss + cfg.vf_coef * value_loss - cfg.ent_coef * mean_entropy
+        with torch.no_grad():
+            # KL(pi_old || pi) = E[ratio - 1 - log ratio], an estimate that is never negative
+            approx_kl = (ratio - 1.0 - log_ratio).mean()
+            clip_fraction = ((ratio - 1.0).abs() > cfg.clip_coef).float().mean()
+        return loss, {
+            "policy_loss": policy_loss,
+            "value_loss": value_loss,
+            "entropy": mean_entropy,
+            "approx_kl": approx_kl,
+            "clip_fraction": clip_fraction,
+        }
+
+    def _adapt_to_kl(self, epoch_kl: Tensor) -> bool:
+        """Adapt the step size to how far the policy moved in an epoch; return whether to stop here.
+
+        Without a schedule or a target that needs it, the device is not waited for.
+        """
+        cfg = self.cfg
+        if cfg.lr_schedule != "adaptive" and cfg.target_kl is None:
+            return False
+        ranks = self.optimizer.ranks
+        kl = float(epoch_kl if ranks is None else ranks.mean(epoch_kl))
+        if cfg.lr_schedule == "adaptive":
+            if kl > 2.0 * cfg.desired_kl:
+                self.optimizer.learning_rate = max(MIN_LEARNING_RATE, self.optimizer.learning_rate / LEARNING_RATE_STEP)
+            elif kl < 0.5 * cfg.desired_kl:
+                self.optimizer.learning_rate = min(MAX_LEARNING_RATE, self.optimizer.learning_rate * LEARNING_RATE_STEP)
+        return cfg.target_kl is not None and kl > cfg.target_kl
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return optimiser state and progress."""
+        return super().state_dict() | {"optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what ``state_dict`` returned."""
+        super().load_state_dict(state)
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+def explained_variance(value: Tensor, return_: Tensor) -> float:
+    """Return ``1 - Var(return - value) / Var(return)``: 1 is perfect, 0 no better than a constant."""
+    variance = return_.var(correction=0)
+    return float(1.0 - (return_ - value).var(correction=0) / variance.clamp(min=1e-12))

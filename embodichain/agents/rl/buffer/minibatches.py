@@ -1,0 +1,85 @@
+"""Shuffled minibatches of a rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from embodichain.agents.rl.buffer.layout import flatten_time_major
+from embodichain.errors import RolloutError
+
+
+class Minibatches:
+    """Every iteration is one epoch: a new order, then one gather per minibatch and nothing else.
+
+    Minibatches are ``[rows]``. With a ``sequence_length`` they are ``[sequence_length, rows]``: whole pieces of
+    trajectories for policies with memory, with ``start`` marking the observations that begin an episode. Their sizes
+    differ by one at most; there is no small remainder. Besides the rollout only one minibatch is in memory.
+    """
+
+    def __init__(
+        self,
+        rollout: TensorDictBase,
+        batch_size: int,
+        *,
+        sequence_length: int | None = None,
+        valid: Tensor | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        """Cut a rollout ``[num_envs, num_steps]``; ``valid``, of the same shape, tells which transitions to take."""
+        self.num_envs, self.num_steps = rollout.batch_size
+        self.sequence_length = sequence_length
+        self.generator = generator
+        if sequence_length is not None:
+            if self.num_steps % sequence_length:
+                raise RolloutError(f"sequence_length {sequence_length} does not divide the {self.num_steps} steps")
+            rollout = rollout.copy()
+            rollout["start"] = episode_starts(rollout["done"])
+        self.rows = flatten_time_major(rollout)
+        self.device = next(iter(self.rows.values(include_nested=True, leaves_only=True))).device
+        self.items = self._items(valid)
+        in_one = 1 if sequence_length is None else sequence_length
+        self.count = max(1, -(-self.items.numel() * in_one // batch_size))
+
+    def _items(self, valid: Tensor | None) -> Tensor:
+        """Return what is shuffled: row numbers, or the row number of each sequence's first step."""
+        total = self.num_envs * self.num_steps
+        if self.sequence_length is None:
+            if valid is not None:
+                return valid.t().reshape(-1).nonzero().squeeze(-1)
+            return torch.arange(total, device=self.device)
+        first = torch.arange(total, device=self.device).view(-1, self.sequence_length, self.num_envs)[:, 0]
+        if valid is not None:  # a sequence without any valid step is left out
+            first = first[valid.t().view(-1, self.sequence_length, self.num_envs).any(dim=1)]
+        return first.reshape(-1)
+
+    def __len__(self) -> int:
+        return self.count if self.items.numel() else 0
+
+    def __iter__(self) -> Iterator[TensorDict]:
+        if not self.items.numel():
+            return
+        order = torch.randperm(self.items.numel(), device=self.items.device, generator=self.generator)
+        for chosen in self.items[order].tensor_split(self.count):
+            yield self._gather(chosen)
+
+    def _gather(self, chosen: Tensor) -> TensorDict:
+        if self.sequence_length is None:
+            return self.rows.apply(lambda leaf: leaf.index_select(0, chosen), batch_size=[chosen.numel()])
+        steps = torch.arange(self.sequence_length, device=chosen.device) * self.num_envs
+        index = (steps.unsqueeze(1) + chosen).reshape(-1)
+        shape = [self.sequence_length, chosen.numel()]
+        return self.rows.apply(lambda leaf: leaf.index_select(0, index).unflatten(0, shape), batch_size=shape)
+
+
+def episode_starts(done: Tensor) -> Tensor:
+    """Return which observations ``[num_envs, num_steps]`` begin an episode: those after a done one.
+
+    The first step needs no mark: the hidden state stored before it is already that of a new episode where one begins.
+    """
+    start = torch.zeros_like(done.t()).t()
+    start[:, 1:] = done[:, :-1]
+    return start

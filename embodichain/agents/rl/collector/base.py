@@ -1,0 +1,52 @@
+"""What collectors have in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, Protocol
+
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+
+from embodichain.agents.rl.utils.observations import Observation
+
+LARGE_STEP = 50_000_000
+"""Multiplications per environment step above which one thread is no longer the fastest choice."""
+
+
+class StepCallback(Protocol):
+    """Called after every environment step; whatever it raises ends the collection."""
+
+    def __call__(
+        self,
+        obs: Observation,
+        action: Tensor,
+        reward: Tensor,
+        done: Tensor,
+        info: dict[str, Any],
+        next_obs: Observation,
+    ) -> None:
+        """See one step of all envs."""
+
+
+class BaseCollector(ABC):
+    """Lets a policy act in an environment and returns what happened as rollouts."""
+
+    @abstractmethod
+    def collect(self, num_steps: int) -> TensorDictBase:
+        """Return a rollout ``[num_envs, num_steps]``; see ``buffer/layout.py`` for its keys."""
+
+
+def bound_action(action: Tensor) -> Tensor:
+    """Return what an environment is given for an action of the policy.
+
+    Continuous actions are clipped to [-1, 1], the range of every environment; the rollout keeps the action as it was
+    sampled, for its probability is that of the unclipped one.
+    """
+    return action.clamp(-1.0, 1.0) if action.is_floating_point() else action
+
+
+def collection_threads(policy: nn.Module, num_envs: int) -> int | None:
+    """Return 1 if the policy's work per step is too small to share between threads, ``None`` for torch's own choice."""
+    size = sum(parameter.numel() for parameter in policy.parameters())
+    return 1 if size * num_envs < LARGE_STEP else None

@@ -1,0 +1,88 @@
+"""Episode returns and averages of what environments report, kept on the device without waiting for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+
+class EpisodeTracker:
+    """Follows returns and lengths of episodes across rollouts.
+
+    ``episode_return`` (float64) and ``episode_length`` (int64), each ``[num_envs]``, are those of the episodes under
+    way.
+    """
+
+    def __init__(self, num_envs: int, device: torch.device) -> None:
+        self.episode_return = torch.zeros(num_envs, dtype=torch.float64, device=device)
+        self.episode_length = torch.zeros(num_envs, dtype=torch.int64, device=device)
+
+    def restart(self) -> None:
+        """Forget the episodes under way: all envs have been reset."""
+        self.episode_return.zero_()
+        self.episode_length.zero_()
+
+    def update(self, reward: Tensor, done: Tensor) -> TensorDict:
+        """Take in a rollout's ``[num_steps, num_envs]``; return ``return`` and ``length`` of the episodes that ended.
+
+        They come in the order in which they ended.
+        """
+        num_steps = reward.shape[0]
+        returns = reward.double().cumsum(0) + self.episode_return
+        lengths = torch.arange(1, num_steps + 1, device=reward.device).unsqueeze(1) + self.episode_length
+        env, step = done.t().nonzero(as_tuple=True)  # sorted by env, then by step
+        totals = torch.stack([returns[step, env], lengths[step, env].double()])
+        # Sums run over the whole rollout: what belongs to an env's earlier episodes is taken off.
+        same_env = torch.zeros_like(env, dtype=torch.bool)
+        same_env[1:] = env[1:] == env[:-1]
+        before = torch.where(same_env, totals.roll(1, dims=1), 0.0)
+        is_last = torch.ones_like(same_env)
+        is_last[:-1] = ~same_env[1:]
+        ended = torch.zeros(2, reward.shape[1], dtype=torch.float64, device=reward.device)
+        ended[:, env[is_last]] = totals[:, is_last]
+        self.episode_return = returns[-1] - ended[0]
+        self.episode_length = lengths[-1] - ended[1].long()
+        own = (totals - before)[:, step.argsort(stable=True)]
+        return TensorDict({"return": own[0], "length": own[1].long()}, batch_size=[own.shape[1]])
+
+
+class InfoAverages:
+    """Averages ``info["rewards"]`` and ``info["metrics"]`` over a rollout: one in-place addition per part and step."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._ends: dict[str, Tensor] = {}
+        self._episodes: Tensor | None = None
+        self._steps = 0
+
+    def add(self, info: Mapping[str, Any], done: Tensor) -> None:
+        """Take in one step's info and which envs ended an episode, ``[num_envs]``."""
+        self._steps += 1
+        for name, part in info.get("rewards", {}).items():
+            self._accumulate(self._sums, f"rewards/{name}", part)
+        metrics = info.get("metrics", {})
+        if not metrics:
+            return
+        self._episodes = done.float() if self._episodes is None else self._episodes.add_(done)
+        for name, part in metrics.items():
+            self._accumulate(self._sums, f"metrics/{name}", part)
+            self._accumulate(self._ends, f"episode/{name}", torch.where(done, part, 0))
+
+    def means(self) -> dict[str, Tensor]:
+        """Return the mean of every part over steps and envs, and of every metric at the end of finished episodes."""
+        means = {name: total.mean() / self._steps for name, total in self._sums.items()}
+        if self._episodes is not None:
+            count = self._episodes.sum()
+            means |= {name: total.sum() / count for name, total in self._ends.items()}
+        return means
+
+    @staticmethod
+    def _accumulate(sums: dict[str, Tensor], name: str, part: Tensor) -> None:
+        if name in sums:
+            sums[name].add_(part)
+        else:
+            sums[name] = part.to(torch.float32, copy=True)

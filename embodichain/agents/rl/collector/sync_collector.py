@@ -1,0 +1,202 @@
+"""Collects rollouts in the calling thread: act, step, write, ``num_steps`` times."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from embodichain.agents.rl.buffer.rollout_buffer import RolloutBuffer
+from embodichain.agents.rl.collector.base import BaseCollector, StepCallback, bound_action, collection_threads
+from embodichain.agents.rl.collector.statistics import EpisodeTracker, InfoAverages
+from embodichain.agents.rl.models.policy import Policy
+from embodichain.agents.rl.utils.observations import Observation, sorted_leaves
+from embodichain.agents.rl.utils.threads import torch_threads
+from embodichain.envs.vec_env import VecEnv
+from embodichain.errors import RolloutError
+
+RolloutStart = Callable[[VecEnv], Observation | None]
+"""Called before each rollout; returns the observation if it reset the environment, else ``None``."""
+
+
+class SyncCollector(BaseCollector):
+    """Collects complete rollouts synchronously: ``SyncCollector(env, policy, device,
+    callback).collect(num_steps=2048)``.
+
+    Steps are written straight into a preallocated buffer, so a rollout is valid until the next ``collect``. The
+    environment is reset once, before the first rollout, and goes on from there. The value of ``final_observation`` is
+    computed for those transitions alone that a time limit cut, all in one batch at the end.
+    """
+
+    def __init__(
+        self,
+        env: VecEnv,
+        policy: Policy,
+        device: torch.device | str | None = None,
+        callback: StepCallback | None = None,
+        *,
+        buffer: RolloutBuffer | None = None,
+        start_rollout: RolloutStart | None = None,
+        num_threads: int | None = None,
+    ) -> None:
+        """Prepare to collect.
+
+        ``device`` is where rollouts are stored (default: the policy's), ``start_rollout`` may reset the environment
+        before each rollout, ``num_threads`` is torch's thread count while collecting (default: one for small policies).
+        """
+        self.env = env
+        self.policy = policy
+        self.device = torch.device(device) if device is not None else policy.device
+        self.callback = callback
+        self.buffer = buffer
+        self.start_rollout = start_rollout
+        self.num_threads = num_threads if num_threads is not None else collection_threads(policy, env.num_envs)
+        self.obs: Observation | None = None
+        """The observation that the next action answers to."""
+        self.state: Tensor | None = None
+        """The policy's memory before that observation."""
+        self.tracker = EpisodeTracker(env.num_envs, self.device)
+        self.episodes = TensorDict({"return": torch.zeros(0), "length": torch.zeros(0)}, batch_size=[0])
+        """``return`` and ``length`` of the episodes that ended in the last rollout, in the order in which they
+        ended."""
+        self._averages = InfoAverages()
+        self._cut: list[tuple[Observation, Tensor | None]] = []
+
+    def reset(self, seed: int | None = None) -> None:
+        """Reset all envs and begin with new episodes."""
+        self.begin(self.env.reset(seed=seed)[0])
+
+    def begin(self, obs: Observation) -> None:
+        """Go on from an observation that begins an episode in every env."""
+        self.obs = obs.to(self.device)
+        self.state = self.policy.initial_state(self.env.num_envs)
+        self.tracker.restart()
+
+    @torch.no_grad()
+    def collect(self, num_steps: int) -> TensorDictBase:
+        """Return a rollout ``[num_envs, num_steps]``, valid until the next call."""
+        if num_steps < 1:
+            raise RolloutError(f"num_steps must be at least 1, got {num_steps}")
+        with torch_threads(self.num_threads):
+            obs = self._begin_rollout()
+            version = self.policy.version.to(self.device)
+            for _ in range(num_steps):
+                obs = self._step(obs, num_steps, version)
+            return self._finish(obs)
+
+    def statistics(self) -> dict[str, float]:
+        """Return the last rollout's averages: reward parts, metrics, and returns and lengths of finished episodes.
+
+        ``rewards/x`` and ``metrics/x`` are means over all steps; ``episode/x`` is the mean over finished episodes, of a
+        metric in their last step. There is no ``episode/...`` when none finished, except ``episode/count``.
+        """
+        means = self._averages.means()
+        if len(self.episodes):
+            means["episode/return"] = self.episodes["return"].mean()
+            means["episode/length"] = self.episodes["length"].double().mean()
+        values = torch.stack([mean.double() for mean in means.values()]).tolist() if means else []
+        stats = {name: value for name, value in zip(means, values, strict=True) if not math.isnan(value)}
+        return stats | {"episode/count": float(len(self.episodes))}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return everything the next rollout depends on, apart from policy, environment and random state."""
+        if self.obs is None:
+            return {}
+        state = {"episode_return": self.tracker.episode_return, "episode_length": self.tracker.episode_length}
+        if self.state is not None:
+            state["hidden"] = self.state
+        if isinstance(self.obs, Tensor):
+            return state | {"observation": self.obs}
+        return state | {"/".join(("observation", *path)): leaf for path, leaf in sorted_leaves(self.obs)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from where ``state_dict`` was taken; the environment is not reset."""
+        if not state:
+            self.obs = None
+            return
+        self.tracker.episode_return = state["episode_return"].to(self.device, copy=True)
+        self.tracker.episode_length = state["episode_length"].to(self.device, copy=True)
+        self.state = state["hidden"].to(self.device, copy=True) if "hidden" in state else None
+        if "observation" in state:
+            self.obs = state["observation"].to(self.device, copy=True)
+            return
+        obs = TensorDict({}, batch_size=[self.env.num_envs], device=self.device)
+        for name, leaf in state.items():
+            if name.startswith("observation/"):
+                obs.set(tuple(name.split("/")[1:]), leaf.to(self.device, copy=True))
+        self.obs = obs
+
+    def _begin_rollout(self) -> Observation:
+        fresh = None if self.start_rollout is None else self.start_rollout(self.env)
+        if fresh is not None:
+            self.begin(fresh)
+        elif self.obs is None:
+            self.reset()
+        self._averages = InfoAverages()
+        self._cut = []
+        if self.obs is None:
+            raise RolloutError("the environment gave no observation")
+        return self.obs
+
+    def _step(self, obs: Observation, num_steps: int, version: Tensor) -> Observation:
+        """Act once in every env and write what happened; return the next observation."""
+        state = self.state
+        action, log_prob, value, new_state = self.policy.act(obs, state)
+        raw_obs, reward, terminated, truncated, info = self.env.step(bound_action(action).to(self.env.device))
+        next_obs: Observation = raw_obs.to(self.device)
+        reward, terminated, truncated = (x.to(self.device) for x in (reward, terminated, truncated))
+        done = terminated | truncated
+        self._keep_cut_rows(truncated & ~terminated, info, new_state)
+        parts = {"terminated": terminated, "truncated": truncated, "policy_version": version}
+        if state is not None:
+            parts["hidden"] = state
+        self._buffer_for(num_steps).add(obs, action, reward, done, value, log_prob, **parts)
+        self._averages.add(info, done)
+        if self.callback is not None:
+            self.callback(obs, action, reward, done, info, next_obs)
+        self.obs, self.state = next_obs, self._clear_ended(new_state, done)
+        return next_obs
+
+    def _keep_cut_rows(self, cut: Tensor, info: Mapping[str, Any], state: Tensor | None) -> None:
+        """Set aside the last observation of episodes that a time limit ended, to be valued at the end."""
+        if self.policy.has_critic and bool(cut.any()):
+            rows = cut.nonzero().squeeze(-1)
+            final = info["final_observation"].to(self.device)[rows]
+            self._cut.append((final, None if state is None else state[rows]))
+
+    def _clear_ended(self, state: Tensor | None, done: Tensor) -> Tensor | None:
+        """Return the memory with the rows of ended episodes as at an episode's start."""
+        initial = self.policy.initial_state(1)
+        if state is None or initial is None:
+            return state
+        return torch.where(done.view(-1, *[1] * (state.ndim - 1)), initial, state)
+
+    def _buffer_for(self, num_steps: int) -> RolloutBuffer:
+        if self.buffer is None or self.buffer.num_steps != num_steps:
+            self.buffer = RolloutBuffer(num_steps, self.env.num_envs, device=self.device)
+        return self.buffer
+
+    def _finish(self, obs: Observation) -> TensorDictBase:
+        """Value the last and the cut observations, and hand the rollout out."""
+        buffer = self.buffer
+        if buffer is None or buffer.storage is None:
+            raise RolloutError("nothing was collected")
+        storage = buffer.storage
+        if self.policy.has_critic:
+            buffer.finalize(self.policy.state_value(obs, self.state), self._final_values())
+        else:  # all values are zero
+            buffer.finalize(None, torch.zeros_like(storage["value"][storage["truncated"] & ~storage["terminated"]]))
+        self.episodes = self.tracker.update(storage["reward"], storage["done"])
+        return buffer.get()
+
+    def _final_values(self) -> Tensor | None:
+        """Return the values of all observations that were set aside, in one pass of the network."""
+        if not self._cut:
+            return None
+        observations = torch.cat([obs for obs, _ in self._cut])
+        states = [state for _, state in self._cut if state is not None]
+        return self.policy.state_value(observations, torch.cat(states) if states else None)

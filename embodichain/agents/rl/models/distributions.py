@@ -1,0 +1,176 @@
+"""From the actor's output to actions: closed forms, no distribution objects in the hot path.
+ A head turns ``params`` ``[batch, param_dim]``, what the actor network put out, into actions, their log-probabilities
+and the entropy. Probabilities are computed in float32, whatever precision the network ran in.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import Any, Literal
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from embodichain.config import Config, configclass
+from embodichain.errors import ConfigError
+
+HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)
+SQUASHED_LIMIT = 1.0 - 1e-6
+"""Largest magnitude of a tanh-squashed action: beyond it float32 cannot tell neighbouring actions apart."""
+
+
+@configclass
+class DistributionCfg(Config):
+    """How continuous actions are distributed; discrete ones are categorical and need no settings."""
+
+    std: Literal["learnable", "state"] = "learnable"
+    """One learnable log-std per action, or one that the actor network puts out for each state."""
+    init_log_std: float = 0.0
+    """First value of the learnable log-std; added to the network's output where it depends on the state."""
+    squash: bool = False
+    """Whether actions are squashed into (-1, 1) by tanh, with the log-probability corrected for it."""
+    min_log_std: float = -5.0
+    """Lower bound of a state-dependent log-std."""
+    max_log_std: float = 2.0
+    """Upper bound of a state-dependent log-std."""
+
+
+class ActionHead(nn.Module, ABC):
+    """Turns the actor's output ``[batch, param_dim]`` into a distribution over actions."""
+
+    action_dim: int
+    """Numbers per action (continuous), or the number of choices (discrete)."""
+    param_dim: int
+    """Width of the actor's output."""
+
+    @abstractmethod
+    def sample(self, params: Tensor, deterministic: bool = False) -> tuple[Tensor, Tensor]:
+        """Return ``(action, log_prob [batch])``; the most likely action if ``deterministic``."""
+
+    @abstractmethod
+    def evaluate(self, params: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ``(log_prob, entropy)``, each ``[batch]``."""
+
+
+class GaussianHead(ActionHead):
+    """Diagonal Gaussian over ``[batch, action_dim]``."""
+
+    def __init__(self, action_dim: int, cfg: DistributionCfg | None = None) -> None:
+        super().__init__()
+        self.cfg = cfg or DistributionCfg()
+        self.action_dim = action_dim
+        self.state_dependent = self.cfg.std == "state"
+        self.param_dim = 2 * action_dim if self.state_dependent else action_dim
+        if not self.state_dependent:
+            self.log_std = nn.Parameter(torch.full((action_dim,), float(self.cfg.init_log_std)))
+
+    def moments(self, params: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the mean ``[batch, action_dim]`` and a log-std that broadcasts to it."""
+        params = params.float()
+        if not self.state_dependent:
+            return params, self.log_std
+        mean, raw = params.chunk(2, dim=-1)
+        return mean, (raw + self.cfg.init_log_std).clamp(self.cfg.min_log_std, self.cfg.max_log_std)
+
+    def sample(self, params: Tensor, deterministic: bool = False) -> tuple[Tensor, Tensor]:
+        """Return ``(action [batch, action_dim], log_prob [batch])``; the mean if ``deterministic``."""
+        mean, log_std = self.moments(params)
+        if deterministic:
+            return mean, self._log_prob(torch.zeros_like(mean), log_std)
+        noise = torch.randn_like(mean)
+        return torch.addcmul(mean, noise, log_std.exp()), self._log_prob(noise, log_std)
+
+    def evaluate(self, params: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ``(log_prob, entropy)``, each ``[batch]``."""
+        mean, log_std = self.moments(params)
+        noise = (action - mean) * (-log_std).exp()
+        entropy = log_std.sum(-1) + self.action_dim * (0.5 + HALF_LOG_2PI)
+        return self._log_prob(noise, log_std), entropy.expand(mean.shape[:-1])
+
+    def _log_prob(self, noise: Tensor, log_std: Tensor) -> Tensor:
+        # log N(mean + std * noise) = -noise^2 / 2 - log std - log(2 pi) / 2, summed over the action's dimensions
+        return noise.square().sum(-1).mul(-0.5) - (log_std.sum(-1) + self.action_dim * HALF_LOG_2PI)
+
+
+class SquashedGaussianHead(GaussianHead):
+    """Gaussian squashed by tanh: actions in (-1, 1), density corrected by ``log |d tanh(u) / du| = log(1 - a^2)``."""
+
+    nodes: Tensor
+    weights: Tensor
+
+    def __init__(self, action_dim: int, cfg: DistributionCfg | None = None) -> None:
+        super().__init__(action_dim, cfg)
+        # Gauss-Hermite quadrature: E f(u) = sum_i w_i f(mean + std x_i) for a Gaussian u
+        nodes, weights = np.polynomial.hermite_e.hermegauss(5)
+        self.register_buffer("nodes", torch.tensor(nodes, dtype=torch.float32), persistent=False)
+        self.register_buffer("weights", torch.tensor(weights / weights.sum(), dtype=torch.float32), persistent=False)
+
+    def sample(self, params: Tensor, deterministic: bool = False) -> tuple[Tensor, Tensor]:
+        """Return ``(action [batch, action_dim], log_prob [batch])``; tanh of the mean if ``deterministic``."""
+        mean, log_std = self.moments(params)
+        raw = mean if deterministic else torch.addcmul(mean, torch.randn_like(mean), log_std.exp())
+        action = raw.tanh().clamp(-SQUASHED_LIMIT, SQUASHED_LIMIT)
+        return action, self._log_prob_of(action, mean, log_std)
+
+    def evaluate(self, params: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ``(log_prob, entropy)``, each ``[batch]``; the entropy by quadrature, as it has no closed form."""
+        mean, log_std = self.moments(params)
+        # H[tanh(u)] = H[u] + E log(1 - tanh(u)^2), and log(1 - tanh(u)^2) = 2 (log 2 - u - softplus(-2u))
+        raw = mean.unsqueeze(-1) + log_std.exp().unsqueeze(-1) * self.nodes
+        log_slope = 2.0 * (math.log(2.0) - raw - F.softplus(-2.0 * raw))
+        entropy = log_std.sum(-1) + self.action_dim * (0.5 + HALF_LOG_2PI) + (log_slope @ self.weights).sum(-1)
+        return self._log_prob_of(action, mean, log_std), entropy
+
+    def _log_prob_of(self, action: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
+        # Sampling and evaluating go through the stored action alone, so the ratio of unchanged weights is exactly 1.
+        # u = atanh(a) = (log(1 + a) - log(1 - a)) / 2;  log |da/du| = log(1 + a) + log(1 - a)
+        above, below = torch.log1p(action), torch.log1p(-action)
+        noise = (0.5 * (above - below) - mean) * (-log_std).exp()
+        return self._log_prob(noise, log_std) - (above + below).sum(-1)
+
+
+class CategoricalHead(ActionHead):
+    """One of ``action_dim`` choices, ``[batch]`` int64; ``params`` are logits."""
+
+    def __init__(self, action_dim: int) -> None:
+        super().__init__()
+        self.action_dim = self.param_dim = action_dim
+
+    def sample(self, params: Tensor, deterministic: bool = False) -> tuple[Tensor, Tensor]:
+        """Return ``(action [batch], log_prob [batch])``; the likeliest choice if ``deterministic``."""
+        log_probs = params.float().log_softmax(-1)
+        # argmax of p_i / e_i with e_i ~ Exp(1) is distributed as p
+        score = log_probs if deterministic else log_probs.exp() / torch.empty_like(log_probs).exponential_()
+        action = score.argmax(-1)
+        return action, log_probs.gather(-1, action.unsqueeze(-1)).squeeze(-1)
+
+    def evaluate(self, params: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ``(log_prob, entropy)``, each ``[batch]``."""
+        log_probs = params.float().log_softmax(-1)
+        entropy = -(log_probs.exp() * log_probs).sum(-1)
+        return log_probs.gather(-1, action.unsqueeze(-1)).squeeze(-1), entropy
+
+
+def build_head(action_space: gym.Space[Any] | int, cfg: DistributionCfg | None = None) -> ActionHead:
+    """Return the head for an action space: ``Discrete`` is categorical, ``Box`` and plain dimensions are Gaussian."""
+    if isinstance(action_space, gym.spaces.Discrete):
+        if action_space.start != 0:
+            raise ConfigError(f"expected choices that count from 0, got {action_space}", "action_space")
+        return CategoricalHead(int(action_space.n))
+    cfg = cfg or DistributionCfg()
+    return (SquashedGaussianHead if cfg.squash else GaussianHead)(action_dimension(action_space), cfg)
+
+
+def action_dimension(action_space: gym.Space[Any] | int) -> int:
+    """Return the numbers per action of a ``Box`` or an int, the number of choices of a ``Discrete``."""
+    if isinstance(action_space, int):
+        return action_space
+    if isinstance(action_space, gym.spaces.Discrete):
+        return int(action_space.n)
+    if isinstance(action_space, gym.spaces.Box) and len(action_space.shape) == 1:
+        return int(action_space.shape[0])
+    raise ConfigError(f"expected a Box of shape [action_dim], a Discrete or an int, got {action_space}", "action_space")

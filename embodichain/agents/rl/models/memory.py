@@ -1,0 +1,59 @@
+"""Memory for policies: a GRU whose state is cleared at every episode's start."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from embodichain.agents.rl.utils.config import Count
+from embodichain.config import Config, configclass
+
+
+@configclass
+class MemoryCfg(Config):
+    """A recurrent layer between the observation and the actor and critic networks."""
+
+    type: Literal["gru"] = "gru"
+    """Kind of layer."""
+    hidden_size: Count = 128
+    """Width of the state, and of what actor and critic see."""
+    num_layers: Count = 1
+    """Stacked layers."""
+
+
+class GRUMemory(nn.Module):
+    """A GRU with its state as ``[batch, num_layers, hidden_size]``, so that envs are rows as everywhere else."""
+
+    def __init__(self, input_dim: int, cfg: MemoryCfg) -> None:
+        super().__init__()
+        self.hidden_size, self.num_layers = cfg.hidden_size, cfg.num_layers
+        self.gru = nn.GRU(input_dim, cfg.hidden_size, cfg.num_layers)
+
+    def initial_state(self, batch_size: int) -> Tensor:
+        """Return the state at an episode's start: zeros."""
+        device = next(self.gru.parameters()).device
+        return torch.zeros(batch_size, self.num_layers, self.hidden_size, device=device)
+
+    def step(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Take in one observation ``[batch, input_dim]``; return ``(output [batch, hidden_size], new state)``."""
+        output, new = self.gru(x.unsqueeze(0), state.transpose(0, 1).contiguous())
+        return output.squeeze(0), new.transpose(0, 1)
+
+    def sequence(self, x: Tensor, state: Tensor, start: Tensor) -> Tensor:
+        """Run over ``[num_steps, batch, input_dim]`` from a state; return ``[num_steps, batch, hidden_size]``.
+
+        ``start`` ``[num_steps, batch]`` marks observations that begin an episode: the row's state is cleared before
+        them.
+        """
+        # Between two times at which any row starts anew, the GRU runs in one call.
+        cuts = [0, *(start[1:].any(dim=1).nonzero().flatten() + 1).tolist(), x.shape[0]]
+        hidden = state.transpose(0, 1)
+        outputs = []
+        for begin, end in pairwise(cuts):
+            hidden = torch.where(start[begin].unsqueeze(-1), 0.0, hidden)
+            output, hidden = self.gru(x[begin:end], hidden.contiguous())
+            outputs.append(output)
+        return torch.cat(outputs)

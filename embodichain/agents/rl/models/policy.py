@@ -1,0 +1,120 @@
+"""What a policy is: an author writes tensors, components use TensorDicts."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+
+from embodichain.agents.rl.utils.observations import Observation
+
+
+class Policy(nn.Module, ABC):
+    """Abstract base class that all RL policies must implement.
+
+    An author writes three methods on tensors: ``get_action``, ``get_value`` and ``evaluate_actions``. ``obs`` is what
+    the environment gives, a nested TensorDict of batch size ``[batch]``, or a flat tensor ``[batch, obs_dim]``.
+    Collectors and algorithms go through ``act``, ``state_value``, ``evaluate`` and ``forward``, which this class
+    builds on those three.
+
+    A policy with memory sets ``is_recurrent`` and overrides the methods under "Memory" as well: its state is a tensor
+    ``[batch, ...]`` that the caller keeps, hands in and clears (back to ``initial_state``) when an episode ends.
+    """
+
+    device: torch.device
+    """Device where the policy parameters are located."""
+    is_recurrent: bool = False
+    """Whether actions depend on earlier observations of the episode."""
+    has_critic: bool = True
+    """Whether the values are estimates of a return; without a critic they are zeros."""
+    version: Tensor
+    """How many updates shaped these weights, int64 ``[]``; collectors stamp it on every transition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.device = torch.device("cpu")
+        self.register_buffer("version", torch.zeros((), dtype=torch.int64))
+
+    @abstractmethod
+    def get_action(self, obs: Observation, deterministic: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """Sample an action; return ``(action [batch, action_dim], log_prob [batch], value [batch])``.
+
+        The most likely action if ``deterministic``. Discrete actions are ``[batch]``.
+        """
+
+    @abstractmethod
+    def get_value(self, obs: Observation) -> Tensor:
+        """Return the value estimate ``[batch]``."""
+
+    @abstractmethod
+    def evaluate_actions(self, obs: Observation, actions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ``(log_prob, entropy, value)`` of given actions, each ``[batch]``."""
+
+    # Memory: the defaults are those of a policy without any.
+
+    def initial_state(self, batch_size: int) -> Tensor | None:
+        """Return the state ``[batch, ...]`` at an episode's start; ``None`` without memory."""
+        return None
+
+    def act(
+        self, obs: Observation, state: Tensor | None = None, deterministic: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return ``(action, log_prob, value, state after this observation)``."""
+        return (*self.get_action(obs, deterministic), None)
+
+    def state_value(self, obs: Observation, state: Tensor | None = None) -> Tensor:
+        """Return the value ``[batch]`` of an observation seen in a state of memory."""
+        return self.get_value(obs)
+
+    def evaluate_sequences(
+        self, obs: Observation, actions: Tensor, state: Tensor, start: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ``(log_prob, entropy, value)``, each ``[num_steps, batch]``, of sequences.
+
+        ``state`` ``[batch, ...]`` is the memory before the first step; ``start`` ``[num_steps, batch]`` marks the
+        observations that begin an episode.
+        """
+        raise NotImplementedError(f"{type(self).__name__} sets is_recurrent but has no evaluate_sequences")
+
+    # What components call.
+
+    def forward(self, tensordict: TensorDictBase, deterministic: bool = False) -> TensorDictBase:
+        """Read ``observation`` (and ``hidden``), write ``action``, ``sample_log_prob`` and ``value``; in place.
+
+        With memory, ``hidden`` is replaced by the state after this observation; it may be absent at an episode's start.
+        """
+        state = tensordict.get("hidden", None)
+        if state is None:
+            state = self.initial_state(tensordict.batch_size[0])
+        action, log_prob, value, state = self.act(tensordict["observation"], state, deterministic)
+        tensordict.set("action", action)
+        tensordict.set("sample_log_prob", log_prob)
+        tensordict.set("value", value)
+        if state is not None:
+            tensordict.set("hidden", state)
+        return tensordict
+
+    def evaluate(self, batch: TensorDictBase) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ``(log_prob, entropy, value)`` of a minibatch, each in the minibatch's batch size.
+
+        A minibatch is ``[rows]``, or ``[num_steps, rows]`` for a policy with memory: then ``hidden`` holds the states
+        before every step, of which the first counts, and ``start`` the episodes' starts.
+        """
+        if self.is_recurrent:
+            return self.evaluate_sequences(batch["observation"], batch["action"], batch["hidden"][0], batch["start"])
+        return self.evaluate_actions(batch["observation"], batch["action"])
+
+    def update_normalizer(self, obs: Observation) -> None:
+        """Let running statistics take in the observations of a rollout; the algorithm calls it after each update."""
+
+    @classmethod
+    def build(cls, cfg: Mapping[str, Any], obs_space: Any, action_space: Any, device: torch.device) -> Self:
+        """Construct the policy from its config block, without ``name`` and ``action_dim``.
+
+        The entries become keyword arguments of the constructor; override this to do something else with them.
+        """
+        return cls(obs_space, action_space, device, **cfg)  # type: ignore[call-arg]

@@ -1,0 +1,74 @@
+"""Observations in their two forms: nested TensorDicts, as environments give them, and flat tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from embodichain.errors import ObservationError
+
+Observation = Tensor | TensorDictBase
+"""A flat tensor ``[batch, dim]`` or a nested TensorDict of batch size ``[batch]``."""
+
+
+def sorted_leaves(
+    obs: TensorDictBase | Mapping[str, Any], path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield ``(key path, tensor)`` of a nested observation; the keys of every level come in sorted order."""
+    for key in sorted(obs.keys()):
+        value = obs[key]
+        if isinstance(value, (TensorDictBase, Mapping)):
+            yield from sorted_leaves(value, (*path, key))
+        else:
+            yield (*path, key), value
+
+
+def flatten_dict_observation(obs: TensorDictBase | Mapping[str, Any] | Tensor) -> Tensor:
+    """Flatten a nested observation of batch size ``[num_envs]`` to one tensor ``[num_envs, total_dim]``.
+
+    Every leaf is flattened to ``[num_envs, -1]`` and they are concatenated in sorted key order, level by level:
+    ``object/pos``, then ``robot/qpos``, then ``robot/qvel``. Integers and booleans become float32. A tensor is taken
+    for a single leaf.
+    """
+    parts = [obs] if isinstance(obs, Tensor) else [value for _, value in sorted_leaves(obs)]
+    if not parts:
+        raise ObservationError("the observation holds no tensor")
+    flat = [part.reshape(part.shape[0], -1) for part in parts]
+    joined = flat[0] if len(flat) == 1 else torch.cat(flat, dim=-1)
+    return joined if joined.is_floating_point() else joined.float()
+
+
+def dict_to_tensordict(
+    obs: TensorDictBase | Mapping[str, Any] | Tensor, device: torch.device | str | None = None
+) -> TensorDict:
+    """Wrap an observation as ``TensorDict({"observation": obs}, [num_envs])`` on a device.
+
+    Takes nested dicts of tensors, arrays, lists and TensorDicts, whole TensorDicts, and flat tensors. The first
+    dimension of every leaf is ``num_envs``; tensors that are on the device already are not copied.
+    """
+    converted = _convert(obs, device)
+    leaves = [converted] if isinstance(converted, Tensor) else [leaf for _, leaf in sorted_leaves(converted)]
+    sizes = {leaf.shape[0] if leaf.ndim else None for leaf in leaves}
+    if len(sizes) != 1 or None in sizes:
+        raise ObservationError(f"all parts of an observation must share their first dimension num_envs, got {sizes}")
+    batch = [leaves[0].shape[0]]
+    return TensorDict({"observation": _nest(converted, batch)}, batch_size=batch, device=device)
+
+
+def _convert(value: Any, device: torch.device | str | None) -> Any:
+    if isinstance(value, (TensorDictBase, Mapping)):
+        return {key: _convert(value[key], device) for key in value.keys()}  # noqa: SIM118 - TensorDicts iterate rows
+    if isinstance(value, Tensor):
+        return value if device is None else value.to(device)
+    return torch.as_tensor(np.asarray(value), device=device)
+
+
+def _nest(value: Any, batch: list[int]) -> Any:
+    if isinstance(value, dict):
+        return TensorDict({key: _nest(entry, batch) for key, entry in value.items()}, batch_size=batch)
+    return value
