@@ -31,11 +31,11 @@ class PlayArgs:
     episodes: int = 20
     """Number of episodes."""
     num_envs: int | None = None
-    """Number of envs stepped together (default: as many as episodes, 20 at most)."""
+    """Number of envs stepped together (default: 20, or fewer for few episodes)."""
     video: Path | None = None
     """Video of the first episodes (.mp4); without OpenGL, a picture from above takes its place (.png)."""
     video_episodes: int = 3
-    """Number of episodes in the video."""
+    """Number of episodes in the video, all of the first env."""
     camera: str | None = None
     """Camera of the video (default: the task's own)."""
     size: tuple[int, int] = (480, 640)
@@ -63,7 +63,10 @@ def main(argv: Sequence[str]) -> int:
 
     _check(args)
     console = Console()
-    num_envs = args.num_envs if args.num_envs is not None else min(args.episodes, _DEFAULT_NUM_ENVS)
+    num_envs = args.num_envs
+    if num_envs is None:  # one env is filmed, so it should run all the episodes of the video
+        filmed = 1 if args.video is None else args.video_episodes
+        num_envs = max(1, min(args.episodes // filmed, _DEFAULT_NUM_ENVS))
     source = args.id if args.config is None else args.config
     overrides: dict[str, Any] = {"id": args.id, "num_envs": num_envs, "seed": args.seed}
     if args.video is not None and args.id not in {spec.id for spec in list_envs()}:

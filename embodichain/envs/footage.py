@@ -11,6 +11,7 @@ from PIL import Image
 from tensordict import TensorDict
 
 from embodichain.envs.episodes import Episode, Step
+from embodichain.envs.gl import INSTALL_HINT
 from embodichain.envs.pictures import BLUE, GREEN, ORANGE, Marker, Trail, caption, draw_top_down, write_picture
 from embodichain.envs.task_env import TaskEnv
 from embodichain.envs.vec_env import VecEnv
@@ -48,8 +49,10 @@ class Footage:
         self._points: dict[tuple[str, str], list[np.ndarray]] = {}
         try:
             self._render()
-        except (RenderingError, EnvContractError, mujoco.FatalError) as error:
+        except (RenderingError, EnvContractError) as error:
             self.problem = str(error)
+        except mujoco.FatalError as error:  # an environment that is not ours draws with MuJoCo itself
+            self.problem = f"{error}. {INSTALL_HINT}"
 
     def watch(self, step: Step) -> None:
         """Take in one moment of the roll."""
