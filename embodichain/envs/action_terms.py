@@ -75,14 +75,14 @@ class EndEffectorDelta:
 
 
 class Effort:
-    """The action goes to the motors as it is."""
+    """The action goes to the motors, 1 being the most they can do."""
 
     def __init__(self, robot: Robot) -> None:
-        self.dim = robot.num_joints
+        self.dim, self.limit = robot.num_joints, robot.max_control
 
     def target(self, action: Tensor, qpos: Tensor) -> Tensor:
         """Return motor commands ``[n, num_joints]``."""
-        return action
+        return self.limit * action
 
 
 def _shorten(action: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ Term = DeltaQpos | Qpos | EndEffectorDelta | Effort
 def chain_of(robot: Robot, wanted_by: str) -> SerialChain:
     """Return the robot's kinematic chain, or say that it has none."""
     if robot.chain is None:
-        raise ConfigError(f"env.actions.{wanted_by}: needs a robot with a tool (robot.tool)")
+        raise ConfigError(f"robot.tool: {wanted_by} needs a robot with a tool")
     return robot.chain
 
 
@@ -107,6 +107,9 @@ class RobotActionManager(ActionManager):
         chosen = [name for name in _NAMES if getattr(cfg, name) is not None]
         if len(chosen) != 1:
             raise ConfigError(f"env.actions: set exactly one of {', '.join(_NAMES)}, got {chosen or 'none'}")
+        if (chosen[0] == "effort") == robot.has_servos:
+            wanted, has = ("motors", "servos") if robot.has_servos else ("servos", "motors")
+            raise ConfigError(f"env.actions.{chosen[0]}: needs joints with {wanted}, and this robot's have {has}")
         self.robot = robot
         self.term = _build_term(cfg, robot)
         self.clip = float(getattr(cfg, chosen[0]).clip)
@@ -123,13 +126,15 @@ class RobotActionManager(ActionManager):
         return torch.cat((target, torch.lerp(self.robot.finger_closed, self.robot.finger_open, openness)), dim=-1)
 
     def encode(self, qpos: Tensor, twist: Tensor, grip: Tensor | None = None) -> Tensor:
-        """Return the action that moves the tool by ``twist`` ``[n, 6]``; ``grip`` ``[n, 1]`` is for the fingers."""
+        """Return the action that moves the tool by ``twist`` ``[n, 6]``; fingers get ``grip`` ``[n, 1]``, or close."""
         if isinstance(self.term, Effort):
             raise ConfigError("env.actions.effort: an expert that moves a tool needs joint or tool commands")
         qpos = qpos[:, : self.robot.num_joints]
         displacement = chain_of(self.robot, self.action_type).inverse_step(qpos, twist)
         action = self.term.encode(qpos, displacement, twist).clamp(-1.0, 1.0)
-        return action if grip is None else torch.cat((action, grip), dim=-1)
+        if not self.robot.num_fingers:
+            return action
+        return torch.cat((action, -torch.ones_like(action[:, :1]) if grip is None else grip), dim=-1)
 
 
 def _build_term(cfg: ActionsCfg, robot: Robot) -> Term:

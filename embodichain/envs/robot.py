@@ -100,6 +100,12 @@ class Robot:
         self.finger_closed = torch.tensor(
             [model.joint(f).range[0] for f in fingers], dtype=torch.float32, device=device
         )
+        # A position servo pulls towards its command (an affine bias); a motor takes the command for a force.
+        driven = {model.joint(j).id for j in joints}
+        motors = [i for i in range(model.nu) if int(model.actuator_trnid[i, 0]) in driven]
+        self.has_servos = all(int(model.actuator_biastype[i]) == int(mujoco.mjtBias.mjBIAS_AFFINE) for i in motors)
+        limits = [model.actuator_ctrlrange[i, 1] if model.actuator_ctrllimited[i] else 1.0 for i in motors]
+        self.max_control = torch.tensor(limits, dtype=torch.float32, device=device)
         self.chain = SerialChain(model, _TOOL_PREFIX + tool.site, joints, device) if tool else None
         if cfg.init_qpos and len(cfg.init_qpos) != self.dofs:
             raise ConfigError(

@@ -10,8 +10,11 @@ from torch import Tensor
 
 from embodichain.envs.action_terms import RobotActionManager
 from embodichain.envs.env_cfg import ActionsCfg, EffortTermCfg, EnvCfg, EventsCfg, GymCfg, JointRangeCfg, RobotCfg
+from embodichain.envs.physics import Physics
 from embodichain.envs.random import RandomStreams
+from embodichain.envs.robot import Robot
 from embodichain.envs.task import Scene, Start, Task, own
+from embodichain.errors import ConfigError
 
 MAX_ANGLE = math.radians(12.0)
 MAX_POSITION = 2.4
@@ -25,6 +28,11 @@ class CartPole(Task):
 
     scene_file = "cart_pole.xml"
     reward_weights = {"alive": 1.0, "position": -0.02, "effort": -0.01}
+
+    def __init__(self, cfg: GymCfg, physics: Physics, robot: Robot) -> None:
+        if cfg.robot.uid != "cart":
+            raise ConfigError(f"robot.uid: {cfg.id} needs the robot 'cart', got {cfg.robot.uid!r}")
+        super().__init__(cfg, physics, robot)
 
     @staticmethod
     def default_cfg() -> GymCfg:

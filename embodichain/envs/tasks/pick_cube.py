@@ -19,9 +19,12 @@ from embodichain.envs.env_cfg import (
     RobotCfg,
 )
 from embodichain.envs.kinematics import length
+from embodichain.envs.physics import Physics
 from embodichain.envs.random import RandomStreams
+from embodichain.envs.robot import Robot
 from embodichain.envs.task import Scene, Start, draw_pose
 from embodichain.envs.tasks.arm import HALF_CUBE, ArmTask, place_cube, read_cube, shorten
+from embodichain.errors import ConfigError
 
 _ABOVE = 0.1  # height over the cube from which the expert comes down
 _MAX_STEP = 0.03  # metres the expert asks for in one step
@@ -34,6 +37,13 @@ class PickCube(ArmTask):
     scene_file = "pick_scene.xml"
     object_body = "cube"
     reward_weights = {"reach": -1.0, "grasp": -1.0, "place": -2.0, "effort": -0.01, "success": 20.0}
+
+    def __init__(self, cfg: GymCfg, physics: Physics, robot: Robot) -> None:
+        if not robot.num_fingers:
+            raise ConfigError(
+                f"robot.tool: {cfg.id} needs a tool with fingers, such as 'gripper', got {cfg.robot.tool!r}"
+            )
+        super().__init__(cfg, physics, robot)
 
     @staticmethod
     def default_cfg() -> GymCfg:
