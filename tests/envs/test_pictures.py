@@ -1,0 +1,112 @@
+"""Videos that can be read again, and pictures from above that show what happened."""
+
+import imageio.v3 as iio
+import numpy as np
+import pytest
+from PIL import Image
+
+from embodichain.envs.pictures import BLUE, GREEN, ORANGE, Marker, Trail, caption, draw_top_down, write_picture
+from embodichain.envs.videos import VideoWriter, write_video
+from embodichain.errors import OutputError
+
+
+def moving_square(count, height=48, width=64):
+    frames = np.zeros((count, height, width, 3), dtype=np.uint8)
+    for i, frame in enumerate(frames):
+        frame[10:30, i : i + 20] = (250, 40, 40)
+    return frames
+
+
+def test_video_is_read_back_frame_by_frame(tmp_path):
+    frames = moving_square(12)
+    path = write_video(tmp_path / "new" / "folder" / "clip.mp4", frames, fps=25)
+    read = iio.imread(path)
+    assert read.shape == frames.shape
+    assert iio.immeta(path)["fps"] == 25
+    assert np.abs(read.astype(int) - frames).mean() < 6  # lossy, but the same pictures in the same order
+    assert [p.name for p in path.parent.iterdir()] == ["clip.mp4"]
+
+
+def test_odd_sizes_are_filled_up(tmp_path):
+    path = write_video(tmp_path / "odd.mp4", moving_square(3, height=47, width=63))
+    assert iio.imread(path).shape == (3, 48, 64, 3)
+
+
+def test_unfinished_video_leaves_nothing_and_keeps_the_old_one(tmp_path):
+    path = write_video(tmp_path / "clip.mp4", moving_square(3))
+    before = path.read_bytes()
+
+    def interrupted():
+        yield moving_square(1)[0]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_video(path, interrupted())
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["clip.mp4"]
+
+
+def test_wrong_frames_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="at least one frame"):
+        write_video(tmp_path / "none.mp4", [])
+    with pytest.raises(ValueError, match=r"\[H, W, 3\]"):
+        write_video(tmp_path / "grey.mp4", [np.zeros((8, 8), dtype=np.uint8)])
+    with pytest.raises(ValueError, match=r"\[48, 64, 3\] as the first"):
+        write_video(tmp_path / "mixed.mp4", [moving_square(1)[0], moving_square(1, height=50)[0]])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_places_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "folder.mp4").mkdir()
+    with pytest.raises(OutputError, match="cannot write to the folder"):
+        VideoWriter(tmp_path / "file" / "clip.mp4")
+    with pytest.raises(OutputError, match="a folder of that name"):
+        VideoWriter(tmp_path / "folder.mp4")
+    with pytest.raises(OutputError, match=r"ends in \.mp4"):
+        VideoWriter(tmp_path / "clip.avi")
+    with pytest.raises(OutputError, match=r"ends in \.png"):
+        write_picture(tmp_path / "clip.jpg", moving_square(1)[0])
+
+
+def pixels_of(picture, color, tolerance=12):
+    """Return the pixels ``[n, 2]`` (column, row) of a colour."""
+    near = (np.abs(np.asarray(picture, dtype=int) - color) <= tolerance).all(axis=2)
+    return np.argwhere(near)[:, ::-1]
+
+
+def test_picture_from_above_is_to_scale(tmp_path):
+    """Two dots lie apart as their ends do in metres: x to the right, y up, one scale."""
+    ends = {"a": (BLUE, (0.30, 0.10)), "b": (ORANGE, (0.70, -0.10))}
+    trails = [Trail(name, np.array([[0.5, 0.3], end]), color) for name, (color, end) in ends.items()]
+    picture = draw_top_down(trails, [Marker("goal", (0.5, -0.2), 0.05)], "title", size=(400, 600))
+    assert picture.size == (600, 400)
+    room = [pixels_of(picture, color) for color, _ in ends.values()]
+    # The dot at the end of a trail is its largest spot of full colour, and its lowest: trails come from above.
+    a, b = (
+        points[(points[:, 0] < 410) & (points[:, 1] > points[points[:, 0] < 410][:, 1].max() - 8)].mean(axis=0)
+        for points in room
+    )
+    assert b[0] > a[0]  # a larger x is further right
+    assert b[1] > a[1]  # a larger y is further up
+    assert (b - a)[0] / (b - a)[1] == pytest.approx(0.4 / 0.2, rel=0.05)
+    assert len(pixels_of(picture, (255, 255, 255))) > 0.5 * 400 * 600
+    assert len(pixels_of(picture, GREEN, tolerance=30)) > 0
+    path = write_picture(tmp_path / "above.png", picture)
+    assert Image.open(path).size == (600, 400)
+
+
+@pytest.mark.parametrize(
+    "points",
+    [np.empty((0, 2)), np.array([[0.2, 0.3]]), np.full((3, 2), 0.5), np.array([[0, 0], [np.nan, 1], [1, 1.0]])],
+)
+def test_picture_from_above_of_little(points):
+    assert draw_top_down([Trail("way", points)], size=(200, 300)).size == (300, 200)
+
+
+def test_caption_marks_a_copy():
+    frame = np.full((120, 160, 3), 90, dtype=np.uint8)
+    marked = caption(frame, "episode 1")
+    assert (frame == 90).all()
+    assert (marked[-30:] != 90).any()
+    assert (marked[:80] == 90).all()
