@@ -22,6 +22,7 @@ from embodichain.envs.physics import Physics
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.rendering import Cameras, Quality
 from embodichain.envs.robot import Robot
+from embodichain.envs.states import check_state
 from embodichain.envs.task import Scene, Task
 from embodichain.envs.vec_env import Action, EnvIds, StepResult, VecEnv
 from embodichain.errors import ConfigError, nearest
@@ -61,11 +62,10 @@ class TaskEnv(VecEnv):
 
     def reset(self, seed: int | Tensor | None = None, env_ids: EnvIds = None) -> tuple[TensorDict, dict[str, Any]]:
         ids = self.resolve_ids(env_ids)
-        if isinstance(seed, int):
-            self._streams.seed(ids, seed)
-        episodes = seed.to(self.device, torch.int64).reshape(-1) if isinstance(seed, Tensor) else None
-        if episodes is not None and episodes.shape != ids.shape:
-            raise ConfigError(f"reset: {ids.numel()} envs need as many episode seeds, got {episodes.numel()}")
+        resolved = self.resolve_seed(seed, ids.numel())
+        if isinstance(resolved, int):
+            self._streams.seed(ids, resolved)
+        episodes = resolved if isinstance(resolved, Tensor) else None
         self._begin(ids, episodes)
         self._refresh(ids)
         return self._obs, {"episode_seed": self._streams.episode_seed}
@@ -85,7 +85,7 @@ class TaskEnv(VecEnv):
         self._scene = scene = self.task.read()
         self._obs = obs = self._observations.build(scene, self._all)
 
-        success = self.task.success(scene)
+        success = self.task.success(scene) & ~self.physics.diverged
         parts, reward = self._reward(scene, applied, success)
         terminated = success & self.cfg.env.terminate_on_success
         failed = self.task.failed(scene)
@@ -119,14 +119,15 @@ class TaskEnv(VecEnv):
 
     def set_state(self, state: TensorDictBase, env_ids: EnvIds = None) -> TensorDict:
         ids = self.resolve_ids(env_ids)
-        if state.batch_size != ids.shape:
-            raise ConfigError(f"set_state: expected one row per env, [{ids.numel()}], got {list(state.batch_size)}")
+        check_state(state, self.get_state(), ids.numel())
+        state = state.to(self.device)
         self.physics.set_state(ids, state["physics"])
         self._streams.state[ids] = state["streams"]
         self._step[ids] = state["step"]
         for name, value in self.task.variables.items():
             value[ids] = state["variables", name]
-        self._domain.set_state(ids, {name: state["model", name] for name in self._domain.state()})
+        if self._domain.active:
+            self._domain.set_state(ids, dict(state["model"].items()))
         self._refresh(ids)
         return self._obs
 
@@ -225,7 +226,7 @@ class TaskEnv(VecEnv):
         """Return the weighted parts and their sum."""
         if self.cfg.env.rewards.mode == "sparse":
             reward = success.to(torch.float32)
-            return {"success": reward}, reward
+            return {"success": reward.clone()}, reward
         terms = self.task.reward_terms(scene, action)
         parts = {name: weight * terms[name] for name, weight in self._weights.items()}
         reward = torch.zeros(self.num_envs, device=self.device)

@@ -21,6 +21,7 @@ Read this first. All collectors, the streaming engine and the trainer know envir
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
@@ -108,6 +109,25 @@ class VecEnv(ABC):
         if torch.unique(ids).numel() != ids.numel():
             raise EnvContractError(f"env_ids must differ from each other, got {ids.tolist()[:10]}")
         return ids
+
+    def resolve_seed(self, seed: int | Tensor | None, count: int) -> int | Tensor | None:
+        """Return the checked argument of ``reset``: nothing, an int, or int64 episode seeds ``[count]``."""
+        if isinstance(seed, Tensor) and seed.dim() > 0:
+            if seed.is_floating_point() or seed.is_complex() or seed.dtype == torch.bool or seed.numel() != count:
+                raise EnvContractError(
+                    f"reset: {count} envs need an integer tensor [{count}] of episode seeds, "
+                    f"got {seed.dtype} {list(seed.shape)}"
+                )
+            return seed.to(self.device, torch.int64).reshape(-1)
+        try:
+            number = None if seed is None else operator.index(seed)
+        except TypeError:
+            raise EnvContractError(
+                f"reset: seed must be an int, a tensor of episode seeds or None, got {seed!r:.80}"
+            ) from None
+        if number is not None and number < 0:
+            raise EnvContractError(f"reset: seed must not be negative, got {number}")
+        return number
 
 
 @runtime_checkable
