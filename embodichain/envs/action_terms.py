@@ -11,6 +11,7 @@ from embodichain.envs.actions import ActionManager
 from embodichain.envs.env_cfg import ActionsCfg, EndEffectorTermCfg, JointTermCfg
 from embodichain.envs.kinematics import SerialChain, rotation_error
 from embodichain.envs.robot import Robot
+from embodichain.envs.vec_env import Action
 from embodichain.errors import ConfigError
 
 _NAMES = ("delta_qpos", "qpos", "ee_delta", "effort")
@@ -116,9 +117,12 @@ class RobotActionManager(ActionManager):
         dim = self.term.dim + (1 if robot.num_fingers else 0)
         super().__init__(chosen[0], gym.spaces.Box(-1.0, 1.0, (dim,), np.float32), num_envs, device)
 
+    def unwrap(self, action: Action, step: Tensor | int | None = None) -> Tensor:
+        """Return the action as a checked tensor ``[num_envs, action_dim]`` within [-clip, clip]."""
+        return super().unwrap(action, step).clamp(-self.clip, self.clip)
+
     def control(self, action: Tensor, qpos: Tensor) -> Tensor:
         """Return controls ``[num_envs, nu]`` for a checked action and joint positions ``[num_envs, dofs]``."""
-        action = action.clamp(-self.clip, self.clip)
         target = self.term.target(action[:, : self.term.dim], qpos[:, : self.robot.num_joints])
         if not self.robot.num_fingers:
             return target
