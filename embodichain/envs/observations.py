@@ -28,7 +28,7 @@ class ObservationBuilder:
 
     def build(self, scene: Scene, env_ids: Tensor) -> TensorDict:
         """Return the observation TensorDict ``[len(env_ids)]`` for measurements of these envs."""
-        tree = self._env.task.observe(scene)
+        tree = _copied(self._env.task.observe(scene))
         if self._noise:
             self._add_noise(tree, env_ids)
         if self._cfg.cameras:
@@ -81,10 +81,15 @@ def _to_tensordict(tree: dict[str, Any], count: int, device: torch.device) -> Te
     return TensorDict._new_unsafe(source, batch_size=torch.Size([count]), device=device)
 
 
+def _copied(tree: dict[str, Any]) -> dict[str, Any]:
+    """Copy the leaves: an observation that is normalised in place does not change the env's own measurements."""
+    return {key: _copied(value) if isinstance(value, dict) else value.clone() for key, value in tree.items()}
+
+
 def _zip_map(a: TensorDict, b: TensorDict, function: Any) -> TensorDict:
     source = {
-        key: _zip_map(value, b[key], function) if isinstance(value, TensorDictBase) else function(value, b[key])
-        for key, value in a.items()
+        key: _zip_map(a[key], value, function) if isinstance(value, TensorDictBase) else function(a[key], value)
+        for key, value in b.items()
     }
     return TensorDict._new_unsafe(source, batch_size=a.batch_size, device=a.device)
 
