@@ -47,7 +47,7 @@ def list_envs() -> list[EnvSpec]:
 def load_gym_config(config: GymCfg | Mapping[str, Any] | str | os.PathLike[str], **overrides: Any) -> GymCfg:
     """Return the full config for an id, the path of a file, or what was read from one, over the task's defaults."""
     if isinstance(config, GymCfg):
-        return config.replace(**overrides) if overrides else config
+        return load_gym_config(config.to_dict(), **overrides) if overrides else config
     if isinstance(config, str | os.PathLike):
         path = Path(config)
         given: Mapping[str, Any] = (
@@ -57,16 +57,21 @@ def load_gym_config(config: GymCfg | Mapping[str, Any] | str | os.PathLike[str],
         given = config
     else:
         raise ConfigError(f"expected a config, the path of one or an id, got {type(config).__name__}")
-    given = merge(given, overrides)
+    given = _lay_over(given, overrides)
     name = given.get("id")
     if not isinstance(name, str):
         raise ConfigError(f"id: expected the name of an environment, got {name!r}")
     base = _TASKS[name].task.default_cfg().to_dict() if name in _TASKS else {"id": name}
+    return GymCfg.from_dict(_lay_over(base, given))
+
+
+def _lay_over(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge two configs; the action term is chosen, not added to the one that was there."""
     merged = merge(base, given)
-    actions = given["env"].get("actions") if isinstance(given.get("env"), Mapping) else None
-    if actions is not None:  # the action term is chosen, not added to the default one
-        merged["env"]["actions"] = actions
-    return GymCfg.from_dict(merged)
+    env = given.get("env")
+    if isinstance(env, Mapping) and env.get("actions") is not None:
+        merged["env"]["actions"] = env["actions"]
+    return merged
 
 
 def make(
