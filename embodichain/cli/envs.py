@@ -1,0 +1,144 @@
+"""``embodichain envs list`` and ``embodichain envs check ID``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from embodichain.envs.checker import CheckResult
+    from embodichain.envs.vec_env import VecEnv
+
+
+@dataclass(frozen=True)
+class ListArgs:
+    """List the environments: what they are, what they observe and what they take."""
+
+    gymnasium: bool = False
+    """Also list the ids that are registered with Gymnasium."""
+
+
+@dataclass(frozen=True)
+class CheckArgs:
+    """Play an environment and say whether it keeps the contract of VecEnv; the exit code is 1 if it does not."""
+
+    id: Annotated[str, tyro.conf.Positional]
+    """Name of the environment: a task of this package, any Gymnasium id, or module:Name-v0."""
+    num_envs: int = 4
+    """Number of envs stepped together."""
+    max_episode_steps: int | None = None
+    """Time limit (default: the environment's own)."""
+    max_steps: int = 1000
+    """Largest number of steps of the longest trajectory."""
+    trust: tuple[str, ...] = field(default_factory=tuple)
+    """Modules that may be imported to find the environment."""
+
+
+Args = (
+    Annotated[ListArgs, tyro.conf.subcommand("list", prefix_name=False)]
+    | Annotated[CheckArgs, tyro.conf.subcommand("check", prefix_name=False)]
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command and return its exit code."""
+    args: ListArgs | CheckArgs = tyro.cli(Args, args=list(argv), prog="embodichain envs")
+
+    from rich.console import Console
+
+    console = Console()
+    return _list(console, args) if isinstance(args, ListArgs) else _check(console, args)
+
+
+def _list(console: Console, args: ListArgs) -> int:
+    from rich.table import Table
+
+    from embodichain.envs.registration import list_envs, make
+
+    table = Table("id", "what", "observation", "action", box=None, header_style="bold", pad_edge=False)
+    for spec in list_envs():
+        with make(spec.id, num_envs=1) as env:
+            table.add_row(spec.id, spec.description, _describe(env.observation_space), _describe_action(env))
+    console.print(table)
+    if args.gymnasium:
+        import gymnasium as gym
+        from rich.columns import Columns
+
+        names = sorted(name for name in gym.registry if not name.startswith("embodichain/"))
+        console.print("\nregistered with Gymnasium:", style="bold")
+        console.print(Columns(names, column_first=True, padding=(0, 2)))
+    return 0
+
+
+def _describe(space: Any) -> str:
+    """Return the keys of an observation with their sizes: ``robot(qpos 6, qvel 6)``."""
+    import gymnasium as gym
+
+    parts = []
+    for key, value in space.spaces.items():
+        if isinstance(value, gym.spaces.Dict):
+            parts.append(f"{key}({_describe(value)})")
+        else:
+            parts.append(f"{key} {'x'.join(str(n) for n in value.shape)}".strip())
+    return ", ".join(parts)
+
+
+def _describe_action(env: VecEnv) -> str:
+    import gymnasium as gym
+
+    space = env.action_space
+    size = f"one of {space.n}" if isinstance(space, gym.spaces.Discrete) else str(env.action_manager.action_dim)
+    return f"{env.action_manager.action_type} {size}"
+
+
+def _check(console: Console, args: CheckArgs) -> int:
+    from embodichain.envs.checker import run_checks
+    from embodichain.envs.registration import make
+    from embodichain.errors import ConfigError
+
+    counts = {"--num-envs": args.num_envs, "--max-steps": args.max_steps}
+    problems = [f"{name}: expected at least 1, got {count}" for name, count in counts.items() if count < 1]
+    if problems:
+        raise ConfigError(problems, "command line")
+    limit = {} if args.max_episode_steps is None else {"max_episode_steps": args.max_episode_steps}
+
+    def factory(num_envs: int) -> VecEnv:
+        return make(args.id, trusted_modules=args.trust, num_envs=num_envs, **limit)
+
+    with console.status(f"checking {args.id} ..."):
+        results = run_checks(factory(args.num_envs), factory, args.max_steps)
+    return _report(console, args.id, results)
+
+
+def _report(console: Console, id: str, results: Sequence[CheckResult]) -> int:
+    """Print one line per check and the problems below it; return the exit code."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table("check", "", "what", box=None, header_style="bold", pad_edge=False)
+    for result in results:
+        meaning = escape(result.what.replace("``", ""))
+        if result.problems:
+            verdict, what = "[red]fail[/red]", [meaning]
+            for problem in result.problems:
+                what += [
+                    f"[red]expected[/red] {escape(problem.expected)}",
+                    f"[red]got[/red]      {escape(problem.got)}",
+                    f"[red]do[/red]       {escape(problem.advice)}",
+                ]
+        elif result.skipped is not None:
+            verdict, what = "[dim]-[/dim]", [f"[dim]{escape(result.skipped)}[/dim]"]
+        else:
+            verdict, what = "[green]pass[/green]", [meaning]
+        table.add_row(result.name, verdict, "\n".join(what))
+    console.print(table)
+    failed = sum(bool(result.problems) for result in results)
+    passed = sum(not result.problems and result.skipped is None for result in results)
+    summary = f"{failed} check{'s' if failed > 1 else ''} failed" if failed else "the contract is kept"
+    console.print(f"\n{id}: {summary} ({passed} passed, {len(results) - failed - passed} did not apply)", markup=False)
+    return 1 if failed else 0
