@@ -13,6 +13,7 @@ import gymnasium as gym
 from gymnasium.envs.registration import EnvSpec, find_highest_version, get_env_id, parse_env_id
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
+from embodichain.envs.gymnasium_env.tasks import TaskGymnasiumEnv, TaskGymnasiumVectorEnv
 from embodichain.errors import ConfigError, EnvContractError, UnknownNameError, UntrustedModuleError
 
 _COMPATIBILITY = ("GymV21Environment-v0", "GymV26Environment-v0")
@@ -43,7 +44,7 @@ def resolve_spec(id: str, trusted_modules: Collection[str] = ()) -> EnvSpec:
     return spec
 
 
-def single_env(spec: EnvSpec, kwargs: Mapping[str, Any], max_episode_steps: int) -> gym.Env:
+def single_env(spec: EnvSpec, kwargs: Mapping[str, Any], max_episode_steps: int | None) -> gym.Env:
     """Make one env of a spec; ``max_episode_steps`` is for wrappers that ask for it."""
     if not spec.additional_wrappers:
         # The adapter keeps the order of calls and the time limit of all envs at once; wrappers would do it env by env.
@@ -55,15 +56,15 @@ def single_env(spec: EnvSpec, kwargs: Mapping[str, Any], max_episode_steps: int)
 
 def factory_of(
     id: str, kwargs: Mapping[str, Any] | None, max_episode_steps: int | None, trusted_modules: Collection[str]
-) -> tuple[Callable[[], gym.Env], int]:
-    """Return the function that makes one env of an id, and its time limit."""
+) -> tuple[Callable[[], gym.Env], int | None]:
+    """Return the function that makes one env of an id, and the time limit that was asked for or registered."""
     reserved = [name for name in _RESERVED if name in (kwargs or {})]
     if reserved:
         raise ConfigError(
             [f"kwargs.{name}: not an argument of the environment itself; give it beside kwargs" for name in reserved]
         )
     spec = resolve_spec(id, trusted_modules)
-    limit = _checked(max_episode_steps, spec.max_episode_steps, spec.id)
+    limit = spec.max_episode_steps if max_episode_steps is None else _checked(max_episode_steps, None, spec.id)
     return functools.partial(single_env, spec, dict(kwargs or {}), limit), limit
 
 
@@ -88,14 +89,19 @@ def vectorize(
 def time_limit(vector_env: VectorEnv, asked: int | None) -> int:
     """Return after how many steps episodes are truncated: the smaller one of what is asked and what is known."""
     base = vector_env.unwrapped
-    own = _env_limit(base.envs[0]) if isinstance(base, SyncVectorEnv) else _spec_limit(base.spec)
+    if isinstance(base, TaskGymnasiumVectorEnv):
+        own: int | None = base.vec_env.max_episode_steps
+    else:
+        own = _env_limit(base.envs[0]) if isinstance(base, SyncVectorEnv) else _spec_limit(base.spec)
     limit = _checked(asked, own, str(vector_env))
     return limit if own is None else min(limit, own)
 
 
 def _env_limit(env: gym.Env) -> int | None:
-    """Return the smallest limit that an env's spec or its wrappers state."""
+    """Return the smallest limit that an env's spec or its wrappers state, or the task of ours that it is."""
     limits = [_spec_limit(env.spec)]
+    if isinstance(env.unwrapped, TaskGymnasiumEnv):
+        limits.append(env.unwrapped.vec_env.max_episode_steps)
     while isinstance(env, gym.Wrapper):
         if isinstance(env, gym.wrappers.TimeLimit):
             limits.append(env._max_episode_steps)

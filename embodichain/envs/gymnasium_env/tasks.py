@@ -57,7 +57,10 @@ class TaskGymnasiumEnv(gym.Env[dict[str, Any], Any]):
         return obs, float(reward[0]), bool(terminated[0]), bool(truncated[0]), _scalars(info)
 
     def render(self) -> Any:
-        """Return a picture ``[H, W, 3]`` of the present state, if made with ``render_mode="rgb_array"``."""
+        """Return a picture ``[H, W, 3]``, if made with ``render_mode="rgb_array"``.
+
+        It shows the present state; after an episode has ended, that is already the start of the next one.
+        """
         return None if self.render_mode is None else self.vec_env.render()[0]
 
     def close(self) -> None:
