@@ -33,8 +33,8 @@ def mix(x: Tensor) -> Tensor:
     return x ^ _shift_right(x, 31)
 
 
-def combine(a: Tensor, b: Tensor | int) -> Tensor:
-    """Hash two int64 values into one, in an order-sensitive way."""
+def combine(a: Tensor, b: Tensor) -> Tensor:
+    """Hash two int64 tensors into one, in an order-sensitive way."""
     return mix(mix(a) + (b + 1) * _GAMMA)
 
 
