@@ -74,8 +74,8 @@ def choose_backend() -> str:
 def _prepare(backend: str) -> None:
     """Tell MuJoCo, the driver and child processes what to do; what the user has set stays."""
     os.environ["MUJOCO_GL"] = os.environ[FOUND_VARIABLE] = backend
-    # Mesa draws small pictures faster without helper threads (4000 against 2900 frames/s at 96x96 on 2 cores), and
-    # every simulation worker would otherwise start as many of them as there are cores.
+    # Mesa draws small pictures faster without helper threads (see benchmarks/rendering.py), and every simulation worker
+    # would otherwise start as many of them as there are cores.
     os.environ.setdefault("LP_NUM_THREADS", "0")
     os.environ.setdefault("EGL_LOG_LEVEL", "fatal")  # no warnings about GPUs that are not ours to open
     if backend == "osmesa":

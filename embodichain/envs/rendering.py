@@ -26,7 +26,7 @@ Quality = Literal["lean", "high"]
 Pixels = Annotated[int, Field(gt=0, le=8192)]
 Vector = tuple[float, float, float]
 
-# Rounder shapes are invisible at the size of an observation and cost three quarters of the drawing time there; flat
+# Rounder shapes are invisible at the size of an observation and cost more than half of the drawing time there; flat
 # ones keep MuJoCo's own 4x4 patches, because light is computed at their corners.
 _LEAN = {"offsamples": 0, "shadowsize": 0, "numslices": 12, "numstacks": 6, "numquads": 4}
 _HIGH = {"offsamples": 4, "shadowsize": 2048, "numslices": 28, "numstacks": 16, "numquads": 4}
