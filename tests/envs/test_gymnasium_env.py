@@ -1,6 +1,7 @@
 """Gymnasium envs as VecEnv: every number is compared with a plain loop over single Gymnasium envs."""
 
 import sys
+import time
 
 import gymnasium as gym
 import numpy as np
@@ -587,3 +588,23 @@ def test_closing_twice_is_fine():
         env.reset()
         env.close()
         env.close()
+
+
+def test_the_adapter_costs_little_beyond_gymnasium():
+    """At random CartPole, where an env ends in nearly every step, which is the worst case; measured: 1.1 to 1.5."""
+    plain = gym.make_vec(
+        "CartPole-v1", 64, vectorization_mode="sync", vector_kwargs={"autoreset_mode": AutoresetMode.SAME_STEP}
+    )
+    adapted = make_gymnasium("CartPole-v1", 64)
+    actions = torch.randint(0, 2, (60, 64), generator=torch.Generator().manual_seed(0))
+
+    def seconds(env, actions):
+        env.reset(seed=0)
+        start = time.perf_counter()
+        for action in actions:
+            env.step(action)
+        return time.perf_counter() - start
+
+    pairs = [(seconds(plain, actions.numpy()), seconds(adapted, actions)) for _ in range(6)]
+    best_plain, best_adapted = (min(column) for column in zip(*pairs, strict=True))
+    assert best_adapted < 2.5 * best_plain

@@ -101,7 +101,7 @@ class GymnasiumVecEnv(VecEnv):
         batch, reward, terminated, truncated, infos = self.vector_env.step(native)
         self._elapsed += 1
         terminated, native_end = np.asarray(terminated, np.bool_), np.logical_or(terminated, truncated)
-        truncated = truncated | (self._elapsed >= self.max_episode_steps)
+        truncated = np.asarray(truncated, np.bool_) | (self._elapsed >= self.max_episode_steps)
         done = terminated | truncated
 
         self._rows = rows = reached = self._encoder.encode(batch)
@@ -128,7 +128,7 @@ class GymnasiumVecEnv(VecEnv):
         state = {name: torch.from_numpy(value.copy()) for name, value in counters.items()}
         state["sub_envs"] = torch.from_numpy(self._states.read())
         rows = self._encoder.tensordict(self._rows or {})
-        return TensorDict({**state, "observation": rows.clone()}, batch_size=[self.num_envs])
+        return TensorDict({**state, "observation": rows.clone()}, batch_size=[self.num_envs]).to(self.device)
 
     def set_state(self, state: TensorDictBase, env_ids: EnvIds = None) -> TensorDict:
         if self._states is None or not self.supports_state:
