@@ -20,7 +20,7 @@ from embodichain.envs.graphed import GraphedStep
 from embodichain.envs.observations import ObservationBuilder
 from embodichain.envs.physics import Physics
 from embodichain.envs.random import RandomStreams
-from embodichain.envs.rendering import Cameras, Quality
+from embodichain.envs.rendering import Cameras, Load, Quality
 from embodichain.envs.robot import Robot
 from embodichain.envs.states import check_state
 from embodichain.envs.task import Scene, Task
@@ -139,7 +139,7 @@ class TaskEnv(VecEnv):
         quality: Quality = "high",
     ) -> np.ndarray:
         return self._cameras.render(
-            self._load, self.resolve_ids(env_ids).tolist(), camera or self.task.camera, size, quality
+            self._loader(), self.resolve_ids(env_ids).tolist(), camera or self.task.camera, size, quality
         )
 
     def close(self) -> None:
@@ -234,12 +234,19 @@ class TaskEnv(VecEnv):
             reward = reward + part
         return parts, reward
 
-    def _load(self, data: mujoco.MjData, env: int) -> None:
-        """Put one env's state, goal markers included, into an ``MjData``."""
-        self.physics.load(data, env)
-        for name, positions in self.task.markers().items():
-            body = self.physics.model.body(name)
-            data.mocap_pos[int(body.mocapid[0])] = positions[env].cpu().numpy()
+    def _loader(self) -> Load:
+        """Return what puts one env's state, goal markers included, into an ``MjData``."""
+        markers = {
+            int(self.physics.model.body(name).mocapid[0]): positions.cpu().numpy()
+            for name, positions in self.task.markers().items()
+        }
+
+        def load(data: mujoco.MjData, env: int) -> None:
+            self.physics.load(data, env)
+            for mocap, positions in markers.items():
+                data.mocap_pos[mocap] = positions[env]
+
+        return load
 
 
 def _reward_weights(cfg: GymCfg, task_class: type[Task]) -> dict[str, float]:
