@@ -1,0 +1,167 @@
+"""Batched kinematics against MuJoCo's own."""
+
+import mujoco
+import numpy as np
+import pytest
+import torch
+
+from embodichain.envs.env_cfg import RobotCfg
+from embodichain.envs.kinematics import SerialChain, dot, length, rotation_error, solve_spd
+from embodichain.envs.robot import ROBOTS, build_model
+from embodichain.errors import AssetError
+
+JOINTS = [f"robot/{name}" for name in ROBOTS["ur5"].joints]
+SITE = "robot/tool/tool"
+
+
+@pytest.fixture(scope="module", params=["pusher", "gripper"])
+def model(request):
+    return build_model("reach_scene.xml", RobotCfg(tool=request.param))
+
+
+@pytest.fixture(scope="module")
+def arm():
+    return build_model("reach_scene.xml", RobotCfg(tool="pusher"))
+
+
+def random_joints(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.rand(count, 6, generator=torch.Generator().manual_seed(seed)) * 6.0 - 3.0
+
+
+def mujoco_pose(model: mujoco.MjModel, qpos: torch.Tensor) -> tuple[np.ndarray, ...]:
+    """Position, rotation and Jacobian of the tool for one row of joint positions."""
+    data = mujoco.MjData(model)
+    data.qpos[:6] = qpos.numpy()
+    mujoco.mj_forward(model, data)
+    site = model.site(SITE).id
+    jacobian = np.zeros((6, model.nv))
+    mujoco.mj_jacSite(model, data, jacobian[:3], jacobian[3:], site)
+    return data.site_xpos[site].copy(), data.site_xmat[site].reshape(3, 3).copy(), jacobian[:, :6]
+
+
+def test_pose_and_jacobian_equal_mujoco(model):
+    chain, qpos = SerialChain(model, SITE, JOINTS), random_joints(50)
+    positions, rotations = chain.pose(qpos)
+    jacobians = chain.jacobian(qpos)
+    assert positions.dtype == rotations.dtype == jacobians.dtype == torch.float32
+    assert positions.shape == (50, 3)
+    assert rotations.shape == (50, 3, 3)
+    assert jacobians.shape == (50, 6, 6)
+    for i in range(50):
+        position, rotation, jacobian = mujoco_pose(model, qpos[i])
+        np.testing.assert_allclose(positions[i], position, atol=2e-6)
+        np.testing.assert_allclose(rotations[i], rotation, atol=2e-6)
+        np.testing.assert_allclose(jacobians[i], jacobian, atol=4e-6)
+
+
+def test_the_arm_has_the_reach_of_a_ur5(arm):
+    """Link lengths 0.425 and 0.392 m, wrist offsets 0.093 and 0.095 m: about 0.85 m to the wrist's centre."""
+    chain = SerialChain(arm, SITE, JOINTS)
+    shoulder = torch.tensor([0.0, 0.0, 0.0892])
+    reach = (chain.pose(random_joints(5000))[0] - shoulder).norm(dim=1)
+    assert 0.9 < float(reach.max()) < 1.15
+
+
+def test_inverse_step_moves_the_tool_where_asked(arm):
+    chain = SerialChain(arm, SITE, JOINTS)
+    home = torch.tensor([[-0.22, 0.0103, 1.6931, -0.1326, -1.5708, -0.22]])
+    qpos = home + 0.2 * torch.rand(20, 6, generator=torch.Generator().manual_seed(1))
+    twist = 0.004 * (torch.rand(20, 6, generator=torch.Generator().manual_seed(2)) - 0.5)
+    moved = qpos + chain.inverse_step(qpos, twist, damping=1e-3)
+    (before, turned_from), (after, turned_to) = chain.pose(qpos), chain.pose(moved)
+    torch.testing.assert_close(after - before, twist[:, :3], atol=4e-5, rtol=0.02)
+    torch.testing.assert_close(rotation_error(turned_to, turned_from), twist[:, 3:], atol=4e-5, rtol=0.02)
+
+
+def test_inverse_step_stays_small_where_the_arm_is_singular(arm):
+    """Stretched straight up the arm cannot rise further: an undamped inverse would be unbounded."""
+    chain = SerialChain(arm, SITE, JOINTS)
+    twist = torch.tensor([[0.0, 0.0, 0.05, 0.0, 0.0, 0.0]])
+    step = chain.inverse_step(torch.zeros(1, 6), twist, damping=0.05)
+    assert bool(torch.isfinite(step).all())
+    assert float(step.abs().max()) < 0.5
+
+
+def test_inverse_step_repeated_reaches_a_point(arm):
+    chain = SerialChain(arm, SITE, JOINTS)
+    qpos = torch.tensor([[-0.22, 0.0103, 1.6931, -0.1326, -1.5708, -0.22]]).repeat(2, 1)
+    goal = torch.tensor([[0.5, 0.1, 0.3], [0.4, -0.2, 0.2]])
+    for _ in range(40):
+        error = goal - chain.pose(qpos)[0]
+        qpos = qpos + chain.inverse_step(qpos, torch.cat((error, torch.zeros(2, 3)), dim=1))
+    assert float((goal - chain.pose(qpos)[0]).abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 33])
+def test_a_row_does_not_depend_on_the_others(arm, count):
+    chain, qpos, twist = SerialChain(arm, SITE, JOINTS), random_joints(200), random_joints(200, seed=5)
+    part = qpos[:count].clone()
+    for whole, alone in zip(chain.pose(qpos), chain.pose(part), strict=True):
+        assert torch.equal(whole[:count], alone)
+    assert torch.equal(chain.jacobian(qpos)[:count], chain.jacobian(part))
+    assert torch.equal(chain.inverse_step(qpos, twist)[:count], chain.inverse_step(part, twist[:count].clone()))
+
+
+def test_no_rows_are_no_problem(arm):
+    chain = SerialChain(arm, SITE, JOINTS)
+    assert chain.pose(torch.zeros(0, 6))[0].shape == (0, 3)
+    assert chain.inverse_step(torch.zeros(0, 6), torch.zeros(0, 6)).shape == (0, 6)
+
+
+def test_solve_spd_equals_numpy():
+    factor = np.random.default_rng(0).normal(size=(40, 6, 6))
+    matrix = factor @ factor.transpose(0, 2, 1) + 0.1 * np.eye(6)
+    right = np.random.default_rng(1).normal(size=(40, 6))
+    expected = np.linalg.solve(matrix, right[..., None])[..., 0]
+    got = solve_spd(torch.tensor(matrix), torch.tensor(right))
+    np.testing.assert_allclose(got, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("angle", [0.0, 0.01, -0.3, 1.2])
+def test_rotation_error_is_axis_times_sine(angle):
+    axis = np.array([0.48, -0.6, 0.64])
+    quat, matrix = np.zeros(4), np.zeros(9)
+    mujoco.mju_axisAngle2Quat(quat, axis, angle)
+    mujoco.mju_quat2Mat(matrix, quat)
+    turn = torch.tensor(matrix.reshape(3, 3))
+    start = torch.linalg.qr(torch.rand(3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(3)))[0]
+    error = rotation_error((turn @ start).unsqueeze(0), start.unsqueeze(0))
+    np.testing.assert_allclose(error[0], np.sin(angle) * axis, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_dot_and_length(size):
+    a, b = torch.rand(2, 50, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    torch.testing.assert_close(dot(a, b), (a * b).sum(dim=1))
+    torch.testing.assert_close(length(a), a.norm(dim=1))
+
+
+def test_a_site_that_is_not_there_is_named(arm):
+    with pytest.raises(AssetError, match=r"no site 'tip'.*robot/tool/tool"):
+        SerialChain(arm, "tip", JOINTS)
+
+
+def test_joints_in_another_order_are_refused(arm):
+    with pytest.raises(AssetError, match="expected the joints"):
+        SerialChain(arm, SITE, JOINTS[::-1])
+
+
+@pytest.mark.parametrize("joint", ['type="slide"', 'pos="0 0 0.1"'])
+def test_what_is_no_hinge_at_its_origin_is_refused(joint):
+    xml = f"""<mujoco><worldbody><body><joint name="a" axis="0 0 1" {joint}/><geom size="0.1"/><site name="s"/></body>
+      </worldbody></mujoco>"""
+    with pytest.raises(AssetError, match="'a': a serial chain needs hinges"):
+        SerialChain(mujoco.MjModel.from_xml_string(xml), "s", ["a"])
+
+
+def test_oblique_axes_and_turned_bodies():
+    xml = """<mujoco><worldbody><body pos="0.1 0.2 0.3" quat="0.9 0.1 0.3 -0.2"><joint name="a" axis="1 2 -0.5"/>
+      <geom size="0.1"/><body pos="0 0 0.4" euler="20 30 40"><body pos="0.1 0 0"><joint name="b" axis="0 -1 1"/>
+      <geom size="0.1"/><site name="s" pos="0.1 0.2 0.1" euler="5 6 7"/></body></body></body></worldbody></mujoco>"""
+    model = mujoco.MjModel.from_xml_string(xml)
+    data = mujoco.MjData(model)
+    data.qpos[:] = [0.7, -1.1]
+    mujoco.mj_forward(model, data)
+    position, rotation = SerialChain(model, "s", ["a", "b"]).pose(torch.tensor([[0.7, -1.1]]))
+    np.testing.assert_allclose(position[0], data.site_xpos[0], atol=1e-6)
+    np.testing.assert_allclose(rotation[0], data.site_xmat[0].reshape(3, 3), atol=1e-6)
