@@ -187,5 +187,7 @@ class GymCfg(Config):
     """The task's settings."""
     robot: RobotCfg = RobotCfg()
     """The robot's settings."""
+    asynchronous: bool = False
+    """Whether a Gymnasium environment runs each copy in a process of its own."""
     kwargs: dict[str, Any] = {}
     """Arguments for the constructor of a Gymnasium environment (for ids that are not tasks of this package)."""

@@ -13,6 +13,7 @@ import gymnasium as gym
 from embodichain.config import load_config, merge
 from embodichain.envs import register_with_gymnasium
 from embodichain.envs.env_cfg import GymCfg
+from embodichain.envs.gymnasium_env import make_gymnasium
 from embodichain.envs.physics.mujoco_cpu import MujocoCpuPhysics
 from embodichain.envs.task import Task
 from embodichain.envs.task_env import TaskEnv
@@ -91,18 +92,16 @@ def make(
         raise UnknownNameError(
             f"unknown environment {cfg.id!r}.{close} Tasks: {', '.join(sorted(_TASKS))}; or any Gymnasium id."
         )
-    from embodichain.envs.gymnasium_env import make_gymnasium
-
-    env = make_gymnasium(
+    return make_gymnasium(
         cfg.id,
         cfg.num_envs,
         cfg.kwargs,
         max_episode_steps=cfg.max_episode_steps,
+        asynchronous=cfg.asynchronous,
         trusted_modules=tuple(trusted_modules),
+        device=cfg.device,
+        seed=cfg.seed,
     )
-    if cfg.seed is not None:
-        env.reset(seed=cfg.seed)
-    return env
 
 
 def _make_task(cfg: GymCfg, task: type[Task]) -> VecEnv:
