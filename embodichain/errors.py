@@ -103,6 +103,10 @@ class TrainingStateError(EmbodiChainError, RuntimeError):
     """A run cannot be started or continued from where it is."""
 
 
+class ExportError(EmbodiChainError, RuntimeError):
+    """An exported policy does not do what the policy does."""
+
+
 class DatasetError(EmbodiChainError, ValueError):
     """A recorded dataset cannot be read or written."""
 

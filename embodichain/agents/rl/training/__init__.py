@@ -1,0 +1,1 @@
+"""What surrounds the training loop of ``trainer.py``: settings, run folder, logs, schedules, guards."""

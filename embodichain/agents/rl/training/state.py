@@ -1,0 +1,95 @@
+"""Everything that the next iteration of a run depends on, taken out of its parts and put back into them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from embodichain.agents.rl.algo.base import BaseAlgorithm
+from embodichain.agents.rl.collector.sync_collector import SyncCollector
+from embodichain.agents.rl.training.config import TrainCfg
+from embodichain.agents.rl.utils.checkpoint import load_weights
+from embodichain.agents.rl.utils.random_state import get_random_state, set_random_state
+from embodichain.agents.rl.utils.spaces import space_to_data
+from embodichain.envs.vec_env import VecEnv
+from embodichain.errors import CheckpointError
+
+_RECENT = 100
+
+
+@dataclass
+class Counters:
+    """How far a run has come."""
+
+    global_step: int = 0
+    """Environment transitions of all envs."""
+    iteration: int = 0
+    """Rollouts learned from."""
+    seconds: float = 0.0
+    """Time spent training, evaluations and checkpoints included."""
+    best_score: tuple[float, float] | None = None
+    """Score of the best evaluation."""
+    returns: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    """Returns of recent episodes."""
+    successes: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    """Success rate and number of the episodes of recent rollouts."""
+
+    def to_data(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {**vars(self), "returns": list(self.returns), "successes": list(self.successes)}
+
+    @staticmethod
+    def from_data(data: Mapping[str, Any]) -> Counters:
+        """Return the counters that ``to_data`` was called on."""
+        counters = Counters(**{**data, "returns": deque(maxlen=_RECENT), "successes": deque(maxlen=_RECENT)})
+        counters.returns.extend(data["returns"])
+        counters.successes.extend(data["successes"])
+        return counters
+
+
+@dataclass(frozen=True)
+class Run:
+    """The parts of a run that have a state."""
+
+    cfg: TrainCfg
+    env: VecEnv
+    algorithm: BaseAlgorithm
+    collector: SyncCollector
+
+    def state(self, counters: Counters) -> dict[str, Any]:
+        """Return the content of a checkpoint; see ``utils/checkpoint.py``."""
+        env = self.env
+        return {
+            "config": self.cfg.to_dict(),
+            "spaces": {"observation": space_to_data(env.observation_space), "action": space_to_data(env.action_space)},
+            "policy": self.algorithm.policy.state_dict(),
+            "algorithm": self.algorithm.state_dict(),
+            "collector": self.collector.state_dict(),
+            "env": env.get_state() if env.supports_state else None,
+            "random": get_random_state(),
+            "trainer": counters.to_data(),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> Counters:
+        """Put a checkpoint's content back and return its counters.
+
+        An environment that cannot be saved begins new episodes. The random generators come last, as everything else may
+        draw from them.
+        """
+        saved, counters = state["env"], Counters.from_data(state["trainer"])
+        if saved is not None and saved.batch_size[0] != self.env.num_envs:
+            raise CheckpointError(
+                f"the checkpoint holds {saved.batch_size[0]} environments, this run has {self.env.num_envs}: resume it "
+                "with as many"
+            )
+        load_weights(self.algorithm.policy, state["policy"], "the checkpoint")
+        self.algorithm.load_state_dict(state["algorithm"])
+        if saved is not None and self.env.supports_state:
+            self.env.set_state(saved.to(self.env.device))
+            self.collector.load_state_dict(state["collector"])
+        else:
+            self.collector.reset(seed=self.cfg.trainer.seed + counters.iteration)
+        set_random_state(state["random"])
+        return counters
