@@ -1,0 +1,181 @@
+"""A run that was killed goes on as if it had never stopped: every parameter and every logged number, bit by bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from embodichain.agents.rl.train import resume_training, train_from_config
+from embodichain.agents.rl.training.run_log import read_metrics
+from embodichain.agents.rl.utils.checkpoint import find_checkpoint, list_checkpoints, load_checkpoint
+from embodichain.errors import CheckpointError, TrainingStateError
+from tests.agents.rl.test_checkpoint import same
+from tests.agents.rl.training_cases import GRPO, train_config, write_config
+
+ITERATIONS = 8
+MEMORY = {"memory": {"type": "gru", "hidden_size": 8}}
+NOISY = {"gym_config": {"env": {"observations": {"noise": {"robot/qpos": 0.01}}}}}
+LINEAR = {"cfg": {"lr_schedule": "linear", "target_kl": 0.05}}
+CASES = {
+    "ppo": {"algorithm": LINEAR},
+    "ppo with memory and noise": {"policy": MEMORY, "trainer": NOISY},
+    "ppo with adaptive rate on Gymnasium": {
+        "trainer": {"gym_config": {"id": "CartPole-v1", "max_episode_steps": 30}},
+        "algorithm": {"cfg": {"lr_schedule": "adaptive"}},
+    },
+    "grpo": {"algorithm": GRPO},
+}
+
+
+# Trains until a rollout is half collected, and is then killed as nothing inside the process could prevent.
+KILLED = """
+import os, signal, sys
+from embodichain.agents.rl.collector.sync_collector import SyncCollector
+from embodichain.agents.rl.train import main
+
+step, count = SyncCollector._step, 0
+
+def step_or_die(self, obs, num_steps, version):
+    global count
+    count += 1
+    if count == int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(self, obs, num_steps, version)
+
+SyncCollector._step = step_or_die
+main(["--config", sys.argv[1]])
+"""
+
+
+def train_until_killed(config, num_steps):
+    """Train in a process of its own, which is killed without warning in this step of its environments."""
+    command = [sys.executable, "-c", KILLED, str(config), str(num_steps)]
+    process = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert process.returncode == -signal.SIGKILL, process.stderr
+
+
+def without_times(lines):
+    return [{name: value for name, value in line.items() if not name.startswith("time/")} for line in lines]
+
+
+def events(run_dir):
+    """Return what TensorBoard shows of a run, without wall-clock times."""
+    shown = EventAccumulator(str(run_dir))
+    shown.Reload()
+    names = [name for name in shown.Tags()["scalars"] if not name.startswith("time/")]
+    return {name: [(event.step, event.value) for event in shown.Scalars(name)] for name in names}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_killed_run_goes_on_bit_by_bit(tmp_path, case):
+    settings = {"iterations": ITERATIONS, "save_freq": 256, **CASES[case].get("trainer", {})}
+    changes = {**CASES[case], "trainer": settings}
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    train_from_config(write_config(tmp_path / "straight.json", straight, **changes))
+    train_until_killed(write_config(tmp_path / "killed.json", killed, **changes), num_steps=5 * 16 + 8)
+    assert load_checkpoint(find_checkpoint(killed))["trainer"]["iteration"] == 4
+    assert read_metrics(killed / "metrics.jsonl")[-1]["step"] == 5 * 8 * 16  # there is something to be undone
+    time.sleep(1.0)  # TensorBoard orders event files by the second in their names
+    result = resume_training(killed)
+
+    expected, actual = (load_checkpoint(find_checkpoint(run)) for run in (straight, killed))
+    assert result.iteration == ITERATIONS == expected["trainer"]["iteration"]
+    for part in ("policy", "algorithm", "collector", "env", "random"):
+        assert same(actual[part], expected[part]), part
+    expected["trainer"]["seconds"] = actual["trainer"]["seconds"] = 0.0
+    assert same(actual["trainer"], expected["trainer"])
+    assert without_times(read_metrics(killed / "metrics.jsonl")) == without_times(
+        read_metrics(straight / "metrics.jsonl")
+    )
+    assert events(killed) == events(straight)
+    assert len(events(straight)["update/policy_loss"]) == ITERATIONS
+
+
+def test_the_killed_and_the_straight_run_really_learn(tmp_path):
+    """The comparison above would hold for a run that changes nothing."""
+    train_from_config(write_config(tmp_path / "c.json", tmp_path / "run", trainer={"keep_checkpoints": 9}))
+    first, *_, last = list_checkpoints(tmp_path / "run" / "checkpoints")
+    before, after = load_checkpoint(first)["policy"], load_checkpoint(last)["policy"]
+    assert all(not torch.equal(before[name], after[name]) for name in before if "weight" in name)
+
+
+def test_finished_run_can_be_made_longer(tmp_path):
+    config = write_config(tmp_path / "c.json", tmp_path / "run", trainer={"iterations": 2})
+    train_from_config(config)
+    result = resume_training(tmp_path / "run", ["--trainer.iterations", "3"])
+    assert (result.iteration, result.global_step) == (3, 3 * 8 * 16)
+    train_from_config(write_config(tmp_path / "d.json", tmp_path / "whole", trainer={"iterations": 3}))
+    longer, whole = (load_checkpoint(find_checkpoint(tmp_path / name))["policy"] for name in ("run", "whole"))
+    assert same(longer, whole)
+
+
+def test_resuming_an_older_checkpoint_undoes_what_came_after(tmp_path):
+    config = write_config(tmp_path / "c.json", tmp_path / "run", trainer={"keep_checkpoints": 9})
+    train_from_config(config)
+    before = without_times(read_metrics(tmp_path / "run" / "metrics.jsonl"))
+    older = list_checkpoints(tmp_path / "run" / "checkpoints")[1]
+    resume_training(older)
+    assert without_times(read_metrics(tmp_path / "run" / "metrics.jsonl")) == before
+
+
+def test_unfinished_checkpoints_and_lines_are_cleared_away(tmp_path):
+    config = write_config(tmp_path / "c.json", tmp_path / "run", trainer={"iterations": 2})
+    train_from_config(config)
+    partial = tmp_path / "run" / "checkpoints" / ".step_000000000512.77.partial"
+    partial.mkdir()
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as lines:
+        lines.write('{"step": 256, "upda')
+    resume_training(tmp_path / "run", ["--trainer.iterations", "3"])
+    assert not partial.exists()
+    assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [128, 256, 256, 384, 384]
+
+
+def test_environment_without_a_state_goes_on_with_new_episodes(tmp_path):
+    environment = {"id": "Acrobot-v1", "kwargs": {"render_mode": "rgb_array"}, "max_episode_steps": 30}
+    config = train_config(tmp_path / "run", trainer={"gym_config": environment, "iterations": 2})
+    from embodichain.agents.rl.train import build_trainer  # the pieces, so that the env can be made to forget
+    from embodichain.agents.rl.training.config import TrainCfg, complete, override
+    from embodichain.agents.rl.training.run_folder import RunFolder
+
+    cfg = override(complete(TrainCfg.from_dict(config)), [])
+    trainer = build_trainer(cfg, RunFolder.create(cfg))
+    trainer.env.supports_state = False
+    trainer.train()
+    assert load_checkpoint(find_checkpoint(tmp_path / "run"))["env"] is None
+    result = resume_training(tmp_path / "run", ["--trainer.iterations", "3"])
+    assert result.iteration == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "message"),
+    [
+        (["--trainer.num_envs", "16"], CheckpointError, "holds 8 environments, this run has 16"),
+        (["--policy.actor.hidden_sizes", "[17]"], CheckpointError, r"another architecture: actor\.0\.weight is \[16"),
+    ],
+)
+def test_a_run_that_changed_its_shape_is_refused(tmp_path, words, error, message):
+    train_from_config(write_config(tmp_path / "c.json", tmp_path / "run", trainer={"iterations": 1}))
+    with pytest.raises(error, match=message):
+        resume_training(tmp_path / "run", words)
+
+
+def test_a_folder_with_a_run_is_not_overwritten(tmp_path):
+    config = write_config(tmp_path / "c.json", tmp_path / "run", trainer={"iterations": 1})
+    train_from_config(config)
+    with pytest.raises(TrainingStateError, match="holds a run already: continue it with --resume"):
+        train_from_config(config)
