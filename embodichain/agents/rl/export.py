@@ -1,0 +1,146 @@
+"""A trained policy as an ONNX file: observations in, the most likely action out, the normaliser included.
+
+Every vector and picture of the observation is an input of its own, named as in configs (``robot/qpos``), with a free
+batch dimension. The output ``action`` lies in the action space's bounds. A policy with memory also has ``hidden`` as
+input (zeros, or what the metadata entry ``initial_hidden`` says, at an episode's start) and ``next_hidden`` as output.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+from embodichain import __version__
+from embodichain.agents.rl.collector.base import bound_action
+from embodichain.agents.rl.models.observation import Leaf, space_leaves
+from embodichain.agents.rl.models.policy import Policy
+from embodichain.agents.rl.utils.spaces import space_to_data
+from embodichain.envs.videos import prepare_output
+from embodichain.errors import ExportError
+from embodichain.extras import require
+
+_TOLERANCE = 1e-4
+
+
+class ActingPolicy(nn.Module):
+    """A policy as a function of tensors: the leaves of an observation (and the memory) to the action (and memory)."""
+
+    def __init__(self, policy: Policy, leaves: list[Leaf]) -> None:
+        super().__init__()
+        self.policy, self.leaves = policy, leaves
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Return ``(action,)``, or ``(action, next_hidden)`` of a policy with memory."""
+        state = inputs[-1] if self.policy.is_recurrent else None
+        obs = TensorDict({}, batch_size=[inputs[0].shape[0]])
+        for leaf, value in zip(self.leaves, inputs, strict=False):
+            obs.set(leaf.path or "observation", value)
+        action, _, _, state = self.policy.act(obs, state, deterministic=True)
+        return (bound_action(action),) if state is None else (bound_action(action), state)
+
+
+def export_onnx(
+    policy: Policy, observation_space: gym.Space[Any], action_space: gym.Space[Any], path: str | Path
+) -> Path:
+    """Write a policy as an ONNX file, and compare what ONNX Runtime makes of it with what the policy does."""
+    onnx = require("onnx", extra="export")
+    require("onnxscript", extra="export")
+    require("onnxruntime", extra="export")
+    target = prepare_output(path, (".onnx",))
+    leaves = space_leaves(observation_space)
+    acting = ActingPolicy(policy.eval().cpu(), leaves).eval()
+    inputs = example_inputs(policy, leaves, batch=2)
+    names = [leaf.name or "observation" for leaf in leaves] + ["hidden"] * policy.is_recurrent
+    batch = torch.export.Dim("batch")
+    partial = target.with_name(f".{target.name}.partial")
+    with _quiet(), torch.no_grad():
+        program = torch.onnx.export(
+            acting,
+            inputs,
+            input_names=names,
+            output_names=["action", "next_hidden"][: 1 + policy.is_recurrent],
+            dynamic_shapes=(tuple({0: batch} for _ in inputs),),
+            dynamo=True,
+            verbose=False,
+        )
+    if program is None:
+        raise ExportError("the exporter returned nothing")
+    program.save(str(partial), external_data=False)
+    model = onnx.load(str(partial))
+    onnx.helper.set_model_props(model, _metadata(policy, action_space))
+    onnx.save(model, str(partial))
+    try:
+        check_parity(acting, partial, names)
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+    return target
+
+
+def check_parity(acting: ActingPolicy, file: Path, names: list[str], steps: int = 4) -> None:
+    """Raise ``ExportError`` if the file's actions differ from the policy's, for several batch sizes and steps."""
+    runtime = require("onnxruntime", extra="export")
+    session = runtime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    for batch in (1, 5):
+        theirs: list[np.ndarray] = []
+        ours: tuple[Tensor, ...] = ()
+        for step in range(steps):
+            inputs = list(example_inputs(acting.policy, acting.leaves, batch, seed=step))
+            if step and acting.policy.is_recurrent:
+                inputs[-1] = ours[1]
+            feed = {name: value.numpy() for name, value in zip(names, inputs, strict=True)}
+            if theirs and acting.policy.is_recurrent:
+                feed["hidden"] = theirs[1]
+            with torch.no_grad():
+                ours = acting(*inputs)
+            theirs = session.run(None, feed)
+            for name, wanted, got in zip(("action", "next_hidden"), ours, theirs, strict=False):
+                apart = float(np.abs(wanted.numpy().astype(np.float64) - got).max())
+                if not apart <= _TOLERANCE:
+                    raise ExportError(f"{name} of the exported policy differs by {apart:.3g} in a batch of {batch}")
+
+
+def example_inputs(policy: Policy, leaves: list[Leaf], batch: int, seed: int = 0) -> tuple[Tensor, ...]:
+    """Return random observations ``[batch, ...]``, one tensor per leaf, and the memory at an episode's start."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = []
+    for leaf in leaves:
+        if leaf.is_image:
+            inputs.append(torch.randint(0, 256, (batch, *leaf.shape), dtype=torch.uint8, generator=generator))
+        else:
+            inputs.append(torch.randn(batch, *leaf.shape, generator=generator))
+    state = policy.initial_state(batch)
+    return (*inputs,) if state is None else (*inputs, state.clone())
+
+
+def _metadata(policy: Policy, action_space: gym.Space[Any]) -> dict[str, str]:
+    data = space_to_data(action_space)
+    plain = {key: value.tolist() if isinstance(value, np.ndarray) else value for key, value in data.items()}
+    entries = {"producer": f"embodichain {__version__}", "action_space": json.dumps(plain)}
+    state = policy.initial_state(1)
+    return entries if state is None else entries | {"initial_hidden": json.dumps(state[0].tolist())}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the exporter from warning about what it does itself."""
+    exporter = logging.getLogger("torch.onnx")
+    before = exporter.level
+    exporter.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        exporter.setLevel(before)

@@ -1,0 +1,40 @@
+"""``embodichain export RUN --onnx FILE``: write a trained policy for use without this package."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+
+@dataclass(frozen=True)
+class ExportArgs:
+    """Write the policy of a run as an ONNX file, its normaliser included, and check that it does the same."""
+
+    run: Annotated[Path, tyro.conf.Positional]
+    """Folder of a run, or of one of its checkpoints."""
+    onnx: Path
+    """The file to write (.onnx)."""
+    checkpoint: Literal["best", "latest"] = "best"
+    """Which checkpoint of the run; without evaluations in the run, it is the latest."""
+    trust: tuple[str, ...] = ()
+    """Modules that may be imported: those that define a policy of your own."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command and return its exit code."""
+    args = tyro.cli(ExportArgs, args=list(argv), prog="embodichain export")
+
+    from embodichain.agents.rl.export import export_onnx
+    from embodichain.agents.rl.utils.checkpoint import find_checkpoint, load_checkpoint, load_policy
+    from embodichain.agents.rl.utils.spaces import space_from_data
+
+    folder = find_checkpoint(args.run, args.checkpoint)
+    spaces = load_checkpoint(folder)["spaces"]
+    policy = load_policy(folder, trusted_modules=args.trust)
+    observation_space, action_space = (space_from_data(spaces[name]) for name in ("observation", "action"))
+    print(export_onnx(policy, observation_space, action_space, args.onnx))
+    return 0
