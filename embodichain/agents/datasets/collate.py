@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase, pad_sequence
-from torch.utils.data._utils.collate import default_collate_fn_map
+from torch.utils.data._utils import collate as torch_collate
 
 MASK = "mask"
 """The key that tells frames (True) from padding (False), ``[batch_size, chunk_size]``."""
 
 
 def collate_chunks(batch: Sequence[TensorDictBase]) -> TensorDictBase:
-    """Stack chunks ``[chunk_size]`` into ``[len(batch), chunk_size]``; shorter ones are padded with zeros and masked."""
+    """Stack chunks ``[chunk_size]`` into ``[len(batch), chunk_size]``; shorter ones are padded and masked."""
     if len({chunk.batch_size[:1] for chunk in batch}) <= 1:
         return torch.stack(list(batch))
     masked = [chunk if MASK in chunk else with_mask(chunk) for chunk in batch]
@@ -28,8 +28,23 @@ def with_mask(chunk: TensorDictBase) -> TensorDictBase:
 
 
 def register_default_collation() -> None:
-    """Teach torch's ``default_collate`` what a TensorDict is, so that a DataLoader needs no ``collate_fn``."""
-    default_collate_fn_map.setdefault(TensorDict, _collate_by_default)
+    """Teach torch's default collation what a TensorDict is, so that a DataLoader needs no ``collate_fn``.
+
+    Items are collated through the map that torch keeps for this. Ready batches (``batch_size=None``) go through
+    ``default_convert``, which has no such map and takes a TensorDict for a dict it can iterate over by key; there the
+    function itself is wrapped, once.
+    """
+    torch_collate.default_collate_fn_map.setdefault(TensorDict, _collate_by_default)
+    if torch_collate.default_convert is not default_convert:
+        torch_collate.default_convert = default_convert
+
+
+_torch_convert: Callable[[Any], Any] = torch_collate.default_convert
+
+
+def default_convert(data: Any) -> Any:
+    """Do what torch's ``default_convert`` does, and leave TensorDicts as they are."""
+    return data if isinstance(data, TensorDictBase) else _torch_convert(data)
 
 
 def _collate_by_default(

@@ -26,12 +26,12 @@ class OnlineDataset(IterableDataset[TensorDictBase]):
     """Endless random chunks from the shared buffer of a running engine.
 
     * Item mode (``batch_size=None``) yields one chunk ``[chunk_size]`` at a time; ``DataLoader(dataset, batch_size=B)``
-      makes batches of them. With a :class:`ChunkSizeSampler` every chunk carries a boolean ``mask``, and a batch of mixed
-      lengths is padded to its longest chunk.
+      makes batches of them. With a :class:`ChunkSizeSampler` every chunk carries a boolean ``mask``, and a batch of
+      mixed lengths is padded to its longest chunk.
     * Batch mode (``batch_size=N``) yields ``[N, chunk_size]``, gathered in one go and so many times faster; use
       ``DataLoader(dataset, batch_size=None)``. A :class:`ChunkSizeSampler` is asked once per batch.
 
-    Each iterator draws its own random stream, seeded by torch: ``torch.manual_seed`` (or the DataLoader's ``generator``)
+    Each iterator has its own random stream, seeded by torch: ``torch.manual_seed`` (or the DataLoader's ``generator``)
     makes the draws reproducible, and the workers of one DataLoader draw different chunks. There is no ``__len__``: the
     stream does not end.
     """

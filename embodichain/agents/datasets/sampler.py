@@ -1,7 +1,7 @@
 """How long the next chunk is: one number per draw.
 
-All draws come from torch's global random stream, which ``torch.manual_seed`` sets and every DataLoader seeds differently
-in each of its workers: chunk sizes are reproducible from one seed and differ between workers without further care.
+All draws come from torch's global random stream, which ``torch.manual_seed`` sets and a DataLoader seeds differently in
+each of its workers: chunk sizes are reproducible from one seed and differ between workers without further care.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from embodichain.errors import ChunkSizeError
 class ChunkSizeSampler(ABC):
     """Returns a positive chunk size each time it is called.
 
-    In item mode it is called once per chunk, so the lengths in one collated batch may differ; in batch mode it is called
-    once per batch, so every chunk of a batch has the same length.
+    In item mode it is called once per chunk, so the lengths in one collated batch may differ; in batch mode it is
+    called once per batch, so every chunk of a batch has the same length.
     """
 
     @abstractmethod

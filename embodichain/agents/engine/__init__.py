@@ -1,0 +1,10 @@
+"""Online data streaming: simulation fills a shared buffer while training samples from it. Read ``data.py`` first."""
+
+from __future__ import annotations
+
+from embodichain.agents.engine.config import ActionSourceCfg, OnlineDataEngineCfg
+from embodichain.agents.engine.data import OnlineDataEngine
+from embodichain.agents.engine.episode import EpisodeInfo
+from embodichain.agents.engine.stats import StreamStats
+
+__all__ = ["ActionSourceCfg", "EpisodeInfo", "OnlineDataEngine", "OnlineDataEngineCfg", "StreamStats"]

@@ -1,0 +1,50 @@
+"""Where a simulation worker process begins: it ties its life to its parent's before anything heavy is imported.
+
+Run as a script, by path, by the supervisor: the main module of the user's program is not imported again, so an engine
+can be started at the top level of a script, in a notebook or at a prompt.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import json
+import os
+import signal
+import socket
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends, however that happens."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:  # it ended before the line above
+        os._exit(1)
+
+
+def main() -> int:
+    """Receive the job and do it."""
+    parent, descriptor = int(sys.argv[1]), int(sys.argv[2])
+    die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    connection = socket.socket(fileno=descriptor)
+    job = json.loads(connection.recv(1 << 20))
+    sys.path[:] = job.pop("sys_path")
+
+    from embodichain.agents.engine.worker import run
+
+    return run(connection, parent, job)
+
+
+def leave(code: int) -> None:
+    """End the process after its exit handlers, without taking every imported module apart first: that takes a second."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    leave(main())

@@ -1,0 +1,164 @@
+"""``OnlineDataEngine``: simulation processes fill a shared buffer, training processes draw chunks from it.
+
+The way of a frame: ``sources`` (an environment, and somebody who acts) -> ``worker`` -> ``shared_buffer`` ->
+``sampling``. Around it: ``supervisor`` keeps the workers alive, ``refill`` decides when they write, ``reader`` is all
+that a process needs that only samples.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import Any, Self
+
+import torch
+from tensordict import TensorDict
+
+from embodichain.agents.engine.config import OnlineDataEngineCfg
+from embodichain.agents.engine.episode import EpisodeInfo
+from embodichain.agents.engine.progress import fill_progress
+from embodichain.agents.engine.reader import Generator, StreamReader
+from embodichain.agents.engine.shared_buffer import Control
+from embodichain.agents.engine.stats import StatsCounter, StreamStats
+from embodichain.agents.engine.supervisor import Supervisor
+from embodichain.errors import EngineStateError
+
+__all__ = ["OnlineDataEngine", "OnlineDataEngineCfg"]
+
+
+class OnlineDataEngine:
+    """A live buffer of episodes, filled by simulation processes and sampled by any number of others.
+
+    ``start`` and ``stop`` belong to the process that made the engine. Hand the engine to other processes as it is (by
+    fork, as an argument, through a queue, inside an ``OnlineDataset``): there it can only sample.
+    """
+
+    def __init__(self, cfg: OnlineDataEngineCfg) -> None:
+        cfg.check()
+        self.cfg = cfg
+        self.buffer_size = cfg.buffer_size
+        """Number of episodes in the shared buffer."""
+        self.device = torch.device(cfg.buffer_device)
+        """Where batches come from."""
+        self._creator: int | None = os.getpid()
+        self._supervisor: Supervisor | None = None
+        self._reader: StreamReader | None = None
+        self._stats: StatsCounter | None = None
+
+    # --- life -----------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the simulation workers and return when every row of the buffer holds an episode."""
+        self._check_creator("start")
+        if self._supervisor is not None and self._supervisor.is_alive():
+            raise EngineStateError("the engine is already running")
+        self._reader = self._stats = None
+        supervisor = self._supervisor = Supervisor(self.cfg)
+        weakref.finalize(self, _stop_in, os.getpid(), supervisor)  # also at the end of the program
+        supervisor.start()
+        try:
+            self._wait_for_first_fill(supervisor)
+        except BaseException:  # Ctrl-C included: nothing may be left running
+            supervisor.stop()
+            raise
+
+    def stop(self) -> None:
+        """Stop the workers: gracefully, then firmly. Calling it again, or without a start, does nothing."""
+        self._check_creator("stop")
+        if self._supervisor is not None:
+            self._supervisor.stop()
+
+    def __enter__(self) -> Self:
+        if self._supervisor is None or not self._supervisor.is_alive():
+            self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _wait_for_first_fill(self, supervisor: Supervisor) -> None:
+        with fill_progress(self.cfg) as show:
+            while not supervisor.is_ready and supervisor.error is None and supervisor.is_alive():
+                supervisor.changed.wait(0.1)
+                supervisor.changed.clear()
+                if supervisor.buffer is not None:
+                    if self._reader is None:
+                        self._reader = StreamReader(supervisor.buffer, self.cfg)
+                        self._stats = StatsCounter(supervisor.buffer)
+                    show(supervisor.buffer.episodes_written)
+        if supervisor.error is not None:
+            supervisor.stop()
+            raise supervisor.error
+        if not supervisor.is_ready:
+            raise EngineStateError("the engine was stopped before its buffer was filled")
+
+    # --- sampling -------------------------------------------------------------------------------------------------
+
+    def sample_batch(
+        self, batch_size: int, chunk_size: int, *, generator: Generator | None = None, reuse_outputs: bool = False
+    ) -> TensorDict:
+        """Draw ``batch_size`` chunks of ``chunk_size`` consecutive steps: a TensorDict ``[batch_size, chunk_size]``.
+
+        Each chunk is from an episode drawn uniformly among those that are long enough, at a uniform start; never with a
+        padded or half-overwritten frame. ``generator`` (numpy's or torch's) makes the draws reproducible for the same
+        content of the buffer. The batch is yours. With ``reuse_outputs=True`` the same few TensorDicts are filled in
+        turn, which is faster for small batches: the fourth draw of the same shape after it, by
+        the same thread, overwrites such a batch.
+
+        Raises ``ChunkSizeError`` (a ``ValueError``) if ``chunk_size`` exceeds ``max_episode_steps`` or the longest
+        stored episode, and ``WorkerError`` once a worker has failed for good.
+        """
+        return self._sampling().sample(batch_size, chunk_size, generator, reuse_outputs)
+
+    def episode_info(self, row: int) -> EpisodeInfo:
+        """Return where the episode in a row of the buffer came from."""
+        if not 0 <= row < self.buffer_size:
+            raise IndexError(f"row must lie in [0, {self.buffer_size}), got {row}")
+        return self._sampling().buffer.info(row)
+
+    def stats(self) -> StreamStats:
+        """Return what is going on; rates are since the last call in this process."""
+        reader = self._sampling()
+        if self._stats is None:
+            self._stats = StatsCounter(reader.buffer)
+        return self._stats.snapshot()
+
+    @property
+    def is_init(self) -> bool:
+        """Whether every row of the buffer has been written at least once."""
+        return self._reader is not None and bool(self._reader.buffer.control[Control.READY])
+
+    @property
+    def shared_buffer(self) -> TensorDict:
+        """The shared memory itself, ``[buffer_size, max_episode_steps]``: rows change while you look at them.
+
+        Frames beyond an episode's length (``episode_info(row).length``) mean nothing. ``sample_batch`` reads safely.
+        """
+        return self._sampling().buffer.tensordict
+
+    @property
+    def worker_pids(self) -> list[int]:
+        """Process ids of the simulation workers (in the process that started them)."""
+        return [] if self._supervisor is None else self._supervisor.pids
+
+    # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _sampling(self) -> StreamReader:
+        if self._reader is None:
+            raise EngineStateError("the engine has no buffer yet: call start() first")
+        return self._reader
+
+    def _check_creator(self, verb: str) -> None:
+        if os.getpid() != self._creator:
+            raise EngineStateError(f"only the process that made the engine can {verb} it; here it can only sample")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle what sampling needs: another process attaches to the same memory."""
+        self._sampling()
+        return {**self.__dict__, "_creator": None, "_supervisor": None, "_stats": None}
+
+
+def _stop_in(pid: int, supervisor: Supervisor) -> None:
+    """Stop the workers, unless this is a forked child of the process that started them."""
+    if os.getpid() == pid:
+        supervisor.stop()

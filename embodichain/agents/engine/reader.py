@@ -1,0 +1,117 @@
+"""The sampling side of the engine: everything a process needs that only reads."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from embodichain.agents.engine.config import OnlineDataEngineCfg
+from embodichain.agents.engine.failure import FailureReport
+from embodichain.agents.engine.outputs import OutputPool, OutputRing
+from embodichain.agents.engine.readers import ReaderSlot
+from embodichain.agents.engine.refill import ReadLimiter
+from embodichain.agents.engine.sampling import WindowSampler
+from embodichain.agents.engine.shared_buffer import Control, Ints, SharedBuffer, State
+from embodichain.errors import ChunkSizeError, EngineStateError
+
+Generator = np.random.Generator | torch.Generator
+
+_AGE_EVERY = 16
+"""Ages are measured on every 16th batch: a mean over many draws needs no more, and the others stay cheap."""
+
+
+class _PerThread:
+    """What one thread draws with: nothing of it may be shared."""
+
+    def __init__(self, buffer: SharedBuffer, seed: np.random.SeedSequence) -> None:
+        self.pid = os.getpid()
+        self.generator = np.random.default_rng(seed)
+        self.sampler = WindowSampler(buffer)
+        self.pool = OutputPool(buffer.layout)
+        self.ring = OutputRing(buffer.layout)
+        self.batches = 0
+
+
+class StreamReader:
+    """Draws batches from a shared buffer, from any number of threads and processes."""
+
+    def __init__(self, buffer: SharedBuffer, cfg: OnlineDataEngineCfg) -> None:
+        self.buffer = buffer
+        self._cfg = cfg
+        self._slot = ReaderSlot(buffer)
+        self._local = threading.local()
+        self._pid = os.getpid()
+        limit = cfg.max_samples_per_episode
+        self._limiter = None if limit is None else ReadLimiter(buffer, limit, cfg.worker_timeout)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StreamReader, (self.buffer, self._cfg)
+
+    def sample(
+        self, batch_size: int, chunk_size: int, generator: Generator | None = None, reuse_outputs: bool = False
+    ) -> TensorDict:
+        """Draw ``[batch_size, chunk_size]``; see ``OnlineDataEngine.sample_batch``."""
+        self.prepare(batch_size, chunk_size)
+        own = self._own()
+        output = (own.ring if reuse_outputs else own.pool).get(batch_size, chunk_size)
+        rows, redrawn = own.sampler.draw(
+            numpy_generator(generator) or own.generator, output.flat, batch_size, chunk_size
+        )
+        self.count(rows, redrawn)
+        return output.batch
+
+    def prepare(self, batch_size: int, chunk_size: int) -> None:
+        """Check the request, the state of the engine, and wait if readers are ahead of a limit."""
+        if chunk_size > self.buffer.max_steps:
+            raise ChunkSizeError(f"chunk_size is {chunk_size}, but max_episode_steps is {self.buffer.max_steps}")
+        if chunk_size < 1 or batch_size < 1:
+            raise ChunkSizeError(f"batch_size and chunk_size must be >= 1, got {batch_size} and {chunk_size}")
+        self.check_state()
+        if self._limiter is not None:
+            self._limiter.wait(batch_size, self.check_state)
+
+    def check_state(self) -> None:
+        """Raise unless there is something to sample from."""
+        state = self.buffer.control[Control.STATE]
+        if state == State.RUNNING:
+            return
+        if state == State.FAILED:
+            raise FailureReport.from_json(self.buffer.failure_report).as_error()
+        if state == State.STOPPED:
+            raise EngineStateError("the engine was stopped: nothing can be sampled any more")
+        raise EngineStateError("the buffer is still being filled for the first time: wait until is_init is True")
+
+    def count(self, rows: Ints, redrawn: int) -> None:
+        """Count a batch towards the refill, and now and then note how old it was."""
+        own = self._own()
+        own.batches += 1
+        if own.batches % _AGE_EVERY != 1:
+            self._slot.add(len(rows), redrawn)
+            return
+        written_at, order = self.buffer.stamps[rows].mean(axis=0).tolist()
+        self._slot.add(len(rows), redrawn, (time.time() - written_at, self.buffer.episodes_written - order))
+
+    def _own(self) -> _PerThread:
+        own: _PerThread | None = getattr(self._local, "own", None)
+        pid = os.getpid()
+        if own is None or own.pid != pid:
+            if pid != self._pid:
+                # torch's thread pool does not survive a fork: the first parallel operation in the child would hang.
+                torch.set_num_threads(1)
+                self._pid = pid
+            own = self._local.own = _PerThread(self.buffer, self._slot.new_stream(self._cfg.seed))
+        return own
+
+
+def numpy_generator(generator: Generator | None) -> np.random.Generator | None:
+    """Return a numpy generator that is determined by the given one."""
+    if isinstance(generator, torch.Generator):
+        seed = torch.empty((), dtype=torch.int64, device=generator.device).random_(generator=generator)
+        return np.random.default_rng(int(seed))
+    return generator

@@ -1,0 +1,114 @@
+"""When workers write and when readers wait: how many samples an episode is good for.
+
+Both policies aim at ``refill_threshold`` samples per written episode, summed over all readers in all processes. They
+live in the workers, read the shared counters, and keep what they decided in the worker's record, so that a worker that
+replaces another goes on where that one was.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from embodichain.agents.engine.config import OnlineDataEngineCfg
+from embodichain.agents.engine.shared_buffer import Ints, SharedBuffer, Work
+from embodichain.errors import StreamStalledError
+
+_POLL_SECONDS = 0.001
+
+
+class RefillPolicy(Protocol):
+    """Decides when a worker simulates."""
+
+    def wants_episode(self) -> bool:
+        """Tell whether the worker should go on towards its next episode now."""
+
+
+class ThresholdRefill:
+    """Fill every row once; then again each time ``samples_per_fill`` more samples were drawn.
+
+    Requests that come while a fill is under way collapse into one: slow simulation never falls behind by more.
+    """
+
+    def __init__(self, buffer: SharedBuffer, worker: int, samples_per_fill: int) -> None:
+        self._buffer = buffer
+        self._record: Ints = buffer.workers[worker]
+        self._rows = len(buffer.rows_of(worker))
+        self._samples_per_fill = samples_per_fill
+        if self._record[Work.TARGET] == 0:
+            self._record[Work.TARGET] = self._rows
+
+    def wants_episode(self) -> bool:
+        """Tell whether a fill is under way or due."""
+        if self._record[Work.WRITTEN] < self._record[Work.TARGET]:
+            return True
+        requests = self._buffer.samples // self._samples_per_fill
+        if requests <= self._record[Work.SERVED]:
+            return False
+        self._record[Work.SERVED] = requests
+        self._record[Work.TARGET] = self._record[Work.WRITTEN] + self._rows
+        return True
+
+
+class ContinuousRefill:
+    """Fill every row once; then one more episode for every ``samples_per_episode`` samples.
+
+    A worker that cannot keep up owes at most one buffer: older debts are forgotten, so that it does not run on for
+    long after the sampling has stopped.
+    """
+
+    def __init__(self, buffer: SharedBuffer, worker: int, samples_per_episode: float) -> None:
+        self._buffer = buffer
+        self._record: Ints = buffer.workers[worker]
+        self._rows = len(buffer.rows_of(worker))
+        self._samples_per_own_episode = samples_per_episode * buffer.num_rows / self._rows
+
+    def wants_episode(self) -> bool:
+        """Tell whether the samples drawn so far have earned another episode."""
+        # SERVED counts the episodes whose debt was forgotten.
+        earned = self._rows + int(self._buffer.samples / self._samples_per_own_episode)
+        due = earned - int(self._record[Work.SERVED]) - int(self._record[Work.WRITTEN])
+        if due > self._rows:
+            self._record[Work.SERVED] += due - self._rows
+        return due > 0
+
+
+def make_refill(cfg: OnlineDataEngineCfg, buffer: SharedBuffer, worker: int) -> RefillPolicy:
+    """Return the policy that the config names."""
+    if cfg.refill == "continuous":
+        return ContinuousRefill(buffer, worker, cfg.refill_threshold)
+    return ThresholdRefill(buffer, worker, cfg.refill_threshold * cfg.buffer_size)
+
+
+class ReadLimiter:
+    """Makes readers wait when they are about to draw more than ``max_samples_per_episode``."""
+
+    def __init__(self, buffer: SharedBuffer, max_samples_per_episode: float, timeout: float) -> None:
+        self._buffer = buffer
+        self._limit = max_samples_per_episode
+        self._timeout = timeout
+
+    def wait(self, batch_size: int, check_state: Callable[[], None]) -> None:
+        """Return once ``batch_size`` more samples are within the limit; raise if they never will be."""
+        if batch_size > self._limit * self._buffer.num_rows:
+            raise StreamStalledError(
+                f"a batch of {batch_size} can never be drawn: the limit of {self._limit:g} samples per episode and "
+                f"{self._buffer.num_rows} rows allow {int(self._limit * self._buffer.num_rows)} at a time; "
+                "raise max_samples_per_episode or buffer_size"
+            )
+        if self._room() >= batch_size:
+            return
+        before, started = self._buffer.episodes_written, time.monotonic()
+        while self._room() < batch_size:
+            check_state()
+            if time.monotonic() - started > self._timeout:
+                written = self._buffer.episodes_written - before
+                raise StreamStalledError(
+                    f"a batch of {batch_size} waited {self._timeout:g} s for new episodes, but the workers wrote "
+                    f"{written} in that time: raise max_samples_per_episode or num_workers"
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def _room(self) -> float:
+        return self._limit * self._buffer.episodes_written - self._buffer.samples

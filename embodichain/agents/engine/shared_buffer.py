@@ -1,0 +1,197 @@
+"""Episodes in shared memory: rows ``[num_rows, max_steps, ...]``, a header for each, and the counters of all processes.
+
+Every word here has exactly one writer at a time: rows and worker records belong to their worker, a reader slot to the
+process that claimed it, the control words to the creator. So no lock is ever taken while frames are read or written.
+
+A row's ``sequence`` is odd while the row is being written. A reader notes the sequence, copies, and looks again: if the
+number changed, what it copied may be torn and is drawn anew.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDict
+from torch import Tensor
+
+from embodichain.agents.engine.episode import Episode, EpisodeInfo
+from embodichain.agents.engine.layout import Allocator, FrameLayout, Key, unflatten
+from embodichain.agents.engine.ordering import fence
+from embodichain.agents.engine.segment import Segment
+from embodichain.errors import StreamStalledError
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+MAX_READERS = 512
+FAILURE_BYTES = 1 << 16
+_FENCED_READ_SECONDS = 10.0
+
+
+class State(enum.IntEnum):
+    """What the engine is doing; every process reads it."""
+
+    STARTING = 0
+    RUNNING = 1
+    FAILED = 2
+    STOPPED = 3
+
+
+class Control(enum.IntEnum):
+    """Words written by the creator."""
+
+    STATE = 0
+    READY = 1
+    RESTARTS = 2
+    FAILURE_LENGTH = 3
+
+
+class Work(enum.IntEnum):
+    """Words of a worker's record, written by that worker and kept by the one that replaces it."""
+
+    HEARTBEAT = 0
+    WRITTEN = 1
+    FINISHED = 2
+    JUDGED = 3
+    SUCCEEDED = 4
+    FRAMES = 5
+    TARGET = 6
+    SERVED = 7
+
+
+class Read(enum.IntEnum):
+    """Numbers of a reader slot; the sums over all slots are those of the whole engine."""
+
+    SAMPLES = 0
+    REDRAWN = 1
+    AGED = 2
+    AGE_SECONDS = 3
+    AGE_EPISODES = 4
+    STREAMS = 5
+
+
+class SharedBuffer:
+    """All shared state of one engine; pickle it (or fork) to attach in another process."""
+
+    def __init__(self, segment: Segment, layout: FrameLayout, num_rows: int, max_steps: int, num_workers: int) -> None:
+        self.segment = segment
+        self.layout = layout
+        self.num_rows = num_rows
+        self.max_steps = max_steps
+        self.num_workers = num_workers
+        fields, _ = _fields(layout, num_rows, max_steps, num_workers)
+        views = {name: segment.view(offset, dtype, shape) for name, (offset, dtype, shape) in fields.items()}
+        self.control: Ints = views["control"].numpy()
+        self.failure: NDArray[np.uint8] = views["failure"].numpy()
+        self.workers: Ints = views["workers"].numpy()
+        self.owners: Ints = views["owners"].numpy()
+        self.readers: Floats = views["readers"].numpy()
+        self.sequence: Ints = views["sequence"].numpy()
+        self.length: Ints = views["length"].numpy()
+        self.stamps: Floats = views["stamps"].numpy()
+        """Per row: the Unix time of the write, and how many episodes the engine had written by then."""
+        self.origins: Ints = views["origins"].numpy()
+        """Per row: worker, episode seed, policy version, success (-1 unknown)."""
+        self.frames: dict[Key, Tensor] = {leaf.key: views[leaf.key] for leaf in layout.leaves}
+        nested = TensorDict(unflatten(self.frames), batch_size=[num_rows, max_steps])
+        self.tensordict = nested.share_memory_()
+
+    @classmethod
+    def create(cls, layout: FrameLayout, num_rows: int, max_steps: int, num_workers: int) -> SharedBuffer:
+        """Allocate an empty buffer, or raise SharedMemoryError if it does not fit."""
+        nbytes = _fields(layout, num_rows, max_steps, num_workers)[1]
+        what = f"a buffer of {num_rows} episodes x {max_steps} steps x {layout.nbytes} bytes"
+        return cls(Segment.create(nbytes, what), layout, num_rows, max_steps, num_workers)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SharedBuffer, (self.segment, self.layout, self.num_rows, self.max_steps, self.num_workers)
+
+    def rows_of(self, worker: int) -> range:
+        """Return the rows that belong to a worker: as even a split as there is."""
+        first = [index * self.num_rows // self.num_workers for index in (worker, worker + 1)]
+        return range(*first)
+
+    def write(self, row: int, worker: int, episode: Episode) -> None:
+        """Replace the episode in a row; readers that are copying from it notice and draw again."""
+        # A predecessor that was killed in the middle of a write has left the number odd: then it stays as it is.
+        busy = int(self.sequence[row]) | 1
+        self.sequence[row] = busy
+        fence()
+        for key, pieces in episode.frames.items():
+            target, start = self.frames[key][row], 0
+            for piece in pieces:
+                target[start : start + piece.shape[0]].copy_(piece)
+                start += piece.shape[0]
+        success = -1 if episode.success is None else int(episode.success)
+        self.length[row] = episode.length
+        self.origins[row] = (worker, episode.seed, episode.policy_version, success)
+        self.stamps[row] = (time.time(), self.episodes_written)
+        fence()
+        self.sequence[row] = busy + 1
+
+    def info(self, row: int) -> EpisodeInfo:
+        """Return the header of a row as it was at one moment."""
+        deadline = time.monotonic() + _FENCED_READ_SECONDS
+        while time.monotonic() < deadline:
+            sequence = int(self.sequence[row])
+            fence()
+            length, stamp, origin = int(self.length[row]), float(self.stamps[row, 0]), self.origins[row].tolist()
+            fence()
+            if sequence % 2 == 0 and sequence == int(self.sequence[row]):
+                worker, seed, version, success = origin if length else (-1, -1, -1, -1)
+                known = None if success < 0 else bool(success)
+                return EpisodeInfo(row, length, sequence, worker, seed, version, known, stamp)
+            time.sleep(0.001)
+        raise StreamStalledError(f"row {row} has been half-written for {_FENCED_READ_SECONDS:.0f} s")
+
+    @property
+    def episodes_written(self) -> int:
+        """Episodes written by all workers so far."""
+        return int(self.workers[:, Work.WRITTEN].sum())
+
+    @property
+    def samples(self) -> int:
+        """Chunks drawn by all processes so far."""
+        return int(self.readers[:, Read.SAMPLES].sum())
+
+    def fail(self, report: str) -> None:
+        """Make every process that samples raise ``report``."""
+        text = report.encode()[-FAILURE_BYTES:]
+        self.failure[: len(text)] = np.frombuffer(text, dtype=np.uint8)
+        self.control[Control.FAILURE_LENGTH] = len(text)
+        fence()
+        self.control[Control.STATE] = State.FAILED
+
+    @property
+    def failure_report(self) -> str:
+        """What ``fail`` was given."""
+        return self.failure[: int(self.control[Control.FAILURE_LENGTH])].tobytes().decode(errors="replace")
+
+
+def _fields(
+    layout: FrameLayout, num_rows: int, max_steps: int, num_workers: int
+) -> tuple[dict[str | Key, tuple[int, torch.dtype, tuple[int, ...]]], int]:
+    """Return the offset, type and shape of every array, and the size of the whole segment."""
+    arrays: dict[str | Key, tuple[torch.dtype, tuple[int, ...]]] = {
+        "control": (torch.int64, (8,)),
+        "failure": (torch.uint8, (FAILURE_BYTES,)),
+        "workers": (torch.int64, (num_workers, 8)),
+        "owners": (torch.int64, (MAX_READERS,)),
+        "readers": (torch.float64, (MAX_READERS, 8)),
+        "sequence": (torch.int64, (num_rows,)),
+        "length": (torch.int64, (num_rows,)),
+        "stamps": (torch.float64, (num_rows, 2)),
+        "origins": (torch.int64, (num_rows, 4)),
+    }
+    arrays |= {leaf.key: (leaf.dtype, (num_rows, max_steps, *leaf.shape)) for leaf in layout.leaves}
+    allocator = Allocator()
+    fields = {
+        name: (allocator.take(torch.Size(shape).numel() * dtype.itemsize), dtype, shape)
+        for name, (dtype, shape) in arrays.items()
+    }
+    return fields, allocator.size

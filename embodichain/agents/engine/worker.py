@@ -1,0 +1,110 @@
+"""A simulation worker: open the source, tell its layout, then write episodes into the rows it owns."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from typing import Any
+
+import torch
+
+from embodichain.agents.engine.config import OnlineDataEngineCfg
+from embodichain.agents.engine.episode import Episode
+from embodichain.agents.engine.failure import FailureReport
+from embodichain.agents.engine.layout import FrameLayout
+from embodichain.agents.engine.refill import RefillPolicy, make_refill
+from embodichain.agents.engine.segment import Segment
+from embodichain.agents.engine.shared_buffer import Control, Ints, SharedBuffer, State, Work
+from embodichain.agents.engine.sources import EpisodeSource, open_source
+from embodichain.errors import ConfigError
+
+_IDLE_SECONDS = 0.002
+
+
+def run(connection: socket.socket, parent: int, job: dict[str, Any]) -> int:
+    """Do a worker's job until the engine stops; report what went wrong and return 1 if anything did."""
+    torch.set_num_threads(1)
+    worker = int(job["worker"])
+    try:
+        cfg = OnlineDataEngineCfg.from_dict(job["cfg"])
+        source = open_source(cfg, worker, int(job["incarnation"]))
+        try:
+            buffer = _join(connection, source)
+            Worker(cfg, worker, source, buffer, parent).loop()
+        finally:
+            source.close()
+    except Exception as error:  # noqa: BLE001 - whatever it is, the engine must hear of it
+        _send(connection, {"event": "failed", "report": FailureReport.of_exception(worker, error).to_json()})
+        return 1
+    return 0
+
+
+class Worker:
+    """Writes the episodes of a source into the rows of one worker, as fast as the refill policy wants them."""
+
+    def __init__(
+        self, cfg: OnlineDataEngineCfg, worker: int, source: EpisodeSource, buffer: SharedBuffer, parent: int
+    ) -> None:
+        self._index = worker
+        self._source = source
+        self._buffer = buffer
+        self._parent = parent
+        self._only_success = cfg.check().only_success
+        self._rows = buffer.rows_of(worker)
+        self._record: Ints = buffer.workers[worker]
+        self._refill: RefillPolicy = make_refill(cfg, buffer, worker)
+
+    def loop(self) -> None:
+        """Simulate while episodes are wanted, sleep while they are not, until the engine stops."""
+        while self._engine_lives():
+            self._record[Work.HEARTBEAT] = time.monotonic_ns()
+            if not self._refill.wants_episode():
+                time.sleep(_IDLE_SECONDS)
+                continue
+            for episode in self._source.advance():
+                self._take(episode)
+
+    def _engine_lives(self) -> bool:
+        state = self._buffer.control[Control.STATE]
+        # The kernel kills us with our parent; asking as well costs nothing and covers machines where it cannot.
+        return state in (State.STARTING, State.RUNNING) and os.getppid() == self._parent
+
+    def _take(self, episode: Episode) -> None:
+        """Count a finished episode and store it if it is wanted."""
+        episode.check_finite()
+        record = self._record
+        record[Work.FINISHED] += 1
+        record[Work.FRAMES] += episode.length
+        if episode.success is not None:
+            record[Work.JUDGED] += 1
+            record[Work.SUCCEEDED] += int(episode.success)
+        if self._only_success:
+            if episode.success is None:
+                raise ConfigError("only_success: the episodes do not say whether they succeeded", "action_config")
+            if not episode.success:
+                return
+        row = self._rows[int(record[Work.WRITTEN]) % len(self._rows)]
+        self._buffer.write(row, self._index, episode)
+        record[Work.WRITTEN] += 1
+
+
+def _join(connection: socket.socket, source: EpisodeSource) -> SharedBuffer:
+    """Tell the engine what frames look like, and map the buffer it answers with."""
+    _send(connection, {"event": "layout", "layout": source.layout.to_json(), "max_steps": source.max_steps})
+    message, descriptors, _, _ = socket.recv_fds(connection, 1 << 16, 1)
+    if not descriptors:
+        raise ConnectionAbortedError("the engine hung up before it sent its buffer")
+    terms = json.loads(message)
+    segment = Segment(descriptors[0], int(terms["nbytes"]))
+    return SharedBuffer(
+        segment, FrameLayout.from_json(terms["layout"]), terms["num_rows"], terms["max_steps"], terms["num_workers"]
+    )
+
+
+def _send(connection: socket.socket, message: dict[str, Any]) -> None:
+    try:
+        connection.send(json.dumps(message).encode())
+    except (BrokenPipeError, ConnectionResetError):
+        pass  # nobody listens any more: the engine is gone, and so are we in a moment

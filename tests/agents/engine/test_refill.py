@@ -1,0 +1,135 @@
+"""Refill policies: how many episodes the samples of all readers ask for."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from embodichain.agents.engine import OnlineDataEngineCfg
+from embodichain.agents.engine.layout import FrameLayout, Leaf
+from embodichain.agents.engine.readers import ReaderSlot
+from embodichain.agents.engine.refill import ContinuousRefill, ReadLimiter, RefillPolicy, ThresholdRefill
+from embodichain.agents.engine.shared_buffer import SharedBuffer, Work
+from embodichain.errors import ConfigError, StreamStalledError
+
+
+def make_buffer(rows: int = 8, workers: int = 2) -> SharedBuffer:
+    return SharedBuffer.create(FrameLayout((Leaf(("action",), torch.float32, (1,)),)), rows, 4, workers)
+
+
+def run(policy: RefillPolicy, buffer: SharedBuffer, worker: int = 0) -> int:
+    """Write as many episodes as the policy wants at this moment and return their number."""
+    written = 0
+    while policy.wants_episode() and written < 1000:
+        buffer.workers[worker, Work.WRITTEN] += 1
+        written += 1
+    return written
+
+
+def test_threshold_fills_once_then_at_every_threshold() -> None:
+    buffer = make_buffer()
+    reader, policy = ReaderSlot(buffer), ThresholdRefill(buffer, 0, samples_per_fill=100)
+    assert run(policy, buffer) == 4
+    reader.add(99, 0)
+    assert run(policy, buffer) == 0
+    reader.add(1, 0)
+    assert run(policy, buffer) == 4
+    reader.add(100, 0)
+    assert run(policy, buffer) == 4
+
+
+def test_threshold_requests_during_a_fill_collapse_into_one() -> None:
+    buffer = make_buffer()
+    reader, policy = ReaderSlot(buffer), ThresholdRefill(buffer, 0, samples_per_fill=100)
+    run(policy, buffer)
+    reader.add(150, 0)
+    assert policy.wants_episode()
+    reader.add(1000, 0)  # while the fill is under way
+    assert run(policy, buffer) == 4 + 4
+    assert run(policy, buffer) == 0
+
+
+def test_a_replacement_finishes_the_fill_that_was_under_way() -> None:
+    buffer = make_buffer()
+    ThresholdRefill(buffer, 1, samples_per_fill=100)
+    buffer.workers[1, Work.WRITTEN] = 3
+    assert run(ThresholdRefill(buffer, 1, samples_per_fill=100), buffer, worker=1) == 1
+
+
+def test_continuous_writes_one_episode_per_so_many_samples() -> None:
+    buffer = make_buffer()
+    reader = ReaderSlot(buffer)
+    policies = [ContinuousRefill(buffer, worker, samples_per_episode=10) for worker in range(2)]
+    assert [run(policy, buffer, worker) for worker, policy in enumerate(policies)] == [4, 4]
+    total = 0
+    for _ in range(30):
+        reader.add(7, 0)
+        total += sum(run(policy, buffer, worker) for worker, policy in enumerate(policies))
+    assert total == pytest.approx(30 * 7 / 10, abs=2)
+
+
+def test_continuous_forgets_debts_beyond_one_buffer() -> None:
+    buffer = make_buffer()
+    reader, policy = ReaderSlot(buffer), ContinuousRefill(buffer, 0, samples_per_episode=10)
+    run(policy, buffer)
+    reader.add(100_000, 0)
+    assert run(policy, buffer) == 4
+    reader.add(20, 0)
+    assert run(policy, buffer) == 1
+
+
+def test_a_limited_reader_waits_for_the_episode_it_needs() -> None:
+    buffer = make_buffer()
+    buffer.workers[0, Work.WRITTEN] = 8
+    reader, limiter = ReaderSlot(buffer), ReadLimiter(buffer, 2.0, timeout=30)
+    limiter.wait(16, lambda: None)
+    reader.add(16, 0)
+    writer = threading.Timer(0.2, lambda: buffer.workers[0].__setitem__(Work.WRITTEN, 9))
+    writer.start()
+    limiter.wait(2, lambda: None)
+    assert buffer.episodes_written == 9
+    writer.join()
+
+
+def test_a_limit_that_can_never_be_satisfied_says_so_at_once() -> None:
+    buffer = make_buffer()
+    started = time.monotonic()
+    with pytest.raises(StreamStalledError, match=r"a batch of 17 can never be drawn: .* allow 16 at a time"):
+        ReadLimiter(buffer, 2.0, timeout=60).wait(17, lambda: None)
+    assert time.monotonic() - started < 30
+
+
+def test_a_limited_reader_gives_up_with_the_numbers_when_nobody_writes() -> None:
+    buffer = make_buffer()
+    with pytest.raises(StreamStalledError, match="the workers wrote 0 in that time"):
+        ReadLimiter(buffer, 2.0, timeout=0.1).wait(2, lambda: None)
+
+
+def test_a_waiting_reader_hears_of_a_failure() -> None:
+    def fail() -> None:
+        raise RuntimeError("it failed")
+
+    with pytest.raises(RuntimeError, match="it failed"):
+        ReadLimiter(make_buffer(), 2.0, timeout=60).wait(2, fail)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"refill": "continuous", "max_samples_per_episode": 20.0}, "below refill_threshold"),
+        ({"max_samples_per_episode": 100.0}, "continuous"),
+        ({"num_workers": 20}, "buffer_size"),
+        ({"gym_config": {}}, "gym_config"),
+        ({"action_config": {"source": "policy"}}, "checkpoint"),
+        ({"action_config": {"source": "experts"}}, "source"),
+        ({"action_config": {"only_sucess": True}}, "only_success"),
+        ({"buffer_size": 0}, "buffer_size"),
+        ({"refill_threshold": 0}, "refill_threshold"),
+    ],
+)
+def test_contradicting_settings_are_refused(changes: dict, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        OnlineDataEngineCfg.from_dict({"gym_config": {"id": "PushCubeRL"}, **changes}).check()

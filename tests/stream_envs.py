@@ -1,0 +1,117 @@
+"""Environments for the tests of the data stream: every frame carries a stamp, and faults happen on demand."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+STAMPS = 1 << 20
+
+
+class StampEnv(gym.Env):
+    """Every frame says which episode it is of and which step: ``state = [stamp, step, length]``, ``reward = stamp``.
+
+    ``fault`` is what happens after ``after`` steps in one process: ``raise``, ``hang``, ``nan`` or ``exit``; ``times``
+    limits it to so many processes, which count themselves as files in ``folder``.
+    """
+
+    def __init__(
+        self, min_steps: int = 5, max_steps: int = 20, pixels: int = 0, step_seconds: float = 0.0, **fault: Any
+    ) -> None:
+        self.lengths = (min_steps, max_steps)
+        self.step_seconds = step_seconds
+        self.fault = fault
+        self.total = 0
+        spaces: dict[str, gym.Space] = {"state": gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)}
+        if pixels:
+            spaces["image"] = gym.spaces.Box(0, 255, (pixels, pixels, 3), np.uint8)
+        self.observation_space = gym.spaces.Dict(spaces)
+        self.action_space = gym.spaces.Box(-1.0, 1.0, (2,), np.float32)
+
+    def _observe(self) -> dict[str, np.ndarray]:
+        observation = {"state": np.array([self.stamp, self.at, self.length], np.float32)}
+        if "image" in self.observation_space.spaces:
+            observation["image"] = np.full(self.observation_space["image"].shape, self.stamp % 256, np.uint8)
+        return observation
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[dict, dict]:
+        super().reset(seed=seed)
+        self.stamp = int(self.np_random.integers(STAMPS))
+        self.length = int(self.np_random.integers(self.lengths[0], self.lengths[1] + 1))
+        self.at = 0
+        return self._observe(), {}
+
+    def step(self, action: np.ndarray) -> tuple[dict, float, bool, bool, dict]:
+        if self.step_seconds:
+            time.sleep(self.step_seconds)
+        self.at += 1
+        self.total += 1
+        if self.fault and self.total == self.fault["after"] and self._claim_fault():
+            self._fail(self.fault["kind"])
+        observation = self._observe()
+        if self.fault and self.fault["kind"] == "nan" and self.total >= self.fault["after"] and self.claimed:
+            observation["state"][1] = np.nan
+        done = self.at == self.length
+        return observation, float(self.stamp), done, False, {"success": self.stamp % 2 == 0}
+
+    claimed = False
+
+    def _claim_fault(self) -> bool:
+        folder = Path(self.fault["folder"])
+        for number in range(self.fault.get("times", 1)):
+            try:
+                os.close(os.open(folder / f"fault{number}", os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                continue
+            self.claimed = True
+            return True
+        return False
+
+    def _fail(self, kind: str) -> None:
+        if kind == "raise":
+            raise ZeroDivisionError("the simulation broke on purpose")
+        if kind == "hang":
+            time.sleep(3600)
+        if kind == "exit":
+            os._exit(7)
+
+
+gym.register("Stamp-v0", entry_point=StampEnv, max_episode_steps=1000)
+
+
+def gym_config(num_envs: int = 4, max_episode_steps: int = 20, **kwargs: Any) -> dict[str, Any]:
+    """Return the config of a StampEnv."""
+    name = "stream_envs:Stamp-v0"
+    return {"id": name, "num_envs": num_envs, "max_episode_steps": max_episode_steps, "kwargs": kwargs}
+
+
+def stream_settings(**changes: Any) -> dict[str, Any]:
+    """Return settings of an engine that streams random episodes of a StampEnv."""
+    settings = {
+        "buffer_size": 16,
+        "max_episode_steps": 20,
+        "gym_config": gym_config(),
+        "action_config": {"source": "random"},
+        "trusted_modules": ["stream_envs"],
+        "progress": False,
+    }
+    return {**settings, **changes}
+
+
+def check_chunks(batch: Any) -> None:
+    """Assert that every chunk is one piece of one episode."""
+    state, reward = batch["observation", "state"], batch["reward"]
+    stamp, at, length = state.unbind(-1)
+    assert (stamp == stamp[:, :1]).all(), "frames of several episodes in one chunk"
+    assert (reward == stamp).all(), "reward and observation of different episodes"
+    assert (at[:, 1:] - at[:, :-1] == 1).all(), "frames that do not follow each other"
+    assert (at < length).all(), "a frame beyond the end of its episode"
+    assert (batch["terminated"] == (at == length - 1)).all(), "the end is not where the episode ends"
+    if ("observation", "image") in batch.keys(include_nested=True):
+        image = batch["observation", "image"].flatten(2)
+        assert (image == (stamp % 256).unsqueeze(-1)).all(), "an image of another episode"
