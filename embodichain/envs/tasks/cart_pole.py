@@ -18,9 +18,9 @@ from embodichain.errors import ConfigError
 
 MAX_ANGLE = math.radians(12.0)
 MAX_POSITION = 2.4
-# State feedback u = -K x for (position, velocity, angle, rate), the LQR gain for Q = diag(1, 0.1, 10, 0.1), R = 1 of
-# the linearised model, in units of the 10 N motor.
-_GAIN = (-0.1, -0.19, -4.2, -1.15)
+# State feedback u = -K x for (position, velocity, angle, rate), in units of the 10 N motor: the LQR gain of the model
+# linearised about the upright pole, for the step of 20 ms, Q = diag(1, 0.1, 10, 0.1) and R = 1 / N^2.
+_GAIN = (-0.0912, -0.1927, -2.9305, -0.7458)
 
 
 class CartPole(Task):
