@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor
 
 from embodichain.agents.rl.buffer.layout import check_rollout, flatten_time_major
 from embodichain.agents.rl.buffer.rollout_buffer import RolloutBuffer
@@ -123,38 +122,3 @@ class BaseAlgorithm(ABC):
             for part in flatten_time_major(rollout.select("observation")).split(NORMALIZER_ROWS):
                 self.policy.update_normalizer(part["observation"])
             self.policy.version += 1
-
-
-class Meter:
-    """Means over gradient steps, added up on the device and read once."""
-
-    def __init__(self) -> None:
-        self.epochs = 0
-        self._sums: dict[str, Tensor] = {}
-        self._count = 0
-        self._epoch_sums: dict[str, Tensor] = {}
-        self._epoch_count = 0
-
-    def add(self, **values: Tensor) -> None:
-        """Take in the scalars of one gradient step."""
-        self._epoch_count += 1
-        for name, value in values.items():
-            value = value.detach().float()
-            self._epoch_sums[name] = self._epoch_sums[name] + value if name in self._epoch_sums else value
-
-    def end_epoch(self, name: str) -> Tensor:
-        """Close an epoch and return the mean ``[]`` of one scalar in it."""
-        mean = self._epoch_sums[name] / self._epoch_count
-        for key, value in self._epoch_sums.items():
-            self._sums[key] = self._sums[key] + value if key in self._sums else value
-        self._count += self._epoch_count
-        self.epochs += 1
-        self._epoch_sums, self._epoch_count = {}, 0
-        return mean
-
-    def means(self) -> dict[str, float]:
-        """Return the mean of every scalar over all epochs; this waits for the device once."""
-        if not self._sums:
-            return {}
-        values = (torch.stack(list(self._sums.values())) / self._count).tolist()
-        return dict(zip(self._sums, values, strict=True))

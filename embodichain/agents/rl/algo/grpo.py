@@ -8,9 +8,9 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from embodichain.agents.rl.algo.base import BaseAlgorithm, Meter
 from embodichain.agents.rl.algo.gae import compute_gae
-from embodichain.agents.rl.algo.optimizer import PolicyOptimizer, Precision
+from embodichain.agents.rl.algo.minibatch import Meter, MinibatchAlgorithm
+from embodichain.agents.rl.algo.optimizer import Precision
 from embodichain.agents.rl.algo.reference import FrozenReference
 from embodichain.agents.rl.buffer.minibatches import Minibatches
 from embodichain.agents.rl.models.policy import Policy
@@ -51,15 +51,14 @@ class GRPOCfg(AlgorithmCfg):
     """For policies with memory: steps per training sequence, a divisor of the rollout's; default: all of them."""
 
 
-class GRPO(BaseAlgorithm):
+class GRPO(MinibatchAlgorithm):
     """GRPO on rollouts ``[num_envs, num_steps]``; envs ``k * group_size ... (k + 1) * group_size - 1`` are a group."""
 
     cfg_type: ClassVar[type[AlgorithmCfg]] = GRPOCfg
     cfg: GRPOCfg
 
     def __init__(self, cfg: GRPOCfg, policy: Policy) -> None:
-        super().__init__(cfg, policy)
-        self.optimizer = PolicyOptimizer(policy, cfg.learning_rate, cfg.max_grad_norm, cfg.mixed_precision)
+        super().__init__(cfg, policy, cfg.mixed_precision)
         self.reference = FrozenReference(policy) if cfg.kl_coef > 0.0 else None
 
     def check_num_envs(self, num_envs: int) -> None:
@@ -97,9 +96,7 @@ class GRPO(BaseAlgorithm):
         if len(minibatches):
             for _ in range(cfg.n_epochs):
                 for batch in minibatches:
-                    loss, measures = self._loss(batch)
-                    grad_norm = self.optimizer.step(loss)
-                    meter.add(**measures, grad_norm=grad_norm)
+                    self._descend(batch, meter)
                 meter.end_epoch("approx_kl")
 
         groups = torch.stack([(~spread).sum(), valid.sum()]).tolist()
@@ -150,13 +147,12 @@ class GRPO(BaseAlgorithm):
 
     def state_dict(self) -> dict[str, Any]:
         """Return optimiser state, progress and the reference policy."""
-        state = super().state_dict() | {"optimizer": self.optimizer.state_dict()}
+        state = super().state_dict()
         return state if self.reference is None else state | {"reference": self.reference.policy.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what ``state_dict`` returned."""
         super().load_state_dict(state)
-        self.optimizer.load_state_dict(state["optimizer"])
         if self.reference is not None:
             self.reference.policy.load_state_dict(state["reference"])
 

@@ -51,16 +51,19 @@ class PolicyOptimizer:
         """Return the context in which networks run in the chosen precision."""
         return torch.autocast(self.device_type, _DTYPES[self.precision], enabled=self.precision != "off")
 
-    def step(self, loss: Tensor) -> Tensor:
-        """Follow the gradient of a loss; return the gradient's norm before clipping, ``[]``."""
-        self.adam.zero_grad(set_to_none=True)
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of a loss to what has been gathered since the last step."""
         self.scaler.scale(loss).backward()
+
+    def step(self) -> Tensor:
+        """Follow the gathered gradient; return its norm before clipping, ``[]``."""
         if self.ranks is not None:
             self.ranks.average_gradients(self.parameters)
         self.scaler.unscale_(self.adam)
         norm = nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm, foreach=True)
         self.scaler.step(self.adam)
         self.scaler.update()
+        self.adam.zero_grad(set_to_none=True)
         return norm
 
     def state_dict(self) -> dict[str, Any]:

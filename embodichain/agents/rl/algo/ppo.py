@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from embodichain.agents.rl.algo.base import BaseAlgorithm, Meter
 from embodichain.agents.rl.algo.gae import compute_gae
-from embodichain.agents.rl.algo.optimizer import PolicyOptimizer, Precision
+from embodichain.agents.rl.algo.minibatch import Meter, MinibatchAlgorithm
+from embodichain.agents.rl.algo.optimizer import Precision
 from embodichain.agents.rl.buffer.layout import ROLLOUT_KEYS
 from embodichain.agents.rl.buffer.minibatches import Minibatches
 from embodichain.agents.rl.models.policy import Policy
@@ -49,15 +49,14 @@ class PPOCfg(AlgorithmCfg):
     """For policies with memory: steps per training sequence, a divisor of the rollout's; default: all of them."""
 
 
-class PPO(BaseAlgorithm):
+class PPO(MinibatchAlgorithm):
     """PPO on rollouts ``[num_envs, num_steps]``: GAE on the time axis, then clipped updates on minibatches."""
 
     cfg_type: ClassVar[type[AlgorithmCfg]] = PPOCfg
     cfg: PPOCfg
 
     def __init__(self, cfg: PPOCfg, policy: Policy) -> None:
-        super().__init__(cfg, policy)
-        self.optimizer = PolicyOptimizer(policy, cfg.learning_rate, cfg.max_grad_norm, cfg.mixed_precision)
+        super().__init__(cfg, policy, cfg.mixed_precision)
 
     def update(self, rollout: TensorDictBase | None = None) -> dict[str, float]:
         """Improve the policy by a rollout ``[num_envs, num_steps]``; adds ``advantage`` and ``return`` to it."""
@@ -79,9 +78,7 @@ class PPO(BaseAlgorithm):
         meter = Meter()
         for _ in range(cfg.n_epochs):
             for batch in minibatches:
-                loss, measures = self._loss(batch)
-                grad_norm = self.optimizer.step(loss)
-                meter.add(**measures, grad_norm=grad_norm)
+                self._descend(batch, meter)
             if self._adapt_to_kl(meter.end_epoch("approx_kl")):
                 break
 
@@ -154,15 +151,6 @@ class PPO(BaseAlgorithm):
             elif kl < 0.5 * cfg.desired_kl:
                 self.optimizer.learning_rate = min(MAX_LEARNING_RATE, self.optimizer.learning_rate * LEARNING_RATE_STEP)
         return cfg.target_kl is not None and kl > cfg.target_kl
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return optimiser state and progress."""
-        return super().state_dict() | {"optimizer": self.optimizer.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what ``state_dict`` returned."""
-        super().load_state_dict(state)
-        self.optimizer.load_state_dict(state["optimizer"])
 
 
 def explained_variance(value: Tensor, return_: Tensor) -> float:

@@ -138,6 +138,8 @@ class SyncCollector(BaseCollector):
             self.reset()
         self._averages = InfoAverages()
         self._cut = []
+        if self.buffer is not None and len(self.buffer):  # of the last rollout, or of one that an error broke off
+            self.buffer.clear()
         if self.obs is None:
             raise RolloutError("the environment gave no observation")
         return self.obs
@@ -146,26 +148,33 @@ class SyncCollector(BaseCollector):
         """Act once in every env and write what happened; return the next observation."""
         state = self.state
         action, log_prob, value, new_state = self.policy.act(obs, state)
-        raw_obs, reward, terminated, truncated, info = self.env.step(bound_action(action).to(self.env.device))
-        next_obs: Observation = raw_obs.to(self.device)
-        reward, terminated, truncated = (x.to(self.device) for x in (reward, terminated, truncated))
+        next_obs, reward, terminated, truncated, info = self._env_step(action)
         done = terminated | truncated
         self._keep_cut_rows(truncated & ~terminated, info, new_state)
         parts = {"terminated": terminated, "truncated": truncated, "policy_version": version}
         if state is not None:
             parts["hidden"] = state
         self._buffer_for(num_steps).add(obs, action, reward, done, value, log_prob, **parts)
-        self._averages.add(info, done)
+        self._averages.add(info, done if self.env.device == self.device else done.to(self.env.device))
         if self.callback is not None:
             self.callback(obs, action, reward, done, info, next_obs)
         self.obs, self.state = next_obs, self._clear_ended(new_state, done)
         return next_obs
 
+    def _env_step(self, action: Tensor) -> tuple[Observation, Tensor, Tensor, Tensor, dict[str, Any]]:
+        """Step the environment, wherever it lives; ``info`` stays there."""
+        bounded = bound_action(action)
+        if self.env.device == self.device:
+            return self.env.step(bounded)
+        obs, reward, terminated, truncated, info = self.env.step(bounded.to(self.env.device))
+        device = self.device
+        return obs.to(device), reward.to(device), terminated.to(device), truncated.to(device), info
+
     def _keep_cut_rows(self, cut: Tensor, info: Mapping[str, Any], state: Tensor | None) -> None:
         """Set aside the last observation of episodes that a time limit ended, to be valued at the end."""
         if self.policy.has_critic and bool(cut.any()):
             rows = cut.nonzero().squeeze(-1)
-            final = info["final_observation"].to(self.device)[rows]
+            final = info["final_observation"][rows.to(self.env.device)].to(self.device)
             self._cut.append((final, None if state is None else state[rows]))
 
     def _clear_ended(self, state: Tensor | None, done: Tensor) -> Tensor | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from embodichain.agents.rl.models.mlp import make_activation
+from embodichain.agents.rl.models.activations import make_activation
 from embodichain.agents.rl.utils.config import Count
 from embodichain.config import Config, configclass
 from embodichain.errors import ConfigError

@@ -8,25 +8,10 @@ from typing import Any
 
 from torch import nn
 
+from embodichain.agents.rl.models.activations import make_activation
 from embodichain.agents.rl.utils.config import Count, Fraction
 from embodichain.config import Config, configclass
 from embodichain.errors import ConfigError, UnknownNameError, nearest
-
-ACTIVATIONS: dict[str, type[nn.Module]] = {
-    "relu": nn.ReLU,
-    "elu": nn.ELU,
-    "tanh": nn.Tanh,
-    "gelu": nn.GELU,
-    "silu": nn.SiLU,
-}
-
-
-def make_activation(name: str) -> nn.Module:
-    """Return a new activation module by its name."""
-    try:
-        return ACTIVATIONS[name.lower()]()
-    except KeyError:
-        raise UnknownNameError(f"unknown activation {name!r}.{nearest(name, ACTIVATIONS)}") from None
 
 
 class MLP(nn.Sequential):

@@ -1,0 +1,93 @@
+"""What PPO and GRPO share: gradient steps on minibatches, and means of what is measured on the way."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from embodichain.agents.rl.algo.base import BaseAlgorithm
+from embodichain.agents.rl.algo.optimizer import PolicyOptimizer, Precision
+from embodichain.agents.rl.models.policy import Policy
+from embodichain.agents.rl.utils.config import AlgorithmCfg
+
+CPU_ROWS = 2048
+"""Transitions per backward pass and CPU thread: what a network of usual width makes of them stays in the cache."""
+
+
+class MinibatchAlgorithm(BaseAlgorithm):
+    """An algorithm that follows the gradient of a loss on minibatches."""
+
+    def __init__(self, cfg: AlgorithmCfg, policy: Policy, precision: Precision) -> None:
+        super().__init__(cfg, policy)
+        self.optimizer = PolicyOptimizer(policy, cfg.learning_rate, cfg.max_grad_norm, precision)
+
+    @abstractmethod
+    def _loss(self, batch: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss of a minibatch, a mean over its transitions, and what is to be logged about it."""
+
+    def _descend(self, batch: TensorDictBase, meter: Meter) -> None:
+        """Do one gradient step on a minibatch.
+
+        On a CPU the minibatch is worked through in pieces whose gradients add up to the same: memory traffic, not
+        arithmetic, is what large minibatches would cost there.
+        """
+        whole = batch.batch_dims > 1 or self.device.type != "cpu"
+        parts = (batch,) if whole else batch.split(CPU_ROWS * torch.get_num_threads())
+        for part in parts:
+            loss, measures = self._loss(part)
+            share = part.numel() / batch.numel()
+            self.optimizer.backward(loss * share)
+            meter.add(share, measures)
+        meter.end_step(self.optimizer.step())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return optimiser state and progress."""
+        return super().state_dict() | {"optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what ``state_dict`` returned."""
+        super().load_state_dict(state)
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+class Meter:
+    """Means over gradient steps, added up on the device and read once."""
+
+    def __init__(self) -> None:
+        self.epochs = 0
+        self._steps = 0
+        self._sums: dict[str, Tensor] = {}
+        self._epoch_steps = 0
+        self._epoch_sums: dict[str, Tensor] = {}
+
+    def add(self, share: float, measures: dict[str, Tensor]) -> None:
+        """Take in the scalars of a share of a minibatch."""
+        for name, value in measures.items():
+            part = value.detach().float() * share
+            self._epoch_sums[name] = self._epoch_sums[name] + part if name in self._epoch_sums else part
+
+    def end_step(self, grad_norm: Tensor) -> None:
+        """Count a gradient step."""
+        self.add(1.0, {"grad_norm": grad_norm})
+        self._epoch_steps += 1
+
+    def end_epoch(self, name: str) -> Tensor:
+        """Close an epoch and return the mean ``[]`` of one scalar in it."""
+        mean = self._epoch_sums[name] / self._epoch_steps
+        for key, value in self._epoch_sums.items():
+            self._sums[key] = self._sums[key] + value if key in self._sums else value
+        self._steps += self._epoch_steps
+        self.epochs += 1
+        self._epoch_sums, self._epoch_steps = {}, 0
+        return mean
+
+    def means(self) -> dict[str, float]:
+        """Return the mean of every scalar over all epochs; this waits for the device once."""
+        if not self._sums:
+            return {}
+        values = (torch.stack(list(self._sums.values())) / self._steps).tolist()
+        return dict(zip(self._sums, values, strict=True))

@@ -1,0 +1,61 @@
+"""Activations by name, and a tanh that is fast on every CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from embodichain.errors import UnknownNameError, nearest
+
+
+class _SigmoidTanh(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = _tanh(x)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return torch.ops.aten.tanh_backward(grads[0], y)
+
+
+def _tanh(x: Tensor) -> Tensor:
+    # tanh(x) = 2 sigmoid(2x) - 1, in place
+    return (x * 2.0).sigmoid_().mul_(2.0).sub_(1.0)
+
+
+class Tanh(nn.Module):
+    """tanh; in float32 on a CPU by way of the sigmoid, exact to 2e-7.
+
+    The vectorised sigmoid is several times faster there than ``torch.tanh`` on processors for which its library has no
+    tuned version, and half the time of updating a small network went into it.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return tanh of ``x``."""
+        if x.device.type != "cpu" or x.dtype != torch.float32 or torch.compiler.is_compiling():
+            return torch.tanh(x)
+        if torch.is_grad_enabled() and x.requires_grad:
+            return _SigmoidTanh.apply(x)
+        return _tanh(x)
+
+
+ACTIVATIONS: dict[str, type[nn.Module]] = {
+    "relu": nn.ReLU,
+    "elu": nn.ELU,
+    "tanh": Tanh,
+    "gelu": nn.GELU,
+    "silu": nn.SiLU,
+}
+
+
+def make_activation(name: str) -> nn.Module:
+    """Return a new activation module by its name."""
+    try:
+        return ACTIVATIONS[name.lower()]()
+    except KeyError:
+        raise UnknownNameError(f"unknown activation {name!r}.{nearest(name, ACTIVATIONS)}") from None

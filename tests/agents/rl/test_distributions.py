@@ -1,0 +1,152 @@
+"""Closed forms against torch.distributions and against samples."""
+
+from __future__ import annotations
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from torch import distributions as td
+
+from embodichain.agents.rl.models.distributions import (
+    SQUASHED_LIMIT,
+    CategoricalHead,
+    DistributionCfg,
+    GaussianHead,
+    SquashedGaussianHead,
+    build_head,
+)
+from embodichain.errors import ConfigError
+
+
+def params(rows: int, columns: int, scale: float = 1.0) -> torch.Tensor:
+    return scale * torch.randn(rows, columns, generator=torch.Generator().manual_seed(1))
+
+
+def reference_gaussian(head: GaussianHead, raw: torch.Tensor) -> td.Independent:
+    if head.state_dependent:
+        mean, log_std = raw.chunk(2, -1)
+        std = (log_std + head.cfg.init_log_std).clamp(head.cfg.min_log_std, head.cfg.max_log_std).exp()
+        return td.Independent(td.Normal(mean, std), 1)
+    return td.Independent(td.Normal(raw, head.log_std.exp().expand_as(raw)), 1)
+
+
+@pytest.mark.parametrize("std", ["learnable", "state"])
+def test_gaussian_equals_torch(std: str) -> None:
+    head = GaussianHead(4, DistributionCfg(std=std, init_log_std=-0.3))
+    raw = params(50, head.param_dim)
+    action, log_prob = head.sample(raw)
+    reference = reference_gaussian(head, raw)
+    again, entropy = head.evaluate(raw, action)
+    assert action.shape == (50, 4)
+    assert torch.allclose(log_prob, reference.log_prob(action), atol=1e-4)
+    assert torch.allclose(again, reference.log_prob(action), atol=1e-5)
+    assert torch.allclose(entropy, reference.entropy(), atol=1e-5)
+    mean, at_mean = head.sample(raw, deterministic=True)
+    assert torch.equal(mean, reference.mean)
+    assert torch.allclose(at_mean, reference.log_prob(mean), atol=1e-5)
+
+
+def test_gaussian_gradients_equal_torch() -> None:
+    head = GaussianHead(3)
+    action = params(20, 3) * 0.5
+    ours, theirs = (params(20, 3).requires_grad_() for _ in range(2))
+    log_prob, entropy = head.evaluate(ours, action)
+    (log_prob.sum() + entropy.sum()).backward()
+    own_std_grad = head.log_std.grad.clone()
+    head.log_std.grad = None
+    reference = reference_gaussian(head, theirs)
+    (reference.log_prob(action).sum() + reference.entropy().sum()).backward()
+    assert torch.allclose(ours.grad, theirs.grad, atol=1e-5)
+    assert torch.allclose(own_std_grad, head.log_std.grad, atol=1e-4)
+
+
+def test_gaussian_samples_have_the_moments() -> None:
+    torch.manual_seed(0)
+    head = GaussianHead(2, DistributionCfg(init_log_std=-1.0))
+    action, _ = head.sample(torch.tensor([[0.3, -2.0]]).expand(20000, 2))
+    assert torch.allclose(action.mean(0), torch.tensor([0.3, -2.0]), atol=0.02)
+    assert torch.allclose(action.std(0), torch.full((2,), float(np.exp(-1.0))), atol=0.02)
+
+
+@pytest.mark.parametrize("std", ["learnable", "state"])
+def test_squashed_gaussian_equals_torch(std: str) -> None:
+    head = SquashedGaussianHead(3, DistributionCfg(std=std, squash=True))
+    raw = params(200, head.param_dim)
+    action, log_prob = head.sample(raw)
+    assert action.abs().max() < 1.0
+    reference = td.TransformedDistribution(reference_gaussian(head, raw).base_dist, td.TanhTransform())
+    inside = (action.abs() < 0.999).all(-1)
+    expected = reference.log_prob(action.double()).sum(-1).float()
+    assert torch.allclose(log_prob[inside], expected[inside], atol=1e-3)
+    # sampling and evaluating agree to the last bit: the first ratio of an update is exactly 1
+    assert torch.equal(head.evaluate(raw, action)[0], log_prob)
+
+
+def test_squashed_density_integrates_to_one() -> None:
+    head = SquashedGaussianHead(1, DistributionCfg(squash=True))
+    grid = torch.linspace(-SQUASHED_LIMIT, SQUASHED_LIMIT, 400001).unsqueeze(-1)
+    log_prob, _ = head.evaluate(torch.full_like(grid, 0.4), grid)
+    assert abs(torch.trapezoid(log_prob.exp().double(), grid.squeeze(-1).double()) - 1.0) < 1e-3
+
+
+def test_squashed_saturated_actions_stay_finite() -> None:
+    head = SquashedGaussianHead(2, DistributionCfg(squash=True))
+    raw = torch.tensor([[60.0, -60.0]])
+    action, log_prob = head.sample(raw)
+    again, entropy = head.evaluate(raw, action)
+    assert action.tolist() == [[pytest.approx(SQUASHED_LIMIT), pytest.approx(-SQUASHED_LIMIT)]]
+    assert torch.isfinite(log_prob).all()
+    assert torch.isfinite(again).all()
+    assert torch.isfinite(entropy).all()
+
+
+@pytest.mark.parametrize(("mean", "log_std"), [(0.0, -1.0), (0.8, -0.5), (-1.5, 0.0)])
+def test_squashed_entropy_equals_that_of_samples(mean: float, log_std: float) -> None:
+    torch.manual_seed(0)
+    head = SquashedGaussianHead(1, DistributionCfg(squash=True, init_log_std=log_std))
+    raw = torch.full((200000, 1), mean)
+    action, log_prob = head.sample(raw)
+    _, entropy = head.evaluate(raw[:1], action[:1])
+    assert abs(float(entropy.detach()) + float(log_prob.detach().mean())) < 0.02
+
+
+def test_categorical_equals_torch() -> None:
+    head = CategoricalHead(5)
+    raw = params(40, 5, scale=2.0)
+    action, log_prob = head.sample(raw)
+    reference = td.Categorical(logits=raw)
+    again, entropy = head.evaluate(raw, action)
+    assert action.shape == (40,)
+    assert action.dtype == torch.int64
+    assert torch.allclose(log_prob, reference.log_prob(action), atol=1e-6)
+    assert torch.equal(again, log_prob)
+    assert torch.allclose(entropy, reference.entropy(), atol=1e-6)
+    assert torch.equal(head.sample(raw, deterministic=True)[0], raw.argmax(-1))
+
+
+def test_categorical_samples_have_the_frequencies() -> None:
+    torch.manual_seed(0)
+    probabilities = torch.tensor([0.1, 0.6, 0.3])
+    action, _ = CategoricalHead(3).sample(probabilities.log().expand(50000, 3))
+    assert torch.allclose(torch.bincount(action).float() / 50000, probabilities, atol=0.01)
+
+
+def test_half_precision_parameters_are_evaluated_in_float32() -> None:
+    raw = params(10, 3)
+    head = GaussianHead(3)
+    exact, _ = head.evaluate(raw.bfloat16().float(), raw)
+    half, _ = head.evaluate(raw.bfloat16(), raw)
+    assert half.dtype == torch.float32
+    assert torch.equal(half, exact)
+
+
+def test_heads_follow_the_action_space() -> None:
+    assert isinstance(build_head(gym.spaces.Discrete(4)), CategoricalHead)
+    box = gym.spaces.Box(-1, 1, (6,), np.float32)
+    assert build_head(box).param_dim == 6
+    assert build_head(box, DistributionCfg(std="state")).param_dim == 12
+    assert isinstance(build_head(3, DistributionCfg(squash=True)), SquashedGaussianHead)
+    for space in (gym.spaces.MultiDiscrete([2, 3]), gym.spaces.Discrete(3, start=1), gym.spaces.Box(-1, 1, (2, 2))):
+        with pytest.raises(ConfigError, match="expected"):
+            build_head(space)

@@ -1,0 +1,75 @@
+"""Running statistics: right, mergeable, frozen when they should be, and part of the policy."""
+
+from __future__ import annotations
+
+import torch
+
+from embodichain.agents.rl.models.normalizer import RunningNormalizer, batch_moments, merge_moments
+
+
+def data(rows: int = 1000, seed: int = 0) -> torch.Tensor:
+    x = torch.randn(rows, 3, generator=torch.Generator().manual_seed(seed))
+    return x * torch.tensor([1.0, 100.0, 1e-3]) + torch.tensor([0.0, 5e4, 3.0])
+
+
+def test_many_small_batches_equal_one_large_one() -> None:
+    x = data()
+    running = RunningNormalizer(3)
+    for part in x.split(7):
+        running.update(part)
+    exact = x.double()
+    assert torch.allclose(running.mean, exact.mean(0), rtol=1e-12)
+    assert torch.allclose(running.variance, exact.var(0, correction=0), rtol=1e-9)
+    assert running.count == 1000
+    normal = running(x)
+    assert torch.allclose(normal.mean(0), torch.zeros(3), atol=1e-2)
+    assert torch.allclose(normal.std(0), torch.ones(3), atol=1e-2)
+
+
+def test_moments_of_two_ranks_merge_to_those_of_all() -> None:
+    a, b = data(300, 1), data(500, 2)
+    merged = merge_moments(batch_moments(a, 3), batch_moments(b, 3))
+    for ours, expected in zip(merged, batch_moments(torch.cat([a, b]), 3), strict=True):
+        assert torch.allclose(ours, expected, rtol=1e-9)
+    shared = RunningNormalizer(3)
+    shared.share = lambda own: [own, batch_moments(b, 3)]
+    shared.update(a)
+    assert torch.allclose(shared.mean, torch.cat([a, b]).double().mean(0), rtol=1e-12)
+
+
+def test_starts_as_identity_and_is_frozen_in_evaluation() -> None:
+    running = RunningNormalizer(3, clip=1e9)
+    x = data(10)
+    assert torch.equal(running(x), x)
+    running.eval()
+    running.update(x)
+    assert running.count == 0
+    running.train()
+    running.update(x)
+    assert running.count == 10
+
+
+def test_constant_columns_are_shifted_and_not_blown_up() -> None:
+    running = RunningNormalizer(2)
+    running.update(torch.tensor([[1.0, 5.0], [3.0, 5.0]]))
+    assert running(torch.tensor([[2.0, 5.0], [2.0, 5.5]])).tolist() == [[0.0, 0.0], [0.0, 0.5]]
+
+
+def test_clips_and_survives_saving() -> None:
+    running = RunningNormalizer(3, clip=2.0)
+    running.update(data())
+    other = RunningNormalizer(3, clip=2.0)
+    other.load_state_dict(running.state_dict())
+    x = data(20, seed=5) * 3
+    assert torch.equal(running(x), other(x))
+    assert running(x).abs().max() == 2.0
+    other.update(data(7, seed=9))
+    running.update(data(7, seed=9))
+    assert torch.equal(running.m2, other.m2)
+
+
+def test_leading_dimensions_do_not_matter() -> None:
+    flat, nested = RunningNormalizer(3), RunningNormalizer(3)
+    flat.update(data(12))
+    nested.update(data(12).view(3, 4, 3))
+    assert torch.equal(flat.mean, nested.mean)

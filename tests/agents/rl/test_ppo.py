@@ -1,0 +1,286 @@
+"""PPO: one update against a straightforward implementation, its options, its interface, its errors."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from embodichain.agents.rl.algo import (
+    PPO,
+    BaseAlgorithm,
+    PPOCfg,
+    build_algo,
+    compute_gae,
+    get_registered_algo_names,
+    minibatch,
+    register_algo,
+)
+from embodichain.agents.rl.collector import SyncCollector
+from embodichain.agents.rl.utils import AlgorithmCfg
+from embodichain.errors import ConfigError, RolloutError, UnknownNameError
+from tests.agents.rl.helpers import ScriptedEnv, make_policy
+
+
+def setup(seed: int = 0, **settings):
+    torch.manual_seed(seed)
+    env = ScriptedEnv(6, ends=[3, 4, 100, 100, 100, 100], limit=5)
+    policy = make_policy(env, **settings)
+    rollout = SyncCollector(env, policy).collect(8)
+    return env, policy, rollout
+
+
+def reference_update(policy: nn.Module, rollout, cfg: PPOCfg) -> list[float]:
+    """PPO as it is written down, with torch.distributions and one whole-rollout minibatch per epoch."""
+    optimizer = torch.optim.Adam(policy.parameters(), lr=cfg.learning_rate, eps=1e-5)
+    gae_keys = ("reward", "value", "next_value", "terminated", "done")
+    advantage, returns = compute_gae(*(rollout[key] for key in gae_keys), cfg.gamma, cfg.gae_lambda)
+    flat = {k: rollout[k].reshape(48, *rollout[k].shape[2:]) for k in ("action", "sample_log_prob", "value")}
+    obs, advantage, returns = rollout["observation"].reshape(-1), advantage.reshape(-1), returns.reshape(-1)
+    advantage = (advantage - advantage.mean()) / (advantage.std(correction=0) + 1e-8)
+    losses = []
+    for _ in range(cfg.n_epochs):
+        features, _ = policy.encoder(obs)
+        distribution = torch.distributions.Normal(policy.actor(features), policy.head.log_std.exp())
+        log_prob = distribution.log_prob(flat["action"]).sum(-1)
+        value = policy.critic(features).squeeze(-1)
+        ratio = (log_prob - flat["sample_log_prob"]).exp()
+        clipped = ratio.clamp(1 - cfg.clip_coef, 1 + cfg.clip_coef)
+        loss = -torch.minimum(ratio * advantage, clipped * advantage).mean()
+        error = (value - returns) ** 2
+        if cfg.clip_value_loss:
+            near = flat["value"] + (value - flat["value"]).clamp(-cfg.clip_coef, cfg.clip_coef)
+            error = torch.maximum(error, (near - returns) ** 2)
+        loss = loss + cfg.vf_coef * error.mean() - cfg.ent_coef * distribution.entropy().sum(-1).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm)
+        optimizer.step()
+        losses.append(float(error.detach().mean()))
+    return losses
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_value_loss": True, "ent_coef": 0.02, "max_grad_norm": 0.05}])
+@pytest.mark.parametrize("rows", [2048, 7])
+def test_equals_a_straightforward_implementation(options, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(minibatch, "CPU_ROWS", rows)  # pieces of a minibatch add up to the same
+    _, policy, rollout = setup()
+    expected = copy.deepcopy(policy)
+    cfg = PPOCfg(n_epochs=3, batch_size=48, learning_rate=1e-2, **options)
+    losses = reference_update(expected, rollout, cfg)
+    metrics = PPO(cfg, policy).update(rollout)
+    for (name, ours), theirs in zip(policy.named_parameters(), expected.parameters(), strict=True):
+        assert torch.allclose(ours, theirs, atol=2e-5), name
+    assert metrics["value_loss"] == pytest.approx(sum(losses) / 3, rel=1e-3)
+
+
+def test_update_adds_advantage_and_return_and_counts_itself() -> None:
+    _, policy, rollout = setup()
+    PPO(PPOCfg(n_epochs=1), policy).update(rollout)
+    expected = compute_gae(*(rollout[k] for k in ("reward", "value", "next_value", "terminated", "done")), 0.99, 0.95)
+    assert torch.equal(rollout["advantage"], expected[0])
+    assert torch.equal(rollout["return"], expected[1])
+    assert policy.version == 1
+
+
+def test_first_ratio_is_one_even_with_normalised_observations() -> None:
+    env, policy, _rollout = setup(normalize_obs=True)
+    algorithm = PPO(PPOCfg(n_epochs=1, batch_size=48), policy)
+    collector = SyncCollector(env, policy)
+    for _ in range(3):  # statistics change between rollouts, never between acting and learning
+        metrics = algorithm.update(collector.collect(8))
+        assert metrics["approx_kl"] < 1e-6
+        assert metrics["clip_fraction"] == 0.0
+    assert policy.encoder.normalizer.count == 3 * 48
+
+
+def test_two_updates_from_the_same_seed_are_the_same() -> None:
+    results = []
+    for _ in range(2):
+        _, policy, rollout = setup()
+        metrics = PPO(PPOCfg(n_epochs=2, batch_size=16), policy).update(rollout)
+        results.append((metrics, [p.clone() for p in policy.parameters()]))
+    assert results[0][0] == results[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
+
+
+def test_linear_learning_rate_follows_progress() -> None:
+    _, policy, rollout = setup()
+    algorithm = PPO(PPOCfg(n_epochs=1, learning_rate=1e-3, lr_schedule="linear"), policy)
+    algorithm.progress = 0.75
+    assert algorithm.update(rollout)["learning_rate"] == pytest.approx(2.5e-4)
+
+
+@pytest.mark.parametrize(("desired_kl", "expected"), [(1e3, 1.5**3), (1e-9, 1.5**-3)])
+def test_adaptive_learning_rate_keeps_the_kl(desired_kl: float, expected: float) -> None:
+    _, policy, rollout = setup()
+    cfg = PPOCfg(n_epochs=3, batch_size=16, learning_rate=1e-3, lr_schedule="adaptive", desired_kl=desired_kl)
+    assert PPO(cfg, policy).update(rollout)["learning_rate"] == pytest.approx(1e-3 * expected)
+
+
+def test_early_stop_on_kl() -> None:
+    _, policy, rollout = setup()
+    cfg = PPOCfg(n_epochs=9, batch_size=16, learning_rate=0.1, target_kl=1e-4)
+    assert PPO(cfg, policy).update(rollout)["epochs"] == 1.0
+    _, policy, rollout = setup()
+    assert PPO(cfg.replace(target_kl=None), policy).update(rollout)["epochs"] == 9.0
+
+
+def test_gradient_norm_is_bounded() -> None:
+    _, policy, rollout = setup()
+    algorithm = PPO(PPOCfg(n_epochs=1, batch_size=48, max_grad_norm=1e-3), policy)
+    seen = []
+
+    class Watch:
+        def average_gradients(self, parameters):
+            seen.append(float(torch.stack([p.grad.norm() for p in parameters]).norm()))
+
+        def mean(self, value):
+            return value
+
+    algorithm.optimizer.ranks = Watch()
+    metrics = algorithm.update(rollout)
+    assert seen[0] == pytest.approx(metrics["grad_norm"], rel=1e-4)
+    assert seen[0] > 1e-3
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_mixed_precision_stays_close_to_full(precision: str) -> None:
+    values = {}
+    for mode in ("off", precision):
+        _, policy, rollout = setup()
+        before = [p.clone() for p in policy.parameters()]
+        values[mode] = PPO(PPOCfg(n_epochs=2, batch_size=48, mixed_precision=mode), policy).update(rollout)
+        assert all(p.dtype == torch.float32 for p in policy.parameters())
+        assert any(not torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
+    assert values[precision]["value_loss"] == pytest.approx(values["off"]["value_loss"], rel=0.05)
+
+
+def test_state_resumes_bitwise() -> None:
+    _, policy, rollout = setup()
+    rollout = rollout.clone()
+    algorithm = PPO(PPOCfg(n_epochs=2, batch_size=16, lr_schedule="adaptive"), policy)
+    algorithm.update(rollout)
+    saved = copy.deepcopy((policy.state_dict(), algorithm.state_dict()))
+    random = torch.get_rng_state()
+    algorithm.update(rollout)
+
+    _, other, _ = setup(seed=9)
+    resumed = PPO(PPOCfg(n_epochs=2, batch_size=16, lr_schedule="adaptive"), other)
+    other.load_state_dict(saved[0])
+    resumed.load_state_dict(saved[1])
+    torch.set_rng_state(random)
+    resumed.update(rollout)
+    for key, tensor in policy.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[key]), key
+    assert resumed.optimizer.learning_rate == algorithm.optimizer.learning_rate
+
+
+# --- the documented interface ---
+
+
+def test_buffer_collect_update_of_the_base_class() -> None:
+    env, policy, _ = setup()
+    algorithm = PPO(PPOCfg(n_epochs=1), policy)
+    algorithm.initialize_buffer(5, env.num_envs, 4, 1, torch.device("cpu"))
+    steps = []
+    obs, _ = env.reset()
+    info = algorithm.collect_rollout(env, policy, obs, 5, on_step_callback=lambda *step: steps.append(step))
+    assert len(steps) == 5
+    assert "rewards/pos" in info
+    assert algorithm.buffer.is_full()
+    metrics = algorithm.update()
+    assert {"policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction", "learning_rate"} <= set(metrics)
+    assert all(isinstance(value, float) for value in metrics.values())
+    with pytest.raises(RolloutError, match=r"needs collect_rollout\(\) before it"):
+        algorithm.update()
+    resets = env.resets
+    algorithm.collect_rollout(env, policy, None, 5)  # goes on
+    assert env.resets == resets
+    algorithm.update()
+
+
+def test_both_ways_give_the_same_numbers() -> None:
+    parameters = []
+    for old in (True, False):
+        torch.manual_seed(3)
+        env = ScriptedEnv(6, ends=4, limit=5)
+        policy = make_policy(env)
+        algorithm = PPO(PPOCfg(n_epochs=2, batch_size=16), policy)
+        if old:
+            algorithm.initialize_buffer(8, 6, 4, 1)
+            algorithm.collect_rollout(env, policy, None, 8)
+            algorithm.update()
+        else:
+            algorithm.update(SyncCollector(env, policy).collect(8))
+        parameters.append(nn.utils.parameters_to_vector(policy.parameters()))
+    assert torch.allclose(parameters[0], parameters[1], atol=1e-6)
+
+
+def test_every_algorithm_takes_a_rollout_or_nothing() -> None:
+    for name in get_registered_algo_names():
+        algorithm = type(build_algo(name, {}, setup()[1]))
+        assert inspect.signature(algorithm.update).parameters["rollout"].default is None
+        assert issubclass(algorithm, BaseAlgorithm)
+
+
+def test_a_flattened_rollout_is_an_error_not_a_rollout_of_single_steps() -> None:
+    _, policy, rollout = setup()
+    with pytest.raises(RolloutError, match=r"got batch size \[48\].*time axis"):
+        PPO(PPOCfg(), policy).update(rollout.reshape(-1))
+
+
+def test_documented_positional_settings() -> None:
+    cfg = PPOCfg("cpu", 1e-4, 32, 0.9, 0.8, 1.0, 3, 0.1, 0.01, 0.25)
+    assert (cfg.n_epochs, cfg.clip_coef, cfg.ent_coef, cfg.vf_coef) == (3, 0.1, 0.01, 0.25)
+
+
+def test_names_and_registration() -> None:
+    assert {"ppo", "grpo"} <= set(get_registered_algo_names())
+    _, policy, _ = setup()
+    algorithm = build_algo("ppo", {"learning_rate": 1e-4}, policy, torch.device("cpu"))
+    assert isinstance(algorithm, PPO)
+    assert algorithm.cfg.learning_rate == 1e-4
+    with pytest.raises(UnknownNameError, match="Did you mean 'ppo'"):
+        build_algo("pppo", {}, policy)
+    with pytest.raises(ConfigError, match="learning_rate"):
+        build_algo("ppo", {"learningrate": 1e-4}, policy)
+
+    class Still(BaseAlgorithm):
+        def update(self, rollout=None):
+            return {"reward": float(self._take(rollout, ["reward"])["reward"].mean())}
+
+    register_algo("test_still", Still)
+    _env, policy, rollout = setup()
+    own = build_algo("test_still", {"gamma": 0.5}, policy)
+    assert isinstance(own.cfg, AlgorithmCfg)
+    assert own.update(rollout) == {"reward": pytest.approx(float(rollout["reward"].mean()))}
+    with pytest.raises(ConfigError, match="taken by Still"):
+        register_algo("test_still", PPO)
+
+
+def test_update_allocates_no_more_than_minibatches() -> None:
+    # Peak memory is the rollout, a few numbers per transition, and one minibatch.
+    torch.manual_seed(0)
+    env = ScriptedEnv(64)
+    policy = make_policy(env)
+    rollout = SyncCollector(env, policy).collect(64)
+    stored = {leaf.untyped_storage().data_ptr() for leaf in rollout.values(True, True)}
+    sizes = []
+
+    class Allocations(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            for tensor in out if isinstance(out, (tuple, list)) else (out,):
+                if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in stored:
+                    sizes.append(tensor.numel())
+            return out
+
+    with Allocations():
+        PPO(PPOCfg(n_epochs=1, batch_size=256), policy).update(rollout)
+    assert rollout["observation", "robot", "qpos"].numel() == 64 * 64 * 2
+    assert max(sizes) <= max(256 * 16, 64 * 64)
