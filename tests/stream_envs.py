@@ -16,8 +16,8 @@ STAMPS = 1 << 20
 class StampEnv(gym.Env):
     """Every frame says which episode it is of and which step: ``state = [stamp, step, length]``, ``reward = stamp``.
 
-    ``fault`` is what happens after ``after`` steps in one process: ``raise``, ``hang``, ``nan`` or ``exit``; ``times``
-    limits it to so many processes, which count themselves as files in ``folder``.
+    Faults: after ``after`` steps in one process the next of ``kinds`` happens that has not happened yet, which is known
+    from files in ``folder``: ``raise``, ``hang``, ``nan`` or ``exit``. A process has one fault at the most.
     """
 
     def __init__(
@@ -27,6 +27,7 @@ class StampEnv(gym.Env):
         self.step_seconds = step_seconds
         self.fault = fault
         self.total = 0
+        self.kind = ""
         spaces: dict[str, gym.Space] = {"state": gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)}
         if pixels:
             spaces["image"] = gym.spaces.Box(0, 255, (pixels, pixels, 3), np.uint8)
@@ -51,34 +52,39 @@ class StampEnv(gym.Env):
             time.sleep(self.step_seconds)
         self.at += 1
         self.total += 1
-        if self.fault and self.total == self.fault["after"] and self._claim_fault():
-            self._fail(self.fault["kind"])
+        if self.fault and self.total == self.fault["after"]:
+            self.kind = _claim_fault(self.fault)
+            _fail(self.kind)
         observation = self._observe()
-        if self.fault and self.fault["kind"] == "nan" and self.total >= self.fault["after"] and self.claimed:
+        if self.kind == "nan":
             observation["state"][1] = np.nan
         done = self.at == self.length
         return observation, float(self.stamp), done, False, {"success": self.stamp % 2 == 0}
 
-    claimed = False
 
-    def _claim_fault(self) -> bool:
-        folder = Path(self.fault["folder"])
-        for number in range(self.fault.get("times", 1)):
-            try:
-                os.close(os.open(folder / f"fault{number}", os.O_CREAT | os.O_EXCL))
-            except FileExistsError:
-                continue
-            self.claimed = True
-            return True
-        return False
+_claimed: list[str] = []
 
-    def _fail(self, kind: str) -> None:
-        if kind == "raise":
-            raise ZeroDivisionError("the simulation broke on purpose")
-        if kind == "hang":
-            time.sleep(3600)
-        if kind == "exit":
-            os._exit(7)
+
+def _claim_fault(fault: dict[str, Any]) -> str:
+    if _claimed:
+        return ""
+    for number, kind in enumerate(fault["kinds"]):
+        try:
+            os.close(os.open(Path(fault["folder"]) / f"fault{number}", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            continue
+        _claimed.append(kind)
+        return kind
+    return ""
+
+
+def _fail(kind: str) -> None:
+    if kind == "raise":
+        raise ZeroDivisionError("the simulation broke on purpose")
+    if kind == "hang":
+        time.sleep(3600)
+    if kind == "exit":
+        os._exit(7)
 
 
 gym.register("Stamp-v0", entry_point=StampEnv, max_episode_steps=1000)

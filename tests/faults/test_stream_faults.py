@@ -1,0 +1,192 @@
+"""Workers that break, hang, lie and are killed; parents that die; all with real processes."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing as mp
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stream_envs import check_chunks, gym_config, stream_settings
+from torch.utils.data import DataLoader
+
+from embodichain.agents.datasets import OnlineDataset
+from embodichain.agents.engine import OnlineDataEngine, OnlineDataEngineCfg
+from embodichain.errors import SimulationError, WorkerError
+
+TESTS = Path(__file__).parents[1]
+
+
+def faulty(folder: Path, kinds: list[str], after: int = 120) -> dict[str, Any]:
+    return gym_config(num_envs=4, kinds=kinds, after=after, folder=str(folder))
+
+
+def sample_until(engine: OnlineDataEngine, condition: Callable[[], bool], seconds: float = 90.0) -> int:
+    """Sample without a break until something has happened; return how many batches that took."""
+    deadline, batches = time.monotonic() + seconds, 0
+    while not condition():
+        check_chunks(engine.sample_batch(32, 4))
+        batches += 1
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.001)
+    return batches
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def children(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task")
+    return [int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split()]
+
+
+def test_workers_that_raise_hang_lie_or_exit_are_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kinds = ["raise", "hang", "nan", "exit"]
+    settings = stream_settings(
+        gym_config=faulty(tmp_path, kinds), refill_threshold=1, num_workers=2, max_restarts=4, worker_timeout=4.0
+    )
+    with caplog.at_level(logging.WARNING), OnlineDataEngine(OnlineDataEngineCfg(**settings)) as engine:
+        batches = sample_until(engine, lambda: engine.stats().restarts >= 4)
+        assert batches > 100
+        # Every worker writes again, and all rows hold whole episodes.
+        before = [engine.episode_info(row).sequence for row in range(16)]
+        sample_until(engine, lambda: all(engine.episode_info(row).sequence > before[row] for row in range(16)))
+    words = caplog.text
+    assert "raised ZeroDivisionError" in words
+    assert "the simulation broke on purpose" in words
+    assert "hung: no sign of life for 4 s" in words
+    assert "observation/state is not finite at step" in words
+    assert "ended with exit code 7" in words
+
+
+def test_a_killed_worker_is_replaced_and_its_rows_stay(caplog: pytest.LogCaptureFixture) -> None:
+    settings = stream_settings(refill_threshold=1, max_restarts=1)
+    with caplog.at_level(logging.WARNING), OnlineDataEngine(OnlineDataEngineCfg(**settings)) as engine:
+        sample_until(engine, lambda: engine.stats().refills > 2)
+        (pid,) = engine.worker_pids
+        os.kill(pid, signal.SIGKILL)
+        sample_until(engine, lambda: engine.stats().restarts == 1)
+        rows = [engine.shared_buffer["reward"][row, 0].item() for row in range(16)]
+        infos = [engine.episode_info(row) for row in range(16) if engine._sampling().buffer.sequence[row] % 2 == 0]
+        assert len(infos) >= 15  # all but the one it may have been writing
+        assert all(info.length >= 5 for info in infos)
+        written = engine.stats().episodes_written
+        sample_until(engine, lambda: engine.stats().episodes_written > written + 32)
+        assert engine.worker_pids != [pid]
+        assert len({engine.episode_info(row).seed for row in range(16)}) == 16
+        assert rows != [engine.shared_buffer["reward"][row, 0].item() for row in range(16)]
+    assert "was killed by SIGKILL" in caplog.text
+
+
+def _sample_until_failure(engine: OnlineDataEngine, pipe: Any) -> None:
+    try:
+        while True:
+            engine.sample_batch(8, 3)
+            time.sleep(0.001)
+    except WorkerError as error:
+        pipe.send((time.monotonic(), str(error), type(error.__cause__).__name__))
+
+
+def test_a_worker_that_keeps_failing_is_reported_to_every_process(tmp_path: Path) -> None:
+    context = mp.get_context("fork")
+    settings = stream_settings(gym_config=faulty(tmp_path, ["raise"] * 9), refill_threshold=1, max_restarts=1)
+    with OnlineDataEngine(OnlineDataEngineCfg(**settings)) as engine:
+        ours, theirs = context.Pipe()
+        reader = context.Process(target=_sample_until_failure, args=(engine, theirs))
+        reader.start()
+        loader = DataLoader(OnlineDataset(engine, 4, batch_size=8), batch_size=None, num_workers=1)
+        with pytest.raises(WorkerError, match=r"(?s)In the worker:.*ZeroDivisionError: the simulation broke"):
+            list(loader)
+        noticed = time.monotonic()
+        assert ours.poll(30)
+        moment, words, cause = ours.recv()
+        assert abs(moment - noticed) < 5
+        assert "stream_envs.py" in words
+        assert "worker 0 raised ZeroDivisionError" in words
+        assert cause == "ZeroDivisionError"
+        reader.join()
+        with pytest.raises(WorkerError) as caught:
+            engine.sample_batch(8, 3)
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
+        assert engine.worker_pids == []
+        assert engine._sampling().buffer.episodes_written >= 16
+
+
+def test_a_failure_before_the_first_fill_ends_start(tmp_path: Path) -> None:
+    settings = stream_settings(gym_config=faulty(tmp_path, ["nan"] * 9, after=2), max_restarts=0)
+    engine = OnlineDataEngine(OnlineDataEngineCfg(**settings))
+    with pytest.raises(WorkerError, match="is not finite") as caught:
+        engine.start()
+    assert isinstance(caught.value.__cause__, SimulationError)
+
+
+def run_script(body: str) -> subprocess.Popen[str]:
+    path = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
+    modules = ("stream_envs", "embodichain.agents.engine", "embodichain.agents.datasets")
+    head = "".join(f"from {module} import *\n" for module in modules)
+    return subprocess.Popen(
+        [sys.executable, "-c", head + body],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+
+
+STREAM = """
+from torch.utils.data import DataLoader
+engine = OnlineDataEngine(OnlineDataEngineCfg(**stream_settings(num_workers=2, refill_threshold=1)))
+engine.start()
+batches = iter(DataLoader(OnlineDataset(engine, 4, batch_size=32), batch_size=None, num_workers=1))
+next(batches)
+print(*engine.worker_pids, flush=True)
+for batch in batches:
+    pass
+"""
+
+
+def test_nothing_is_left_when_the_parent_is_killed() -> None:
+    before = set(os.listdir("/dev/shm"))
+    parent = run_script(STREAM)
+    assert parent.stdout is not None
+    workers = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(workers) == 2
+    assert all(is_alive(pid) for pid in workers)
+    parent.kill()
+    killed = time.monotonic()
+    parent.wait()
+    while any(is_alive(pid) for pid in workers):
+        assert time.monotonic() - killed < 5, "a worker outlived its parent"
+        time.sleep(0.02)
+    assert not {name for name in set(os.listdir("/dev/shm")) - before if "embodichain" in name}
+    parent.stdout.close()
+
+
+def test_ctrl_c_during_start_ends_everything_quietly() -> None:
+    parent = run_script(
+        "engine = OnlineDataEngine(OnlineDataEngineCfg(**stream_settings(gym_config=gym_config(step_seconds=0.2))))\n"
+        "print('starting', flush=True)\nengine.start()\n"
+    )
+    assert parent.stdout is not None
+    parent.stdout.readline()
+    deadline = time.monotonic() + 60
+    while not (workers := children(parent.pid)):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    time.sleep(1.0)
+    parent.send_signal(signal.SIGINT)
+    _, errors = parent.communicate(timeout=30)
+    assert "KeyboardInterrupt" in errors
+    assert "boot.py" not in errors
+    assert not any(is_alive(pid) for pid in workers)
