@@ -135,7 +135,7 @@ class Trainer:
             self.guard.check_rollout(rollout, self.global_step)
         collected = time.perf_counter()
 
-        self.algorithm.progress = self._share_done() or 0.0
+        self.algorithm.progress = self._progress()
         with torch_threads(self._update_threads):
             measures = self.algorithm.update(rollout)
         if self.guard is not None:
@@ -151,7 +151,7 @@ class Trainer:
             "time/steps_per_second": rollout.numel() / (updated - began),
         }
         self.log.write(self.global_step, statistics | {f"update/{k}": v for k, v in measures.items()} | times)
-        self._note_episodes(statistics)
+        self.counters.note(self.collector.episodes["return"].tolist(), statistics.get("episode/success"))
         self.view.show(self._standing())
 
     def _stop_reason(self, signals: StopSignals) -> StopReason | None:
@@ -208,23 +208,19 @@ class Trainer:
 
     # --- what is shown --------------------------------------------------------------------------------------------
 
-    def _share_done(self) -> float | None:
-        limit, seconds = num_iterations(self.cfg.trainer), self.cfg.trainer.max_seconds
-        if limit is not None:
-            return min(1.0, self.counters.iteration / limit)
+    def _progress(self) -> float:
+        """Return the share of the training that is over: by the clock only if nothing else ends it."""
+        limit = num_iterations(self.cfg.trainer)
+        return self._share_of_time() or 0.0 if limit is None else min(1.0, self.counters.iteration / limit)
+
+    def _share_of_time(self) -> float | None:
+        seconds = self.cfg.trainer.max_seconds
         return None if seconds is None else min(1.0, self.counters.seconds / seconds)
 
-    def _note_episodes(self, statistics: Mapping[str, float]) -> None:
-        self.counters.returns.extend(self.collector.episodes["return"].tolist())
-        if "episode/success" in statistics:
-            self.counters.successes.append((statistics["episode/success"], statistics["episode/count"]))
-
     def _standing(self) -> Standing:
-        returns, successes = self.counters.returns, self.counters.successes
-        count = sum(number for _, number in successes)
         return Standing(
             step=self.global_step,
-            done=self._share_done(),
-            mean_return=sum(returns) / len(returns) if returns else None,
-            success=sum(rate * number for rate, number in successes) / count if count else None,
+            done=max(self._progress(), self._share_of_time() or 0.0),
+            mean_return=self.counters.mean_return,
+            success=self.counters.success_rate,
         )

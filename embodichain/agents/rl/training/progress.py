@@ -21,8 +21,8 @@ class Standing:
 
     step: int
     """Environment steps so far."""
-    done: float | None
-    """Share of the training that is over, if its end is known."""
+    done: float
+    """Share of the training that is over."""
     mean_return: float | None
     """Mean return of recent episodes."""
     success: float | None
@@ -43,7 +43,7 @@ class ProgressView:
         if self.console.is_terminal:
             columns = TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[text]}")
             self._bar = Progress(*columns, console=self.console, transient=True)
-            self._task = self._bar.add_task(self._name, total=None, text="")
+            self._task = self._bar.add_task(self._name, total=1.0, text="")
             self._bar.start()
         return self
 
@@ -55,10 +55,10 @@ class ProgressView:
 
     def show(self, now: Standing) -> None:
         """Show where training stands."""
-        self._marks.append((time.monotonic(), now.step, now.done or 0.0))
+        self._marks.append((time.monotonic(), now.step, now.done))
         text = self._text(now)
         if self._bar is not None:
-            self._bar.update(self._task, completed=now.done, total=None if now.done is None else 1.0, text=text)
+            self._bar.update(self._task, completed=now.done, text=text)
         elif time.monotonic() - self._last_line > _LINE_SECONDS:
             self._last_line = time.monotonic()
             self.say(f"{self._name}: {text}")
@@ -76,7 +76,7 @@ class ProgressView:
         (begin, first, share), (end, last, done) = self._marks[0], self._marks[-1]
         if end > begin:
             parts.append(f"{_short(round((last - first) / (end - begin)))} steps/s")
-            if now.done is not None and done > share:
+            if done > share:
                 parts.append(f"{_clock((1.0 - done) * (end - begin) / (done - share))} left")
         return " | ".join(parts)
 

@@ -33,8 +33,27 @@ class Counters:
     """Score of the best evaluation."""
     returns: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
     """Returns of recent episodes."""
-    successes: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    successes: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_RECENT))
     """Success rate and number of the episodes of recent rollouts."""
+
+    @property
+    def mean_return(self) -> float | None:
+        """Mean return of recent episodes."""
+        return sum(self.returns) / len(self.returns) if self.returns else None
+
+    @property
+    def success_rate(self) -> float | None:
+        """Share of recent episodes that ended in success, where the task tells."""
+        count = sum(number for _, number in self.successes)
+        return sum(rate * number for rate, number in self.successes) / count if count else None
+
+    def note(self, returns: list[float], success_rate: float | None) -> None:
+        """Take in the episodes that ended in a rollout."""
+        self.returns.extend(returns)
+        if success_rate is not None:
+            self.successes.append((success_rate, len(returns)))
+            while sum(number for _, number in self.successes) - self.successes[0][1] >= _RECENT:
+                self.successes.popleft()
 
     def to_data(self) -> dict[str, Any]:
         """Return plain data."""

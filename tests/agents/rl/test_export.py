@@ -1,0 +1,121 @@
+"""Exported policies do what the policies do, in another runtime."""
+
+from __future__ import annotations
+
+import json
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import nn
+
+from embodichain.agents.rl import export
+from embodichain.agents.rl.export import export_onnx
+from embodichain.agents.rl.models import build_policy
+from embodichain.agents.rl.train import train_from_config
+from embodichain.agents.rl.utils.checkpoint import load_policy
+from embodichain.cli.export import main as export_command
+from embodichain.errors import ExportError, OutputError
+from tests.agents.rl.training_cases import write_config
+
+onnxruntime = pytest.importorskip("onnxruntime", reason="needs the extra 'export'")
+pytest.importorskip("onnxscript", reason="needs the extra 'export'")
+
+VECTORS = gym.spaces.Dict(
+    {
+        "robot": gym.spaces.Dict({"qvel": gym.spaces.Box(-9, 9, (2,)), "qpos": gym.spaces.Box(-9, 9, (3,))}),
+        "goal": gym.spaces.Dict({"pos": gym.spaces.Box(-9, 9, (2,))}),
+    }
+)
+PICTURES = gym.spaces.Dict(
+    {**VECTORS.spaces, "image": gym.spaces.Dict({"top": gym.spaces.Box(0, 255, (12, 12, 3), np.uint8)})}
+)
+SMALL = {"type": "mlp", "hidden_sizes": [8]}
+CASES = {
+    "vectors": ({"normalize_obs": True, "critic_obs": ["goal"]}, VECTORS, gym.spaces.Box(-1, 1, (2,))),
+    "memory, pictures": ({"memory": {"hidden_size": 4}}, PICTURES, gym.spaces.Discrete(3)),
+}
+
+
+def observation(batch, pictures=False):
+    tensors = {
+        "robot/qvel": torch.randn(batch, 2),
+        "robot/qpos": torch.randn(batch, 3) * 3 + 5,
+        "goal/pos": torch.randn(batch, 2),
+    }
+    if pictures:
+        tensors["image/top"] = torch.randint(0, 256, (batch, 12, 12, 3), dtype=torch.uint8)
+    nested = TensorDict({}, batch_size=[batch])
+    for name, value in tensors.items():
+        nested.set(tuple(name.split("/")), value)
+    return nested, {name: value.numpy() for name, value in tensors.items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_exported_actions_equal_the_policys(tmp_path, case):
+    settings, observations, actions = CASES[case]
+    torch.manual_seed(0)
+    policy = build_policy(
+        {"name": "actor_critic", "actor": SMALL, "critic": SMALL, **settings}, observations, actions, "cpu"
+    )
+    pictures = observations is PICTURES
+    with torch.no_grad():  # larger weights than at the start, so that actions differ and reach their bounds
+        for layer in policy.actor:
+            if isinstance(layer, nn.Linear):
+                nn.init.normal_(layer.weight, std=1.0)
+    policy.update_normalizer(observation(50, pictures)[0])
+    session = onnxruntime.InferenceSession(str(export_onnx(policy, observations, actions, tmp_path / "p.onnx")))
+    batch = 6
+    state = policy.initial_state(batch)
+    hidden = None if state is None else state.numpy()
+    distinct = set()
+    for _ in range(4):
+        obs, feed = observation(batch, pictures)
+        with torch.no_grad():
+            wanted, _, _, state = policy.act(obs, state, deterministic=True)
+        given = {**feed, "hidden": hidden} if hidden is not None else feed
+        names = {entry.name for entry in session.get_inputs()}
+        got = session.run(None, {name: value for name, value in given.items() if name in names})
+        if wanted.is_floating_point():
+            assert np.abs(got[0]).max() == 1.0  # bounded as the environment would
+            wanted = wanted.clamp(-1, 1)
+        assert np.allclose(got[0], wanted.numpy(), atol=1e-5)
+        distinct |= set(np.round(got[0], 3).reshape(-1).tolist())
+        hidden = got[1] if hidden is not None else None
+    assert len(distinct) > 1
+    entries = session.get_modelmeta().custom_metadata_map
+    assert json.loads(entries["action_space"])["type"] == ("discrete" if pictures else "box")
+
+
+def test_command_exports_a_run(tmp_path, capsys):
+    train_from_config(write_config(tmp_path / "c.json", tmp_path / "run", trainer={"iterations": 2}))
+    assert export_command([str(tmp_path / "run"), "--onnx", str(tmp_path / "out" / "p.onnx")]) == 0
+    assert str(tmp_path / "out" / "p.onnx") in capsys.readouterr().out
+    session = onnxruntime.InferenceSession(str(tmp_path / "out" / "p.onnx"))
+    feed = {"robot/qpos": np.full((1, 2), 0.3, np.float32), "robot/qvel": np.full((1, 2), -0.2, np.float32)}
+    policy = load_policy(tmp_path / "run")
+    obs = TensorDict({"robot": {name[6:]: torch.from_numpy(value) for name, value in feed.items()}}, batch_size=[1])
+    assert np.allclose(session.run(None, feed)[0], policy.get_action(obs, deterministic=True)[0].detach(), atol=1e-5)
+
+
+def test_difference_is_noticed_and_no_file_is_left(tmp_path, monkeypatch):
+    policy = build_policy({"name": "actor_only", "actor": SMALL}, VECTORS, gym.spaces.Box(-1, 1, (2,)), "cpu")
+    check = export.check_parity
+
+    def changed(acting, *rest):
+        with torch.no_grad():
+            acting.policy.actor[-1].bias += 0.5
+        return check(acting, *rest)
+
+    monkeypatch.setattr(export, "check_parity", changed)
+    with pytest.raises(ExportError, match="action of the exported policy differs by 0.5"):
+        export_onnx(policy, VECTORS, gym.spaces.Box(-1, 1, (2,)), tmp_path / "p.onnx")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_file_name_must_say_onnx(tmp_path):
+    policy = build_policy({"name": "actor_only", "actor": SMALL}, VECTORS, 2, "cpu")
+    with pytest.raises(OutputError, match=r"\.onnx"):
+        export_onnx(policy, VECTORS, gym.spaces.Box(-1, 1, (2,)), tmp_path / "p.pt")

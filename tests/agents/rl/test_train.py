@@ -1,0 +1,209 @@
+"""From the command line and a file to a config, and what is said when something in them is wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from embodichain.agents.rl.train import main, make_eval_env, parse_args, train_from_config
+from embodichain.agents.rl.training.config import TrainCfg, complete, load_train_config, num_iterations, override
+from embodichain.agents.rl.utils.checkpoint import find_checkpoint, load_checkpoint
+from embodichain.agents.utils.modules import import_trusted
+from embodichain.config import load_config
+from embodichain.errors import ConfigError, UnknownNameError, UntrustedModuleError
+from tests.agents.rl.training_cases import train_config, write_config
+
+ROOT = Path(__file__).parents[3]
+SHIPPED = sorted((ROOT / "configs" / "agents" / "rl").rglob("train_config*.json"))
+
+
+def loaded(tmp_path, words=(), **changes) -> TrainCfg:
+    return override(load_train_config(write_config(tmp_path / "c.json", tmp_path / "run", **changes)), list(words))
+
+
+# --- the command line ---------------------------------------------------------------------------------------------
+
+
+def test_command_line_is_taken_apart():
+    args = parse_args(["c.json", "--trainer.num_envs", "128", "--trust", "mine", "--algorithm.cfg.gamma", "0.9"])
+    assert (args.config, args.resume, args.trust) == (Path("c.json"), None, ("mine",))
+    assert args.overrides == ["--trainer.num_envs", "128", "--algorithm.cfg.gamma", "0.9"]
+    assert parse_args(["--config", "c.json"]).config == Path("c.json")
+    assert parse_args(["--resume", "run", "--trust", "a", "--trust", "b"]).trust == ("a", "b")
+
+
+@pytest.mark.parametrize("words", [[], ["c.json", "--resume", "run"], ["c.json", "--config", "d.json"], ["--config"]])
+def test_command_line_needs_one_config_or_run(words):
+    with pytest.raises(ConfigError, match="command line"):
+        parse_args(words)
+
+
+def test_help_is_there_without_a_config(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--help"])
+    assert stop.value.code == 0
+    assert "--resume RUN" in capsys.readouterr().out
+
+
+def test_help_with_a_config_lists_every_field(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([str(write_config(tmp_path / "c.json", tmp_path / "run")), "--help"])
+    assert stop.value.code == 0
+    listed = capsys.readouterr().out
+    for field in ("--trainer.num_envs", "--algorithm.cfg.clip_coef", "--trainer.gym_config.env.substeps"):
+        assert field in listed
+
+
+def test_any_field_can_be_overridden(tmp_path):
+    words = ["--trainer.num_envs", "16", "--algorithm.cfg.gamma", "0.9", "--trainer.gym_config.env.substeps", "5"]
+    cfg = loaded(tmp_path, [*words, "--policy.actor.hidden_sizes", "[7, 7]", "--trainer.seed", "3"])
+    assert cfg.trainer.num_envs == cfg.trainer.gym_config["num_envs"] == 16
+    assert cfg.algorithm.cfg["gamma"] == 0.9
+    assert cfg.trainer.gym_config["env"]["substeps"] == 5
+    assert cfg.policy["actor"]["hidden_sizes"] == [7, 7]
+    assert cfg.trainer.gym_config["seed"] == 3
+
+
+def test_module_and_command_train_alike(tmp_path):
+    for name, command in (
+        ("module", ["embodichain.agents.rl.train", "--config"]),
+        ("command", ["embodichain", "train"]),
+    ):
+        config = write_config(tmp_path / f"{name}.json", tmp_path / name, trainer={"iterations": 1})
+        done = subprocess.run([sys.executable, "-m", *command, str(config)], capture_output=True, text=True, cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+        assert f"run: {tmp_path / name}" in done.stderr
+    a, b = (load_checkpoint(find_checkpoint(tmp_path / name))["random"]["torch"] for name in ("module", "command"))
+    assert a.equal(b)
+
+
+def test_wrong_field_ends_with_a_message_and_code_2(tmp_path):
+    config = write_config(tmp_path / "c.json", tmp_path / "run", trainer={"iteration": 5})
+    done = subprocess.run(
+        [sys.executable, "-m", "embodichain.agents.rl.train", "--config", str(config)], capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "trainer.iteration: unknown key" in done.stderr
+    assert "'iterations'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# --- the file -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"trainer": {"num_envs": "8"}}, ConfigError, r"trainer\.num_envs: expected an integer"),
+        ({"trainer": {"model_type": "vlaa"}}, ConfigError, r"trainer\.model_type: expected"),
+        ({"trainer": {"iterations": None}}, ConfigError, "expected iterations, total_steps or max_seconds"),
+        ({"trainer": {"enable_eval": False, "target_success": 0.9}}, ConfigError, "a target is judged by evaluations"),
+        ({"trainer": {"exp_name": "../../elsewhere"}}, ConfigError, r"trainer\.exp_name"),
+        ({"trainer": {"gym_config": {"id": "CartPoleLR"}}}, UnknownNameError, "CartPoleRL"),
+        ({"trainer": {"gym_config": {"env": {"substep": 3}}}}, ConfigError, "substeps"),
+        ({"algorithm": {"name": "pop"}}, UnknownNameError, "unknown algorithm 'pop'.*'ppo'"),
+        ({"algorithm": {"cfg": {"gama": 0.9}}}, ConfigError, r"gama: unknown key.*'gamma'"),
+        ({"algorithm": {"cfg": {"gamma": 1.5}}}, ConfigError, "gamma"),
+        ({"policy": {"name": "actor_critik"}}, UnknownNameError, "unknown policy 'actor_critik'.*'actor_critic'"),
+        ({"policy": {"actor": {"activation": "rellu"}}}, UnknownNameError, "unknown activation 'rellu'.*'relu'"),
+        ({"optimizer": {}}, ConfigError, "optimizer: unknown key"),
+    ],
+)
+def test_mistakes_are_named(tmp_path, changes, error, message):
+    with pytest.raises(error, match=message):
+        train_from_config(write_config(tmp_path / "c.json", tmp_path / "run", **changes))
+
+
+def test_environment_is_a_file_beside_the_config_an_id_or_inline(tmp_path, monkeypatch):
+    folder = tmp_path / "configs"
+    folder.mkdir()
+    (folder / "gym.json").write_text(json.dumps({"id": "CartPoleRL", "max_episode_steps": 33, "num_envs": 4}))
+    data = train_config(tmp_path / "run")
+    del data["trainer"]["num_envs"]
+    data["trainer"]["gym_config"] = "gym.json"
+    (folder / "c.json").write_text(json.dumps(data))
+    monkeypatch.chdir(tmp_path)
+    cfg = override(load_train_config("configs/c.json"), [])
+    assert cfg.trainer.gym_config["max_episode_steps"] == 33
+    assert cfg.trainer.num_envs == 4
+    data["trainer"]["gym_config"] = "CartPoleRL"
+    assert complete(TrainCfg.from_dict(data)).trainer.gym_config["max_episode_steps"] == 500
+    data["trainer"]["gym_config"] = "elsewhere.json"
+    with pytest.raises(ConfigError, match="no such file"):
+        complete(TrainCfg.from_dict(data))
+
+
+def test_gymnasium_keeps_its_own_time_limit(tmp_path):
+    cfg = loaded(tmp_path)
+    cfg = override(cfg.replace(trainer=cfg.trainer.replace(gym_config={"id": "CartPole-v1"})), [])
+    with make_eval_env(cfg) as env:
+        assert env.max_episode_steps == 500
+
+
+def test_evaluation_environment_has_its_own_settings(tmp_path):
+    settings = {"eval_gym_config": {"max_episode_steps": 7}, "num_eval_episodes": 3, "num_eval_envs": 2}
+    cfg = loaded(tmp_path, trainer=settings)
+    with make_eval_env(cfg) as env:
+        assert (env.num_envs, env.max_episode_steps) == (2, 7)
+
+
+def test_whichever_limit_comes_first_ends_the_training(tmp_path):
+    settings = loaded(tmp_path, trainer={"iterations": 10, "total_steps": 500}).trainer  # 128 steps per rollout
+    assert num_iterations(settings) == 4
+    assert num_iterations(settings.replace(total_steps=None)) == 10
+    assert num_iterations(settings.replace(total_steps=None, iterations=None)) is None
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(ROOT / "configs")))
+def test_shipped_configs_train(tmp_path, path):
+    words = ["--trainer.iterations", "1", "--trainer.enable_eval", "false", "--trainer.target_return", "None"]
+    words += ["--trainer.target_success", "None", "--trainer.buffer_size", "4", "--trainer.num_envs", "8"]
+    result = train_from_config(path, [*words, "--trainer.run_dir", str(tmp_path)])
+    assert result.global_step == 32
+    assert "gym_config" in load_config(path)["trainer"]
+
+
+# --- trust --------------------------------------------------------------------------------------------------------
+
+MODULE = """
+from pathlib import Path
+from embodichain.agents.rl.models import ActorOnly, register_policy
+register_policy("{name}_policy", type("Mine", (ActorOnly,), {{}}))
+Path(__file__).with_suffix(".ran").touch()
+"""
+
+
+def test_config_alone_imports_nothing(tmp_path):
+    (tmp_path / "mine_a.py").write_text(MODULE.format(name="mine_a"))
+    settings = {"import_modules": ["mine_a"], "iterations": 1}
+    config = write_config(tmp_path / "c.json", tmp_path / "run", trainer=settings, policy={"name": "mine_a_policy"})
+    with pytest.raises(UntrustedModuleError, match=r"c\.json names the module 'mine_a'.*--trust mine_a"):
+        train_from_config(config)
+    assert not (tmp_path / "mine_a.ran").exists()
+
+
+def test_trusted_module_beside_the_config_is_imported(tmp_path):
+    (tmp_path / "mine_b.py").write_text(MODULE.format(name="mine_b"))
+    data = train_config(tmp_path / "run", trainer={"import_modules": ["mine_b"], "iterations": 1})
+    data["policy"] = {"name": "mine_b_policy"}
+    data["algorithm"] = {"name": "grpo", "cfg": {"group_size": 4}}
+    (tmp_path / "c.json").write_text(json.dumps(data))
+    assert train_from_config(tmp_path / "c.json", trusted_modules=["mine_b"]).iteration == 1
+    assert (tmp_path / "mine_b.ran").exists()
+    assert str(tmp_path) not in sys.path
+
+
+def test_module_that_is_nowhere_is_named(tmp_path):
+    with pytest.raises(UnknownNameError, match="there is no module 'mine_c' on Python's path, nor in"):
+        import_trusted(["mine_c"], [tmp_path])
+
+
+def test_module_that_fails_is_not_half_imported(tmp_path):
+    (tmp_path / "mine_d.py").write_text("raise RuntimeError('broken')")
+    with pytest.raises(RuntimeError, match="broken"):
+        import_trusted(["mine_d"], [tmp_path])
+    assert "mine_d" not in sys.modules

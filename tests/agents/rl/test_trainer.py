@@ -1,0 +1,294 @@
+"""The training loop: when things happen, what is kept, how it ends."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+from embodichain.agents.rl.algo.base import BaseAlgorithm
+from embodichain.agents.rl.collector.sync_collector import SyncCollector
+from embodichain.agents.rl.train import build_trainer, resume_training, train_from_config
+from embodichain.agents.rl.trainer import Trainer
+from embodichain.agents.rl.training.config import TrainCfg, complete, override
+from embodichain.agents.rl.training.progress import ProgressView, Standing
+from embodichain.agents.rl.training.run_folder import RunFolder
+from embodichain.agents.rl.training.run_log import read_metrics
+from embodichain.agents.rl.training.schedule import Every
+from embodichain.agents.rl.training.threads import update_threads
+from embodichain.agents.rl.utils.checkpoint import find_checkpoint, list_checkpoints, load_checkpoint
+from embodichain.envs.registration import make
+from embodichain.errors import ConfigError, MissingExtraError, NotFiniteError
+from embodichain.extras import available
+from tests.agents.rl.test_checkpoint import same
+from tests.agents.rl.training_cases import GRPO, train_config, write_config
+
+PER_ROLLOUT = 8 * 16
+
+
+def trainer_for(run_dir, **changes) -> Trainer:
+    cfg = override(complete(TrainCfg.from_dict(train_config(run_dir, **changes))), [])
+    return build_trainer(cfg, RunFolder.create(cfg))
+
+
+def steps_with(run_dir, name):
+    return [line["step"] for line in read_metrics(run_dir / "metrics.jsonl") if name in line]
+
+
+# --- schedules ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("frequency", "jump"), [(200, 65_536), (1000, 300), (300, 300), (7, 3)])
+def test_schedule_fires_at_the_first_step_past_each_multiple(frequency, jump):
+    schedule, fired = Every(frequency), []
+    for step in range(jump, 20 * jump + 1, jump):
+        if schedule.due(step):
+            fired.append(step)
+    # Oracle: an interval (step - jump, step] contains a multiple of the frequency.
+    expected = [s for s in range(jump, 20 * jump + 1, jump) if s // frequency > (s - jump) // frequency]
+    assert fired == expected
+
+
+def test_schedule_of_zero_never_fires():
+    assert not any(Every(0).due(step) for step in range(0, 1000, 10))
+
+
+def test_evaluations_and_checkpoints_happen_on_crossing(tmp_path):
+    settings = {"iterations": 6, "eval_freq": 300, "save_freq": 200, "keep_checkpoints": 99}
+    train_from_config(write_config(tmp_path / "c.json", tmp_path / "run", trainer=settings))
+    # Rollouts end at 128, 256, ... 768: 300 is crossed at 384, 600 at 640, and the end is evaluated as well.
+    assert steps_with(tmp_path / "run", "eval/return") == [384, 640, 768]
+    assert steps_with(tmp_path / "run", "update/policy_loss") == [PER_ROLLOUT * i for i in range(1, 7)]
+    saved = [int(path.name[5:]) for path in list_checkpoints(tmp_path / "run" / "checkpoints")]
+    assert {0, 256, 512, 640, 768} <= set(saved)  # 200, 400, 600 and the end; best ones come on top
+
+
+def test_global_step_counts_transitions_of_all_envs(tmp_path):
+    result = train_from_config(write_config(tmp_path / "c.json", tmp_path / "run", trainer={"iterations": 3}))
+    assert (result.iteration, result.global_step, result.reason) == (3, 3 * PER_ROLLOUT, "iterations")
+
+
+def test_total_steps_are_reached_and_not_passed_by_more_than_a_rollout(tmp_path):
+    settings = {"iterations": None, "total_steps": 2 * PER_ROLLOUT + 1}
+    assert train_from_config(write_config(tmp_path / "c.json", tmp_path / "run", trainer=settings)).iteration == 3
+
+
+# --- what is kept -------------------------------------------------------------------------------------------------
+
+
+def test_latest_and_best_checkpoints_are_kept_and_others_pruned(tmp_path):
+    trainer = trainer_for(tmp_path / "run")
+    folder = trainer.folder
+    for step in range(1, 7):
+        trainer.counters.global_step = step
+        trainer.save_checkpoint(best=step == 2)
+    assert [int(path.name[5:]) for path in list_checkpoints(folder.checkpoints)] == [2, 5, 6]
+    assert find_checkpoint(folder.path, "best").resolve().name == f"step_{2:012d}"
+    assert (folder.checkpoints / "latest").resolve() == find_checkpoint(folder.path, "latest").resolve()
+
+
+def test_resolved_config_starts_the_same_run_again(tmp_path):
+    train_from_config(write_config(tmp_path / "c.json", tmp_path / "run"))
+    resolved = json.loads((tmp_path / "run" / "train_config.json").read_text())
+    assert resolved["algorithm"]["cfg"]["gamma"] == 0.99  # a default is written out
+    assert resolved["trainer"]["gym_config"]["env"]["substeps"] == 10
+    again = tmp_path / "again.json"
+    again.write_text(json.dumps(resolved))
+    train_from_config(again, ["--trainer.run_dir", str(tmp_path / "again")])
+    first, second = (load_checkpoint(find_checkpoint(tmp_path / name))["policy"] for name in ("run", "again"))
+    assert same(first, second)
+
+
+def test_runs_without_a_given_folder_get_new_ones(tmp_path):
+    config = write_config(
+        tmp_path / "c.json", tmp_path, trainer={"run_dir": None, "output_dir": str(tmp_path / "runs"), "iterations": 1}
+    )
+    folders = [train_from_config(config).run_dir for _ in range(2)]
+    assert folders[0] != folders[1]
+    assert all(folder.parent == tmp_path / "runs" and folder.name.startswith("test_") for folder in folders)
+
+
+def test_everything_worth_knowing_is_logged(tmp_path):
+    train_from_config(write_config(tmp_path / "c.json", tmp_path / "run"))
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    names = {name for line in lines for name in line}
+    assert {
+        "rewards/alive",
+        "metrics/success",
+        "episode/return",
+        "episode/length",
+        "update/approx_kl",
+        "update/learning_rate",
+        "time/steps_per_second",
+        "eval/return",
+        "eval/success",
+    } <= names
+    parts = [
+        line["rewards/alive"] + line["rewards/position"] + line["rewards/effort"]
+        for line in lines
+        if "update/epochs" in line
+    ]
+    assert all(0.9 < part <= 1.0 for part in parts)
+
+
+def test_wandb_is_asked_for_only_by_flag(tmp_path):
+    if available("wandb"):
+        pytest.skip("wandb is installed")
+    config = write_config(tmp_path / "c.json", tmp_path / "run", trainer={"use_wandb": True})
+    with pytest.raises(MissingExtraError, match=r"embodichain-agents\[track\]"):
+        train_from_config(config)
+
+
+# --- how it ends --------------------------------------------------------------------------------------------------
+
+
+def test_training_stops_at_the_target(tmp_path):
+    settings = {"iterations": 50, "target_return": 1.0, "eval_freq": 1}
+    result = train_from_config(write_config(tmp_path / "c.json", tmp_path / "run", trainer=settings))
+    assert (result.reason, result.iteration) == ("target", 1)
+
+
+def test_a_target_beyond_reach_does_not_stop(tmp_path):
+    settings = {"target_return": 1e9, "eval_freq": 1}
+    assert (
+        train_from_config(write_config(tmp_path / "c.json", tmp_path / "run", trainer=settings)).reason == "iterations"
+    )
+
+
+def test_training_stops_when_the_time_is_over(tmp_path):
+    settings = {"iterations": None, "max_seconds": 0.3}
+    result = train_from_config(write_config(tmp_path / "c.json", tmp_path / "run", trainer=settings))
+    assert result.reason == "max_seconds"
+    assert result.seconds >= 0.3
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interruption_saves_and_ends_cleanly(tmp_path, number):
+    settings = {"iterations": 100_000, "save_freq": 0, "eval_freq": 0}
+    config = write_config(tmp_path / "c.json", tmp_path / "run", trainer=settings)
+    command = [sys.executable, "-m", "embodichain.agents.rl.train", "--config", str(config)]
+    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while len(read_metrics(tmp_path / "run" / "metrics.jsonl")) < 3 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert f"go on with: embodichain train --resume {tmp_path / 'run'}" in said
+    assert "Traceback" not in said
+    state, lines = load_checkpoint(find_checkpoint(tmp_path / "run")), read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert state["trainer"]["iteration"] == len(lines) >= 3
+    result = resume_training(tmp_path / "run", ["--trainer.iterations", str(len(lines) + 1)])
+    assert result.iteration == len(lines) + 1
+
+
+def test_evaluation_does_not_change_training(tmp_path):
+    for name, settings in (("with", {"eval_freq": 1}), ("without", {"enable_eval": False})):
+        train_from_config(write_config(tmp_path / f"{name}.json", tmp_path / name, trainer=settings))
+    a, b = (load_checkpoint(find_checkpoint(tmp_path / name)) for name in ("with", "without"))
+    assert all(same(a[part], b[part]) for part in ("policy", "algorithm", "env", "random"))
+
+
+def test_seed_decides_the_run(tmp_path):
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        train_from_config(write_config(tmp_path / f"{name}.json", tmp_path / name, trainer={"seed": seed}))
+    a, b, c = (load_checkpoint(find_checkpoint(tmp_path / name))["policy"] for name in "abc")
+    assert same(a, b)
+    assert not same(a, c)
+
+
+# --- the guard against NaN ----------------------------------------------------------------------------------------
+
+
+def test_nan_in_a_rollout_stops_and_can_be_repeated(tmp_path, monkeypatch):
+    trainer = trainer_for(tmp_path / "run")
+    collect = SyncCollector.collect
+
+    def spoilt(self, num_steps):
+        rollout = collect(self, num_steps)
+        if trainer.counters.iteration == 1:
+            rollout["observation", "robot", "qvel"][5, 3, 1] = torch.inf
+        return rollout
+
+    monkeypatch.setattr(SyncCollector, "collect", spoilt)
+    where = r"observation/robot/qvel of env 5 in step 3 of the rollout that began at step 128 is \[.*inf\]"
+    with pytest.raises(NotFiniteError, match=where):
+        trainer.train()
+    saved = load_checkpoint(tmp_path / "run" / "failure")
+    assert saved["rollout"].batch_size == (8, 16)
+    # The simulation before the rollout and the rollout's actions give its rewards again.
+    with make(trainer.cfg.trainer.gym_config) as env:
+        env.set_state(saved["env_before"])
+        rewards = [env.step(saved["rollout"]["action"][:, t].clamp(-1, 1))[1] for t in range(16)]
+    assert torch.equal(torch.stack(rewards, dim=1), saved["rollout"]["reward"])
+
+
+def test_nan_in_an_update_stops(tmp_path, monkeypatch):
+    trainer = trainer_for(tmp_path / "run", algorithm=GRPO)
+    update = BaseAlgorithm._finish_update
+
+    def spoilt(self, rollout):
+        update(self, rollout)
+        with torch.no_grad():
+            self.policy.actor[0].bias[2] = torch.nan
+
+    monkeypatch.setattr(BaseAlgorithm, "_finish_update", spoilt)
+    with pytest.raises(NotFiniteError, match=r"the parameter actor\.0\.bias is not finite after the update at step 0"):
+        trainer.train()
+    assert torch.isnan(load_checkpoint(tmp_path / "run" / "failure")["policy"]["actor.0.bias"][2])
+
+
+def test_large_but_finite_numbers_are_let_through(tmp_path):
+    trainer = trainer_for(tmp_path / "run")
+    rollout = trainer.collector.collect(4)
+    rollout["reward"].fill_(3e38)  # their sum is not a float32
+    trainer.guard.check_rollout(rollout, 0)
+
+
+def test_guard_can_be_turned_off(tmp_path):
+    assert trainer_for(tmp_path / "run", trainer={"nan_guard": False}).guard is None
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------
+
+
+def test_groups_must_fit_the_number_of_envs(tmp_path):
+    config = write_config(tmp_path / "c.json", tmp_path / "run", algorithm=GRPO, trainer={"num_envs": 6})
+    with pytest.raises(ConfigError, match="num_envs 6 is no multiple of group_size 4"):
+        train_from_config(config)
+
+
+def test_action_dim_must_be_that_of_the_environment(tmp_path):
+    config = write_config(tmp_path / "c.json", tmp_path / "run", policy={"action_dim": 3})
+    with pytest.raises(ConfigError, match=r"action_dim is 3, but .* has 1"):
+        train_from_config(config)
+
+
+# --- small things -------------------------------------------------------------------------------------------------
+
+
+def test_progress_line_tells_speed_and_time_left(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    page = io.StringIO()
+    with ProgressView("push", Console(file=page, width=200)) as view:
+        view.show(Standing(step=0, done=0.0, mean_return=None, success=None))
+        now[0] += 50.0
+        view.show(Standing(step=100_000, done=0.25, mean_return=-3.5, success=0.5))
+    assert page.getvalue().splitlines()[-1] == "push: 100k steps | return -3.50 | success 50% | 2k steps/s | 2:30 left"
+
+
+def test_small_networks_learn_on_one_thread():
+    small, wide = nn.Linear(10, 10), nn.Linear(1000, 1000)
+    assert update_threads(small, 4096) == 1
+    assert update_threads(wide, 4096) is None
+    assert update_threads(nn.Conv2d(3, 8, 3), 4) is None
