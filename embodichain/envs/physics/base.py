@@ -25,7 +25,10 @@ class Physics(ABC):
 
     @abstractmethod
     def step(self, count: int) -> None:
-        """Advance all envs by ``count`` substeps with ``ctrl`` held."""
+        """Advance all envs by ``count`` substeps with ``ctrl`` held; :meth:`settle` completes it."""
+
+    def settle(self) -> None:  # noqa: B027 - most backends do all of it in ``step``
+        """Find out what became unstable in the last ``step``; apart from it so that a graph can hold it."""
 
     @abstractmethod
     def set(self, env_ids: Tensor, qpos: Tensor, qvel: Tensor) -> None:
