@@ -110,7 +110,7 @@ def test_difference_is_noticed_and_no_file_is_left(tmp_path, monkeypatch):
         return check(acting, *rest)
 
     monkeypatch.setattr(export, "check_parity", changed)
-    with pytest.raises(ExportError, match="action of the exported policy differs by 0.5"):
+    with pytest.raises(ExportError, match=r"action of the exported policy differs by 0\.5"):
         export_onnx(policy, VECTORS, gym.spaces.Box(-1, 1, (2,)), tmp_path / "p.onnx")
     assert list(tmp_path.iterdir()) == []
 
