@@ -36,7 +36,8 @@ _TASKS: dict[str, EnvSpec] = {}
 
 def register_task(id: str, task: type[Task]) -> None:
     """Register a task under an id; its docstring's first line describes it. The last to take a name has it."""
-    _TASKS[id] = EnvSpec(id, task, (task.__doc__ or "(no description)").strip().splitlines()[0])
+    about = (task.__doc__ or "").strip() or "(no description)"
+    _TASKS[id] = EnvSpec(id, task, about.splitlines()[0])
     register_with_gymnasium(id)
 
 
