@@ -82,7 +82,7 @@ def roll(env: VecEnv, act: ActionSource, episodes: int, seed: int | None = None)
     while bool((share > 0).any()):
         obs, reward, terminated, truncated, info = env.step(act(obs))
         total += reward.to("cpu", torch.float64)
-        length += 1
+        length += info["chunk"]["num_actions"].cpu() if "chunk" in info else 1
         done = (terminated | truncated).cpu()
         ended = _ended(done & (share > 0), total, length, info["metrics"].get("success")) if bool(done.any()) else []
         share -= done.to(share.dtype)

@@ -14,6 +14,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from embodichain.envs.action_terms import RobotActionManager
+from embodichain.envs.chunks import ChunkTally, Moment
 from embodichain.envs.domain import DomainRandomization
 from embodichain.envs.env_cfg import GymCfg
 from embodichain.envs.graphed import GraphedStep
@@ -76,14 +77,42 @@ class TaskEnv(VecEnv):
             return self._graph(applied)
         return self._advance(applied)
 
+    def step_chunk(self, actions: Tensor) -> StepResult:
+        """Take actions ``[num_envs, chunk_size, action_dim]`` and observe once; see ``chunks.py``.
+
+        An env that ends is observed there and then, and waits for the others to be restarted with it.
+        """
+        tally = ChunkTally(self.num_envs, actions.shape[1], self.device)
+        for action in actions.unbind(1):
+            ended = tally.add(self._simulate(self.action_manager.unwrap(action, self._step)))
+            self._observe(ended)
+            if not bool(tally.active.any()):
+                break
+        self._observe(tally.active)
+        final = self._obs
+        self._restart(tally.terminated | tally.truncated)
+        return tally.result(self._obs, final, self._streams.episode_seed)
+
     def _advance(self, applied: Tensor) -> StepResult:
-        """Do one step: control, simulate, measure, reward, restart what is done."""
+        """Do one step: simulate, observe, restart what is done."""
+        moment = self._simulate(applied)
+        self._obs = obs = self._observations.build(self._scene, self._all)
+        self._restart(moment.terminated | moment.truncated)
+        info = {
+            "final_observation": obs,
+            "rewards": moment.parts,
+            "metrics": moment.metrics,
+            "episode_seed": self._streams.episode_seed,
+        }
+        return self._obs, moment.reward, moment.terminated, moment.truncated, info
+
+    def _simulate(self, applied: Tensor) -> Moment:
+        """Control, simulate, measure, reward; nothing is observed yet, and nothing restarted."""
         joints = self.physics.qpos[:, self.robot.qpos].to(torch.float32)
         self.physics.ctrl.copy_(self.action_manager.control(applied, joints))
         self.physics.step(self.cfg.env.substeps)
         self._step += 1
         self._scene = scene = self.task.read()
-        self._obs = obs = self._observations.build(scene, self._all)
 
         success = self.task.success(scene) & ~self.physics.diverged
         parts, reward = self._reward(scene, applied, success)
@@ -94,15 +123,7 @@ class TaskEnv(VecEnv):
         terminated = terminated | self.physics.diverged
         truncated = self._step >= self.max_episode_steps
         metrics = {"success": success.to(torch.float32), **self.task.metrics(scene)}
-
-        self._restart(terminated | truncated)
-        info = {
-            "final_observation": obs,
-            "rewards": parts,
-            "metrics": metrics,
-            "episode_seed": self._streams.episode_seed,
-        }
-        return self._obs, reward, terminated, truncated, info
+        return Moment(parts, reward, terminated, truncated, metrics)
 
     def get_state(self) -> TensorDict:
         return TensorDict(
@@ -215,6 +236,13 @@ class TaskEnv(VecEnv):
             self._scene, self._obs = scene, obs
 
         return restore
+
+    def _observe(self, mask: Tensor) -> None:
+        """Observe the envs where ``mask`` ``[num_envs]`` holds as they are now; the others keep what they last saw."""
+        ids = torch.nonzero(mask).reshape(-1)
+        if ids.numel():
+            rows = self._scene if ids.numel() == self.num_envs else {k: v[ids] for k, v in self._scene.items()}
+            self._obs = self._observations.merge(self._obs, self._observations.build(rows, ids), ids)
 
     def _refresh(self, env_ids: Tensor) -> None:
         """Measure and observe these envs again, without touching what was returned before."""
