@@ -48,8 +48,13 @@ class ActionHead(nn.Module, ABC):
     """Width of the actor's output."""
 
     @abstractmethod
-    def sample(self, params: Tensor, deterministic: bool = False) -> tuple[Tensor, Tensor]:
-        """Return ``(action, log_prob [batch])``; the most likely action if ``deterministic``."""
+    def sample(
+        self, params: Tensor, deterministic: bool = False, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return ``(action, log_prob [batch])``; the most likely action if ``deterministic``.
+
+        Noise is drawn from ``generator``, or from torch's own.
+        """
 
     @abstractmethod
     def evaluate(self, params: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
@@ -76,12 +81,14 @@ class GaussianHead(ActionHead):
         mean, raw = params.chunk(2, dim=-1)
         return mean, (raw + self.cfg.init_log_std).clamp(self.cfg.min_log_std, self.cfg.max_log_std)
 
-    def sample(self, params: Tensor, deterministic: bool = False) -> tuple[Tensor, Tensor]:
+    def sample(
+        self, params: Tensor, deterministic: bool = False, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return ``(action [batch, action_dim], log_prob [batch])``; the mean if ``deterministic``."""
         mean, log_std = self.moments(params)
         if deterministic:
             return mean, self._log_prob(torch.zeros_like(mean), log_std)
-        noise = torch.randn_like(mean)
+        noise = normal_like(mean, generator)
         return torch.addcmul(mean, noise, log_std.exp()), self._log_prob(noise, log_std)
 
     def evaluate(self, params: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
@@ -109,10 +116,12 @@ class SquashedGaussianHead(GaussianHead):
         self.register_buffer("nodes", torch.tensor(nodes, dtype=torch.float32), persistent=False)
         self.register_buffer("weights", torch.tensor(weights / weights.sum(), dtype=torch.float32), persistent=False)
 
-    def sample(self, params: Tensor, deterministic: bool = False) -> tuple[Tensor, Tensor]:
+    def sample(
+        self, params: Tensor, deterministic: bool = False, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return ``(action [batch, action_dim], log_prob [batch])``; tanh of the mean if ``deterministic``."""
         mean, log_std = self.moments(params)
-        raw = mean if deterministic else torch.addcmul(mean, torch.randn_like(mean), log_std.exp())
+        raw = mean if deterministic else torch.addcmul(mean, normal_like(mean, generator), log_std.exp())
         action = raw.tanh().clamp(-SQUASHED_LIMIT, SQUASHED_LIMIT)
         return action, self._log_prob_of(action, mean, log_std)
 
@@ -140,12 +149,14 @@ class CategoricalHead(ActionHead):
         super().__init__()
         self.action_dim = self.param_dim = action_dim
 
-    def sample(self, params: Tensor, deterministic: bool = False) -> tuple[Tensor, Tensor]:
+    def sample(
+        self, params: Tensor, deterministic: bool = False, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return ``(action [batch], log_prob [batch])``; the likeliest choice if ``deterministic``."""
         log_probs = params.float().log_softmax(-1)
         # argmax of p_i / e_i with e_i ~ Exp(1) is distributed as p
-        score = log_probs if deterministic else log_probs.exp() / torch.empty_like(log_probs).exponential_()
-        action = score.argmax(-1)
+        waiting = None if deterministic else torch.empty_like(log_probs).exponential_(generator=generator)
+        action = (log_probs if waiting is None else log_probs.exp() / waiting).argmax(-1)
         return action, log_probs.gather(-1, action.unsqueeze(-1)).squeeze(-1)
 
     def evaluate(self, params: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
@@ -153,6 +164,11 @@ class CategoricalHead(ActionHead):
         log_probs = params.float().log_softmax(-1)
         entropy = -(log_probs.exp() * log_probs).sum(-1)
         return log_probs.gather(-1, action.unsqueeze(-1)).squeeze(-1), entropy
+
+
+def normal_like(like: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Return standard normal noise in the shape of a tensor, from a generator or from torch's own."""
+    return torch.randn_like(like) if generator is None else torch.empty_like(like).normal_(generator=generator)
 
 
 def build_head(action_space: gym.Space[Any] | int, cfg: DistributionCfg | None = None) -> ActionHead:

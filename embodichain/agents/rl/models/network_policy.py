@@ -92,7 +92,8 @@ class NetworkPolicy(Policy):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return ``(action, log_prob, value, state after this observation)``."""
         features, privileged, state = self._perceive(obs, state)
-        return (*self.head.sample(self.actor(features), deterministic), self.value_of(features, privileged), state)
+        action, log_prob = self.head.sample(self.actor(features), deterministic, self.generator)
+        return action, log_prob, self.value_of(features, privileged), state
 
     def state_value(self, obs: Observation, state: Tensor | None = None) -> Tensor:
         """Return the value ``[batch]`` of an observation seen in a state of memory."""

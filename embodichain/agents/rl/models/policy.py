@@ -27,10 +27,16 @@ class Policy(nn.Module, ABC):
 
     device: torch.device
     """Device where the policy parameters are located."""
+    chunk_size: int = 1
+    """Actions per decision. A policy that chooses several at once returns actions ``[batch, chunk_size, action_dim]``
+    and log-probabilities and entropies ``[batch, chunk_size]``, one per action; the value is ``[batch]``."""
     is_recurrent: bool = False
     """Whether actions depend on earlier observations of the episode."""
     has_critic: bool = True
     """Whether the values are estimates of a return; without a critic they are zeros."""
+    generator: torch.Generator | None = None
+    """Where noise for actions is drawn from; ``None`` is torch's own generator. A collector that works beside a learner
+    gives its copy of the policy one, so that neither disturbs the other's random numbers."""
     version: Tensor
     """How many updates shaped these weights, int64 ``[]``; collectors stamp it on every transition."""
 
