@@ -46,14 +46,23 @@ class DomainRandomization:
             self._write("body_inertia", env_ids, (self._body,), self._nominal["body_inertia"][self._body] * scale)
             self._physics.refresh_model(env_ids)
 
-    def apply_where(self, mask: Tensor, streams: RandomStreams) -> None:
-        """Draw new values where ``mask`` ``[num_envs]`` holds, without waiting for the device."""
-        before = self.state()
+    def apply_where(self, mask: Tensor, streams: RandomStreams, drawn: Tensor) -> Tensor:
+        """Draw new values where ``mask`` ``[num_envs]`` holds, without waiting for the device.
+
+        ``drawn`` is the state of the streams to draw from; what they are afterwards is returned.
+        """
+        before, fields = streams.state.clone(), self.state()
         env_ids = torch.arange(mask.shape[0], device=mask.device)
+        streams.state.copy_(drawn)
         self.apply(env_ids, streams)
-        drawn = self.state()
-        rows = {name: mask.view(-1, *([1] * (value.dim() - 1))) for name, value in drawn.items()}
-        self.set_state(env_ids, {name: torch.where(rows[name], drawn[name], before[name]) for name in drawn})
+        after = streams.state.clone()
+        streams.state.copy_(before)
+        for name, old in fields.items():
+            target = self._physics.model_field(name)
+            target.copy_(torch.where(mask.view(-1, *([1] * (old.dim() - 1))), target, old))
+        if self._mass is not None:
+            self._physics.refresh_model(env_ids)
+        return after
 
     def state(self) -> dict[str, Tensor]:
         """Return the randomised model fields, ``[num_envs, ...]`` each."""

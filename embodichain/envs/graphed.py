@@ -1,9 +1,18 @@
-"""One environment step as one CUDA graph: recorded after a few ordinary steps, replayed from then on."""
+"""One environment step as CUDA graphs: recorded after a few ordinary steps, replayed from then on.
+
+A step has four parts. ``before`` writes the controls, ``simulate`` advances the physics (which has a graph of its own),
+``beside`` draws the starts that may be needed, for which it does not wait for the physics, and ``after`` measures,
+rewards and restarts.
+"""
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,59 +23,108 @@ _LOG = logging.getLogger(__name__)
 _WARM_UP = 3  # ordinary steps before recording: kernels are compiled and memory is pooled by then
 
 
-class GraphedStep:
-    """Replays ``advance(action)``; what cannot be recorded runs as before, and the log says why.
+@dataclass(frozen=True)
+class StepParts:
+    """The parts of a step. They keep their state in tensors that they update in place: a graph's memory is fixed."""
 
-    A graph reads and writes fixed memory, so ``advance`` must keep its state in tensors that it updates in place, and
-    what it returns is copied before it is handed out.
-    """
-
-    def __init__(self, advance: Callable[[Tensor], Any], adopt: Callable[[], Callable[[], None]]) -> None:
-        self._advance, self._adopt = advance, adopt
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._steps = 0
-        self._action: Tensor | None = None
-        self._result: Any = None
-        self._restore: Callable[[], None] = lambda: None
+    before: Callable[[Tensor], None]
+    """Takes the action."""
+    simulate: Callable[[], None]
+    """Advances the physics; is called every time, not recorded."""
+    beside: Callable[[], Any]
+    """Does what needs neither the action nor the physics."""
+    after: Callable[[Tensor, Any], Any]
+    """Takes the action and what ``beside`` returned, and returns the result of the step."""
 
     def __call__(self, action: Tensor) -> Any:
-        """Return what ``advance(action)`` returns, in memory of its own."""
-        if self._graph is None or self._action is None:
-            if self._steps >= 0:
-                self._steps += 1
-                if self._steps > _WARM_UP:
-                    self._record(action)
-            if self._graph is None or self._action is None:
-                return self._advance(action)
+        """Do an ordinary step."""
+        self.before(action)
+        self.simulate()
+        return self.after(action, self.beside())
+
+
+class GraphedStep:
+    """Replays a step; what cannot be recorded runs as before, and the log says why.
+
+    What the step returns is copied before it is handed out, because the next replay writes to the same memory.
+    ``adopt`` is called after recording and returns what is to be done after every replay.
+    """
+
+    def __init__(self, parts: StepParts, adopt: Callable[[], Callable[[], None]]) -> None:
+        self._parts, self._adopt = parts, adopt
+        self._replay: _Replay | None = None
+        self._steps = 0
+        self._impossible = False
+
+    def __call__(self, action: Tensor) -> Any:
+        """Return what the step returns, in memory of its own."""
+        if self._replay is None and not self._impossible and self._steps >= _WARM_UP:
+            self._record(action)
+        self._steps += 1
+        return self._parts(action) if self._replay is None else self._replay(action)
+
+    def _record(self, action: Tensor) -> None:
+        try:
+            self._replay = _Replay(self._parts, action, self._adopt)
+        except RuntimeError as error:
+            self._impossible = True
+            _LOG.warning("the step runs without CUDA graphs, which costs speed: %s", str(error).splitlines()[0])
+
+
+class _Replay:
+    """The recorded parts and the memory between them."""
+
+    def __init__(self, parts: StepParts, action: Tensor, adopt: Callable[[], Callable[[], None]]) -> None:
+        self._simulate = parts.simulate
+        self._action = action.clone()
+        self._side = torch.cuda.Stream(action.device)
+        self._before, self._beside, self._after = (torch.cuda.CUDAGraph() for _ in range(3))
+        with recording(self._before):
+            parts.before(self._action)
+        with recording(self._beside):
+            drawn = parts.beside()
+        with recording(self._after):
+            self._result = parts.after(self._action, drawn)
+        self._restore = adopt()
+
+    def __call__(self, action: Tensor) -> Any:
         self._action.copy_(action)
-        self._graph.replay()
+        self._before.replay()
+        current = torch.cuda.current_stream(action.device)
+        self._side.wait_stream(current)
+        with torch.cuda.stream(self._side):
+            self._beside.replay()
+        self._simulate()
+        current.wait_stream(self._side)
+        self._after.replay()
         self._restore()
         return _copy(self._result)
 
-    def _record(self, action: Tensor) -> None:
-        self._action = action.clone()
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph):
-                self._result = self._advance(self._action)
-        except RuntimeError as error:
-            _LOG.warning("the step runs without a CUDA graph, which costs speed: %s", str(error).splitlines()[0])
-            self._steps = -1
-            return
-        self._restore = self._adopt()
-        self._graph = graph
+
+@contextmanager
+def recording(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
+    """Record a graph while no garbage is collected: freeing a GPU object would break the recording off."""
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def _copy(tree: Any) -> Any:
     """Copy all tensors of a nested structure in a few kernels."""
-    leaves: list[Tensor] = []
+    leaves: dict[torch.dtype, list[Tensor]] = defaultdict(list)
     twins: dict[int, Tensor] = {}
 
     def visit(node: Any) -> Any:
         if isinstance(node, Tensor):
             if id(node) not in twins:
                 twins[id(node)] = torch.empty_like(node)
-                leaves.append(node)
+                leaves[node.dtype].append(node)
             return twins[id(node)]
         if isinstance(node, TensorDictBase):
             source = {key: visit(value) for key, value in node.items()}
@@ -78,5 +136,6 @@ def _copy(tree: Any) -> Any:
         return node
 
     copied = visit(tree)
-    torch._foreach_copy_([twins[id(leaf)] for leaf in leaves], leaves)
+    for group in leaves.values():
+        torch._foreach_copy_([twins[id(leaf)] for leaf in group], group)
     return copied

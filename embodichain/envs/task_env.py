@@ -17,14 +17,14 @@ from embodichain.envs.action_terms import RobotActionManager
 from embodichain.envs.chunks import ChunkTally, Moment
 from embodichain.envs.domain import DomainRandomization
 from embodichain.envs.env_cfg import GymCfg
-from embodichain.envs.graphed import GraphedStep
+from embodichain.envs.graphed import GraphedStep, StepParts
 from embodichain.envs.observations import ObservationBuilder
 from embodichain.envs.physics import Physics
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.rendering import Cameras, Load, Quality
 from embodichain.envs.robot import Robot
 from embodichain.envs.states import check_state
-from embodichain.envs.task import Scene, Task
+from embodichain.envs.task import Scene, Start, Task
 from embodichain.envs.vec_env import Action, EnvIds, StepResult, VecEnv
 from embodichain.errors import ConfigError, nearest
 
@@ -57,7 +57,9 @@ class TaskEnv(VecEnv):
         self._obs: TensorDict = self._observations.build(self._scene, self._all)
         self.observation_space: gym.spaces.Dict = self._observations.space(self._obs)
         self._masked = self.device.type != "cpu"
-        self._graph = GraphedStep(self._advance, self._adopt) if self._masked and not self._cameras.cfgs else None
+        parts = StepParts(self._control, self._advance_physics, self._draw_next, self._conclude)
+        recorded = self._masked and not self._cameras.cfgs
+        self._advance: Callable[[Tensor], StepResult] = GraphedStep(parts, self._adopt) if recorded else parts
 
     # --- the contract ---------------------------------------------------------------------------------------------
 
@@ -72,10 +74,7 @@ class TaskEnv(VecEnv):
         return self._obs, {"episode_seed": self._streams.episode_seed}
 
     def step(self, action: Action) -> StepResult:
-        applied = self.action_manager.unwrap(action, self._step)
-        if self._graph is not None:
-            return self._graph(applied)
-        return self._advance(applied)
+        return self._advance(self.action_manager.unwrap(action, self._step))
 
     def step_chunk(self, actions: Tensor) -> StepResult:
         """Take actions ``[num_envs, chunk_size, action_dim]`` and observe once; see ``chunks.py``.
@@ -84,7 +83,10 @@ class TaskEnv(VecEnv):
         """
         tally = ChunkTally(self.num_envs, actions.shape[1], self.device)
         for action in actions.unbind(1):
-            ended = tally.add(self._simulate(self.action_manager.unwrap(action, self._step)))
+            applied = self.action_manager.unwrap(action, self._step)
+            self._control(applied)
+            self._advance_physics()
+            ended = tally.add(self._measure(applied))
             self._observe(ended)
             if not bool(tally.active.any()):
                 break
@@ -93,11 +95,35 @@ class TaskEnv(VecEnv):
         self._restart(tally.terminated | tally.truncated)
         return tally.result(self._obs, final, self._streams.episode_seed)
 
-    def _advance(self, applied: Tensor) -> StepResult:
-        """Do one step: simulate, observe, restart what is done."""
-        moment = self._simulate(applied)
+    # --- a step, in parts: see ``graphed.py`` ---------------------------------------------------------------------
+
+    def _control(self, applied: Tensor) -> None:
+        """Write what the motors are to do."""
+        joints = self.physics.qpos[:, self.robot.qpos].to(torch.float32)
+        self.physics.ctrl.copy_(self.action_manager.control(applied, joints))
+
+    def _advance_physics(self) -> None:
+        self.physics.step(self.cfg.env.substeps)
+
+    def _draw_next(self) -> tuple[Start, Tensor] | None:
+        """On a GPU: draw the next start of every env, and return it with the random streams as they are then.
+
+        Finding out which envs need one would mean to wait for the device.
+        """
+        if not self._masked:
+            return None
+        before = self._streams.state.clone()
+        self._streams.next_episode(self._all)
+        start = self.task.sample_start(self._all, self._streams)
+        streams = self._streams.state.clone()
+        self._streams.state.copy_(before)
+        return start, streams
+
+    def _conclude(self, applied: Tensor, drawn: tuple[Start, Tensor] | None) -> StepResult:
+        """Measure, observe and restart what is done."""
+        moment = self._measure(applied)
         self._obs = obs = self._observations.build(self._scene, self._all)
-        self._restart(moment.terminated | moment.truncated)
+        self._restart(moment.terminated | moment.truncated, drawn)
         info = {
             "final_observation": obs,
             "rewards": moment.parts,
@@ -106,11 +132,9 @@ class TaskEnv(VecEnv):
         }
         return self._obs, moment.reward, moment.terminated, moment.truncated, info
 
-    def _simulate(self, applied: Tensor) -> Moment:
-        """Control, simulate, measure, reward; nothing is observed yet, and nothing restarted."""
-        joints = self.physics.qpos[:, self.robot.qpos].to(torch.float32)
-        self.physics.ctrl.copy_(self.action_manager.control(applied, joints))
-        self.physics.step(self.cfg.env.substeps)
+    def _measure(self, applied: Tensor) -> Moment:
+        """Look at the state reached and reward it; nothing is observed yet, and nothing restarted."""
+        self.physics.settle()
         self._step += 1
         self._scene = scene = self.task.read()
 
@@ -203,25 +227,21 @@ class TaskEnv(VecEnv):
             self.task.variables[name][env_ids] = value
         self._step[env_ids] = 0
 
-    def _restart(self, done: Tensor) -> None:
-        """Start the next episode where ``done`` ``[num_envs]`` holds: by index on the CPU, by mask on a GPU.
-
-        Finding indices waits for the device. So a GPU draws a start for every env and keeps those that are needed.
-        """
-        if not self._masked:
+    def _restart(self, done: Tensor, drawn: tuple[Start, Tensor] | None = None) -> None:
+        """Start the next episode where ``done`` ``[num_envs]`` holds: by index on the CPU, by mask on a GPU."""
+        drawn = drawn or self._draw_next()
+        if drawn is None:
             ended = torch.nonzero(done).reshape(-1)
             if ended.numel():
                 self._begin(ended)
                 self._refresh(ended)
             return
-        before = self._streams.state.clone()
-        self._streams.next_episode(self._all)
-        start = self.task.sample_start(self._all, self._streams)
+        start, streams = drawn
+        rows = done.unsqueeze(1)
         self.physics.set_where(done, start.qpos, start.qvel)
         if self._domain.active:
-            self._domain.apply_where(done, self._streams)
-        rows = done.unsqueeze(1)
-        self._streams.state.copy_(torch.where(rows, self._streams.state, before))
+            streams = self._domain.apply_where(done, self._streams, streams)
+        self._streams.state.copy_(torch.where(rows, streams, self._streams.state))
         for name, value in start.variables.items():
             self.task.variables[name].copy_(torch.where(rows, value, self.task.variables[name]))
         self._step.masked_fill_(done, 0)
