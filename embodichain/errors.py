@@ -110,6 +110,21 @@ class ExportError(EmbodiChainError, RuntimeError):
 class DatasetError(EmbodiChainError, ValueError):
     """A recorded dataset cannot be read or written."""
 
+class WeightsError(EmbodiChainError, RuntimeError):
+    """Weights on their way to a collector were changed, mixed up, too old, or never arrived."""
+
+
+class CollectorError(EmbodiChainError, RuntimeError):
+    """Collection failed, or cannot do what was asked of it now; the message holds the collector's own traceback."""
+
+
+class EnvironmentHungError(CollectorError):
+    """An environment did not come back from a step in time; the message says where it stands."""
+
+
+class BufferWaitError(EmbodiChainError, TimeoutError):
+    """A buffer stayed full, or empty, for longer than the caller wanted to wait."""
+
 
 def nearest(name: str, options: Iterable[str], count: int = 3) -> str:
     """Return `` Did you mean ...? Valid: ...`` for a name that is not among the options."""
