@@ -15,7 +15,7 @@ def compute_gae(
     next_value: Tensor,
     terminated: Tensor,
     done: Tensor,
-    gamma: float,
+    gamma: float | Tensor,
     gae_lambda: float,
 ) -> tuple[Tensor, Tensor]:
     """Return ``(advantage, return_)``; everything is ``[num_envs, num_steps]``.
@@ -26,6 +26,8 @@ def compute_gae(
         delta_t = reward_t + gamma * next_value_t * (1 - terminated_t) - value_t
         advantage_t = delta_t + gamma * gae_lambda * (1 - done_t) * advantage_{t+1}
         return_t = advantage_t + value_t
+
+    ``gamma`` is one number, or one for each transition ``[num_envs, num_steps]`` where they last differently long.
     """
     inputs = {"reward": reward, "value": value, "next_value": next_value, "terminated": terminated, "done": done}
     for name, tensor in inputs.items():
@@ -34,8 +36,9 @@ def compute_gae(
             raise RolloutError(f"{name}: expected {expected}, got {list(tensor.shape)}")
     rewards, values, next_values = (x.detach().t().float().contiguous() for x in (reward, value, next_value))
     terminations, dones = (x.t().bool().contiguous() for x in (terminated, done))
+    discount = gamma.t().float().contiguous() if isinstance(gamma, Tensor) else gamma
     backwards = _backwards_cpu if reward.device.type == "cpu" else _backwards
-    advantage, returns = backwards(rewards, values, next_values, terminations, dones, gamma, gamma * gae_lambda)
+    advantage, returns = backwards(rewards, values, next_values, terminations, dones, discount, discount * gae_lambda)
     return advantage.t(), returns.t()
 
 
@@ -45,11 +48,14 @@ def _backwards(
     next_values: Tensor,
     terminations: Tensor,
     dones: Tensor,
-    gamma: float,
-    decay: float,
+    gamma: float | Tensor,
+    decay: float | Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Accumulate over rows of ``[num_steps, num_envs]``, two kernels per step and none that waits."""
-    advantage = (rewards - values).addcmul_(next_values, (~terminations).float(), value=gamma)
+    if isinstance(gamma, Tensor):
+        advantage = (rewards - values).addcmul_(next_values, (~terminations) * gamma)
+    else:
+        advantage = (rewards - values).addcmul_(next_values, (~terminations).float(), value=gamma)
     keep = (~dones).float().mul_(decay)
     rows, weights = advantage.unbind(0), keep.unbind(0)
     for t in range(len(rows) - 2, -1, -1):
@@ -63,16 +69,17 @@ def _backwards_cpu(
     next_values: Tensor,
     terminations: Tensor,
     dones: Tensor,
-    gamma: float,
-    decay: float,
+    gamma: float | Tensor,
+    decay: float | Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Do the same with numpy, whose calls on short rows and on booleans cost a third of torch's."""
     r, v, next_v, terminated, done = (x.numpy() for x in (rewards, values, next_values, terminations, dones))
-    advantage = np.multiply(~terminated, np.float32(gamma))
+    discount, keep = (x.numpy() if isinstance(x, Tensor) else np.float32(x) for x in (gamma, decay))
+    advantage = np.multiply(~terminated, discount)
     advantage *= next_v
     advantage += r
     advantage -= v
-    rows, weights = list(advantage), list(np.multiply(~done, np.float32(decay)))
+    rows, weights = list(advantage), list(np.multiply(~done, keep))
     scratch = np.empty_like(rows[-1])
     for t in range(len(rows) - 2, -1, -1):
         np.multiply(weights[t], rows[t + 1], out=scratch)

@@ -8,6 +8,15 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from embodichain.agents.rl.algo.chunks import (
+    Level,
+    decision_entropy,
+    like,
+    log_ratio,
+    loss_keys,
+    per_decision,
+    reward_and_discount,
+)
 from embodichain.agents.rl.algo.gae import compute_gae
 from embodichain.agents.rl.algo.minibatch import Meter, MinibatchAlgorithm
 from embodichain.agents.rl.algo.optimizer import Precision
@@ -49,6 +58,8 @@ class GRPOCfg(AlgorithmCfg):
     """Precision of the networks in the update: off (float32), bf16 or fp16."""
     sequence_length: Count | None = None
     """For policies with memory: steps per training sequence, a divisor of the rollout's; default: all of them."""
+    log_prob_per: Level = "chunk"
+    """For policies that choose chunks of actions: one probability ratio per chunk, or one for each action in it."""
 
 
 class GRPO(MinibatchAlgorithm):
@@ -82,11 +93,12 @@ class GRPO(MinibatchAlgorithm):
         """Improve the policy by a rollout ``[num_envs, num_steps]``; adds ``advantage`` and ``return`` to it."""
         cfg = self.cfg
         rollout = self._take(rollout, KEYS)
-        reward, done = rollout["reward"], rollout["done"]
+        done = rollout["done"]
+        reward, discount = reward_and_discount(rollout, cfg.gamma)
 
         # R_t = r_t + gamma R_{t+1} until the episode ends: GAE with lambda = 1 and no values
         nothing = torch.zeros_like(reward)
-        rollout["return"] = compute_gae(reward, nothing, nothing, done, done, cfg.gamma, 1.0)[1]
+        rollout["return"] = compute_gae(reward, nothing, nothing, done, done, discount, 1.0)[1]
         valid = until_first_done(done) if cfg.truncate_at_first_done else torch.ones_like(done)
         rollout["advantage"], spread = group_advantage(rollout["return"], valid, cfg)
         valid = valid & spread.repeat_interleave(cfg.group_size).unsqueeze(1)
@@ -105,7 +117,7 @@ class GRPO(MinibatchAlgorithm):
         return metrics | {"skipped_groups": float(groups[0]), "transitions_used": float(groups[1])}
 
     def _minibatches(self, rollout: TensorDictBase, valid: Tensor) -> Minibatches:
-        data = rollout.select("observation", "action", "sample_log_prob", "advantage")
+        data = rollout.select("observation", "action", "sample_log_prob", "advantage", *loss_keys(rollout))
         data["valid"] = valid
         if self.reference is not None:
             data["reference_log_prob"] = self.reference.log_prob(rollout)
@@ -124,25 +136,27 @@ class GRPO(MinibatchAlgorithm):
         advantage = batch["advantage"]
 
         # ratio = pi(a|s) / pi_old(a|s)
-        log_ratio = log_prob - batch["sample_log_prob"]
-        ratio = log_ratio.exp()
+        log_r = log_ratio(log_prob, batch["sample_log_prob"], batch, cfg.log_prob_per)
+        ratio = log_r.exp()
 
         # L_policy = -E min(ratio A, clip(ratio, 1 - c, 1 + c) A)
         clipped_ratio = ratio.clamp(1.0 - cfg.clip_coef, 1.0 + cfg.clip_coef)
-        policy_loss = -(torch.min(ratio * advantage, clipped_ratio * advantage) * weight).sum()
-        mean_entropy = (entropy * weight).sum()
+        gain = like(advantage, ratio)
+        policy_loss = -(per_decision(torch.min(ratio * gain, clipped_ratio * gain), batch) * weight).sum()
+        mean_entropy = (decision_entropy(entropy, batch, cfg.log_prob_per) * weight).sum()
         loss = policy_loss - cfg.ent_coef * mean_entropy
         measures = {"policy_loss": policy_loss, "entropy": mean_entropy}
 
         # KL(pi || pi_ref) = E[pi_ref / pi - 1 - log(pi_ref / pi)], an estimate that is never negative
         if self.reference is not None:
-            log_reference_ratio = batch["reference_log_prob"] - log_prob
-            reference_kl = ((log_reference_ratio.exp() - 1.0 - log_reference_ratio) * weight).sum()
+            reference_r = log_ratio(batch["reference_log_prob"], log_prob, batch, cfg.log_prob_per)
+            reference_kl = (per_decision(reference_r.exp() - 1.0 - reference_r, batch) * weight).sum()
             loss = loss + cfg.kl_coef * reference_kl
             measures["reference_kl"] = reference_kl
         with torch.no_grad():
-            measures["approx_kl"] = ((ratio - 1.0 - log_ratio) * weight).sum()
-            measures["clip_fraction"] = (((ratio - 1.0).abs() > cfg.clip_coef) * weight).sum()
+            measures["approx_kl"] = (per_decision(ratio - 1.0 - log_r, batch) * weight).sum()
+            clipped = ((ratio - 1.0).abs() > cfg.clip_coef).float()
+            measures["clip_fraction"] = (per_decision(clipped, batch) * weight).sum()
         return loss, measures
 
     def state_dict(self) -> dict[str, Any]:

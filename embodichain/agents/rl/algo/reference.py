@@ -24,12 +24,12 @@ class FrozenReference:
 
     @torch.no_grad()
     def log_prob(self, rollout: TensorDictBase) -> Tensor:
-        """Return the log-probability ``[num_envs, num_steps]`` of a rollout's actions."""
+        """Return the log-probability ``[num_envs, num_steps]`` of a rollout's actions; of chunks one per action."""
         num_envs, num_steps = rollout.batch_size
         if not self.policy.is_recurrent:
             rows = flatten_time_major(rollout.select("observation", "action"))
             parts = [self.policy.evaluate(part)[0] for part in rows.split(ROWS)]
-            return torch.cat(parts).view(num_steps, num_envs).t()
+            return torch.cat(parts).unflatten(0, (num_steps, num_envs)).transpose(0, 1)
         data = rollout.select("observation", "action", "hidden")
         data["start"] = episode_starts(rollout["done"])
         sequences = data.split(max(1, ROWS // num_steps))

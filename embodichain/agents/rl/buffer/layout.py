@@ -7,7 +7,10 @@ A rollout is a TensorDict ``[num_envs, num_steps]``, stored time-major underneat
 * ``next_value``: value of the state that was really reached, of ``final_observation`` where a time limit cut the
   episode; zero where it terminated, for there is no next state;
 * ``policy_version``: int64, the number of the weights that chose the action;
-* ``hidden``, with memory: the policy's state before each observation.
+* ``hidden``, with memory: the policy's state before each observation;
+* ``num_actions`` and ``chunk_reward``, where decisions are chunks of actions (``envs/chunks.py``): how many of the
+  chunk were taken, and the reward of each ``[num_envs, num_steps, chunk_size]``. ``reward`` is then their plain sum,
+  and ``sample_log_prob`` has one entry per action as well.
 
 Algorithms add ``advantage`` and ``return``.
 """
@@ -34,6 +37,8 @@ ROLLOUT_KEYS = (
     "policy_version",
 )
 
+OPTIONAL_KEYS = ("hidden", "num_actions", "chunk_reward")
+
 
 def check_rollout(rollout: Any, keys: Iterable[str] = ROLLOUT_KEYS) -> TensorDictBase:
     """Return the rollout if it is a TensorDict ``[num_envs, num_steps]`` with these keys."""
@@ -49,6 +54,13 @@ def check_rollout(rollout: Any, keys: Iterable[str] = ROLLOUT_KEYS) -> TensorDic
         if key not in present:
             raise RolloutError(f"the rollout lacks {key!r}.{nearest(key, map(str, present))}")
     return rollout
+
+
+def count_transitions(rollout: TensorDictBase) -> int:
+    """Return how many environment steps a rollout holds: one per decision, or as many as its chunks took."""
+    if "num_actions" in rollout.keys():  # noqa: SIM118 - a TensorDict iterates over its rows
+        return int(rollout["num_actions"].sum())
+    return rollout.numel()
 
 
 def flatten_time_major(rollout: TensorDictBase) -> TensorDict:

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from embodichain.agents.rl.buffer.layout import check_rollout
+from embodichain.agents.rl.buffer.layout import OPTIONAL_KEYS, check_rollout
 from embodichain.agents.rl.buffer.minibatches import Minibatches
 from embodichain.agents.rl.utils.observations import Observation, flatten_dict_observation, sorted_leaves
 from embodichain.errors import RolloutError, nearest
@@ -65,7 +65,7 @@ class RolloutBuffer:
     ) -> RolloutBuffer:
         """Allocate for observations, actions and hidden states like these, each ``[num_envs, ...]``."""
         buffer = cls(num_steps, observation.shape[0], device=device)
-        buffer._allocate(observation, action, hidden)
+        buffer._allocate(observation, {"action": action, "hidden": hidden})
         return buffer
 
     def add(
@@ -80,7 +80,8 @@ class RolloutBuffer:
     ) -> None:
         """Write one step, each part ``[num_envs, ...]``; a whole rollout alone is passed on to ``add_rollout``.
 
-        ``more`` may hold ``terminated`` (default: ``done``), ``truncated``, ``policy_version`` and ``hidden``.
+        ``more`` may hold ``terminated`` (default: ``done``), ``truncated``, ``policy_version``, ``hidden``,
+        ``num_actions`` and ``chunk_reward``.
         """
         if action is None and isinstance(obs, TensorDictBase):
             return self.add_rollout(obs)
@@ -215,11 +216,8 @@ class RolloutBuffer:
 
     def _check_step(self, obs: Observation, parts: Mapping[str, Tensor | None]) -> None:
         """Look at names and shapes of the first step; the others are like it."""
-        action = parts["action"]
-        if action is None:
-            raise RolloutError("action: expected [num_envs, ...], got nothing")
         if self.storage is None:
-            self._allocate(obs, action, parts.get("hidden"))
+            self._allocate(obs, parts)
         if self.obs_dim is not None and obs.shape[-1] != self.obs_dim:
             raise RolloutError(f"observation: expected {self.obs_dim} numbers, got {list(obs.shape)}")
         for name, part in parts.items():
@@ -237,8 +235,11 @@ class RolloutBuffer:
             raise RolloutError(f"{what} needs a complete rollout: {self.step} of {self.num_steps} steps are written")
         return self.storage
 
-    def _allocate(self, observation: Observation, action: Tensor, hidden: Tensor | None = None) -> None:
+    def _allocate(self, observation: Observation, like: Mapping[str, Tensor | None]) -> None:
         """Make room for ``num_steps`` of everything, and keep a view of every row: writing one is then a plain copy."""
+        action, log_prob = like["action"], like.get("sample_log_prob")
+        if action is None:
+            raise RolloutError("action: expected [num_envs, ...], got nothing")
         if self.num_envs not in (None, action.shape[0]):
             raise RolloutError(f"expected {self.num_envs} envs, got actions {list(action.shape)}")
         if self.action_dim is not None and action.ndim > 1 and action.shape[-1] != self.action_dim:
@@ -253,8 +254,9 @@ class RolloutBuffer:
         parts: dict[str, Any] = {name: number.clone() for name in ("reward", "value", "next_value", "sample_log_prob")}
         parts |= {name: number.bool() for name in ("terminated", "truncated", "done")}
         parts |= {"policy_version": number.long(), "action": room(action)}
-        if hidden is not None:
-            parts["hidden"] = room(hidden)
+        parts |= {name: room(part) for name in OPTIONAL_KEYS if (part := like.get(name)) is not None}
+        if log_prob is not None and log_prob.ndim > 1:  # one per action of a chunk
+            parts["sample_log_prob"] = room(log_prob)
         if isinstance(observation, Tensor):
             parts["observation"] = room(observation)
         else:

@@ -26,14 +26,15 @@ class EpisodeTracker:
         self.episode_return.zero_()
         self.episode_length.zero_()
 
-    def update(self, reward: Tensor, done: Tensor) -> TensorDict:
+    def update(self, reward: Tensor, done: Tensor, num_actions: Tensor | None = None) -> TensorDict:
         """Take in a rollout's ``[num_steps, num_envs]``; return ``return`` and ``length`` of the episodes that ended.
 
-        They come in the order in which they ended.
+        They come in the order in which they ended. Lengths count actions: one per step, or ``num_actions``.
         """
         num_steps = reward.shape[0]
         returns = reward.double().cumsum(0) + self.episode_return
-        lengths = torch.arange(1, num_steps + 1, device=reward.device).unsqueeze(1) + self.episode_length
+        counted = torch.arange(1, num_steps + 1, device=reward.device).unsqueeze(1)
+        lengths = self.episode_length + (counted if num_actions is None else num_actions.cumsum(0))
         env, step = done.t().nonzero(as_tuple=True)  # sorted by env, then by step
         totals = torch.stack([returns[step, env], lengths[step, env].double()])
         # Sums run over the whole rollout: what belongs to an env's earlier episodes is taken off.

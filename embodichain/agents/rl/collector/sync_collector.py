@@ -152,6 +152,7 @@ class SyncCollector(BaseCollector):
         done = terminated | truncated
         self._keep_cut_rows(truncated & ~terminated, info, new_state)
         parts = {"terminated": terminated, "truncated": truncated, "policy_version": version}
+        parts |= {name: part.to(self.device) for name, part in info.get("chunk", {}).items()}
         if state is not None:
             parts["hidden"] = state
         self._buffer_for(num_steps).add(obs, action, reward, done, value, log_prob, **parts)
@@ -199,7 +200,7 @@ class SyncCollector(BaseCollector):
             buffer.finalize(self.policy.state_value(obs, self.state), self._final_values())
         else:  # all values are zero
             buffer.finalize(None, torch.zeros_like(storage["value"][storage["truncated"] & ~storage["terminated"]]))
-        self.episodes = self.tracker.update(storage["reward"], storage["done"])
+        self.episodes = self.tracker.update(storage["reward"], storage["done"], storage.get("num_actions", None))
         return buffer.get()
 
     def _final_values(self) -> Tensor | None:
