@@ -31,8 +31,8 @@ def find_device(name: str, warp: Any) -> torch.device:
 def _find_gpu(name: str, device: torch.device) -> torch.device:
     if not torch.cuda.is_available():
         raise ConfigError(
-            f"device: {name!r} was asked for, but torch finds no CUDA device; use 'cpu', or install a driver and a torch "
-            "built for CUDA"
+            f"device: {name!r} was asked for, but torch finds no CUDA device; use 'cpu', or install a driver and a "
+            "torch built for CUDA"
         )
     index = torch.cuda.current_device() if device.index is None else device.index
     if index >= torch.cuda.device_count():
@@ -45,14 +45,11 @@ def _check_driver(warp: Any) -> None:
         raise SimulationError("Warp finds no CUDA driver, though torch does: check that libcuda.so can be loaded")
     # The constraint solver ends when all worlds have converged, which a graph can tell since CUDA 12.4 alone.
     if not warp.is_conditional_graph_supported():
+        found = ".".join(map(str, warp.get_cuda_driver_version() or ("no", "version")))
         raise SimulationError(
-            f"the CUDA driver is too old for simulation on the GPU: it supports {_version(warp.get_cuda_driver_version())}, "
-            "12.4 or newer is needed. Update the driver, or use device 'cpu'"
+            f"the driver is too old for simulation on the GPU: it supports CUDA {found}, and 12.4 or newer is needed; "
+            "update it, or use device 'cpu'"
         )
-
-
-def _version(version: Any) -> str:
-    return ".".join(map(str, version)) if isinstance(version, tuple) else str(version)
 
 
 def out_of_memory(error: RuntimeError, num_envs: int, device: torch.device) -> Exception:
@@ -61,7 +58,7 @@ def out_of_memory(error: RuntimeError, num_envs: int, device: torch.device) -> E
     if isinstance(error, torch.OutOfMemoryError) or "alloc" in message or "out of memory" in message:
         free = f", {torch.cuda.mem_get_info(device)[0] / _GIB:.1f} GiB of it free" if device.type == "cuda" else ""
         return SimulationError(
-            f"{num_envs} worlds do not fit into the memory of {device}{free}: use fewer num_envs, or end other programs "
-            f"that use it ({message.splitlines()[0]})"
+            f"{num_envs} worlds do not fit into the memory of {device}{free}: use fewer num_envs, or end other "
+            f"programs that use it ({message.splitlines()[0]})"
         )
     return error

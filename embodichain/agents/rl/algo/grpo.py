@@ -55,11 +55,13 @@ class GRPOCfg(AlgorithmCfg):
     advantage: Literal["step", "trajectory"] = "step"
     """Compare, in a group, the returns that follow each step, or those of whole trajectories."""
     mixed_precision: Precision = "off"
-    """Precision of the networks in the update: off (float32), bf16 or fp16."""
+    """Precision of the networks in the update: off (float32), tf32 (float32, faster on a GPU), bf16 or fp16."""
     sequence_length: Count | None = None
     """For policies with memory: steps per training sequence, a divisor of the rollout's; default: all of them."""
     log_prob_per: Level = "chunk"
     """For policies that choose chunks of actions: one probability ratio per chunk, or one for each action in it."""
+    cuda_graphs: bool = True
+    """On a GPU: record the gradient step once as a CUDA graph and replay it; the log says where that cannot be."""
 
 
 class GRPO(MinibatchAlgorithm):
@@ -67,9 +69,10 @@ class GRPO(MinibatchAlgorithm):
 
     cfg_type: ClassVar[type[AlgorithmCfg]] = GRPOCfg
     cfg: GRPOCfg
+    validity_key = "valid"
 
     def __init__(self, cfg: GRPOCfg, policy: Policy) -> None:
-        super().__init__(cfg, policy, cfg.mixed_precision)
+        super().__init__(cfg, policy, cfg.mixed_precision, cfg.cuda_graphs)
         self.reference = FrozenReference(policy) if cfg.kl_coef > 0.0 else None
 
     def check_num_envs(self, num_envs: int) -> None:
@@ -107,8 +110,7 @@ class GRPO(MinibatchAlgorithm):
         meter = Meter()
         if len(minibatches):
             for _ in range(cfg.n_epochs):
-                for batch in minibatches:
-                    self._descend(batch, meter)
+                self._run_epoch(minibatches, meter)
                 meter.end_epoch("approx_kl")
 
         groups = torch.stack([(~spread).sum(), valid.sum()]).tolist()

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
 from embodichain.agents.rl.algo.base import BaseAlgorithm
+from embodichain.agents.rl.algo.graphed import GraphedSteps
 from embodichain.agents.rl.algo.optimizer import PolicyOptimizer, Precision
+from embodichain.agents.rl.buffer.minibatches import Minibatches
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils.config import AlgorithmCfg
 
@@ -21,9 +23,30 @@ CPU_ROWS = 2048
 class MinibatchAlgorithm(BaseAlgorithm):
     """An algorithm that follows the gradient of a loss on minibatches."""
 
-    def __init__(self, cfg: AlgorithmCfg, policy: Policy, precision: Precision) -> None:
+    validity_key: ClassVar[str | None] = None
+    """Part of a minibatch that weighs its transitions, if there is one; minibatches can then be filled up."""
+
+    def __init__(self, cfg: AlgorithmCfg, policy: Policy, precision: Precision, cuda_graphs: bool = True) -> None:
         super().__init__(cfg, policy)
         self.optimizer = PolicyOptimizer(policy, cfg.learning_rate, cfg.max_grad_norm, precision)
+        self._graphs: GraphedSteps | None = None
+        if self.device.type == "cuda" and cuda_graphs:
+            self._graphs = GraphedSteps(self._step_once, self.optimizer, self.validity_key)
+
+    def _run_epoch(self, minibatches: Minibatches, meter: Meter) -> None:
+        """Do a gradient step on every minibatch of one pass over the data."""
+        with self.optimizer.matmul_precision():
+            if self._graphs is not None:
+                meter.add_steps(*self._graphs.run_epoch(minibatches))
+                return
+            for batch in minibatches:
+                self._descend(batch, meter)
+
+    def _step_once(self, batch: TensorDictBase) -> dict[str, Tensor]:
+        """Do one gradient step and return what was measured."""
+        meter = Meter()
+        self._descend(batch, meter)
+        return meter.epoch_sums
 
     @abstractmethod
     def _loss(self, batch: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
@@ -52,6 +75,8 @@ class MinibatchAlgorithm(BaseAlgorithm):
         """Go on from what ``state_dict`` returned."""
         super().load_state_dict(state)
         self.optimizer.load_state_dict(state["optimizer"])
+        if self._graphs is not None:  # Adam's moments are in other memory now
+            self._graphs.forget()
 
 
 class Meter:
@@ -62,27 +87,33 @@ class Meter:
         self._steps = 0
         self._sums: dict[str, Tensor] = {}
         self._epoch_steps = 0
-        self._epoch_sums: dict[str, Tensor] = {}
+        self.epoch_sums: dict[str, Tensor] = {}
+        """Sums over the steps of the epoch under way."""
 
     def add(self, share: float, measures: dict[str, Tensor]) -> None:
         """Take in the scalars of a share of a minibatch."""
         for name, value in measures.items():
             part = value.detach().float() * share
-            self._epoch_sums[name] = self._epoch_sums[name] + part if name in self._epoch_sums else part
+            self.epoch_sums[name] = self.epoch_sums[name] + part if name in self.epoch_sums else part
 
     def end_step(self, grad_norm: Tensor) -> None:
         """Count a gradient step."""
         self.add(1.0, {"grad_norm": grad_norm})
         self._epoch_steps += 1
 
+    def add_steps(self, sums: dict[str, Tensor], steps: int) -> None:
+        """Take in what several gradient steps add up to."""
+        self.add(1.0, sums)
+        self._epoch_steps += steps
+
     def end_epoch(self, name: str) -> Tensor:
         """Close an epoch and return the mean ``[]`` of one scalar in it."""
-        mean = self._epoch_sums[name] / self._epoch_steps
-        for key, value in self._epoch_sums.items():
+        mean = self.epoch_sums[name] / self._epoch_steps
+        for key, value in self.epoch_sums.items():
             self._sums[key] = self._sums[key] + value if key in self._sums else value
         self._steps += self._epoch_steps
         self.epochs += 1
-        self._epoch_sums, self._epoch_steps = {}, 0
+        self.epoch_sums, self._epoch_steps = {}, 0
         return mean
 
     def means(self) -> dict[str, float]:

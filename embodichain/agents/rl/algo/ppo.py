@@ -17,9 +17,6 @@ from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils.config import AlgorithmCfg, Count, NotNegative, Positive
 from embodichain.config import configclass
 
-MIN_LEARNING_RATE, MAX_LEARNING_RATE, LEARNING_RATE_STEP = 1e-5, 1e-2, 1.5
-"""Bounds of the adaptive step size, and the factor of one change."""
-
 
 @configclass
 class PPOCfg(AlgorithmCfg):
@@ -44,9 +41,11 @@ class PPOCfg(AlgorithmCfg):
     target_kl: Positive | None = None
     """The remaining epochs are left out once an epoch's mean KL divergence exceeds this."""
     mixed_precision: Precision = "off"
-    """Precision of the networks in the update: off (float32), bf16 or fp16."""
+    """Precision of the networks in the update: off (float32), tf32 (float32, faster on a GPU), bf16 or fp16."""
     sequence_length: Count | None = None
     """For policies with memory: steps per training sequence, a divisor of the rollout's; default: all of them."""
+    cuda_graphs: bool = True
+    """On a GPU: record the gradient step once as a CUDA graph and replay it; the log says where that cannot be."""
 
 
 class PPO(MinibatchAlgorithm):
@@ -56,7 +55,7 @@ class PPO(MinibatchAlgorithm):
     cfg: PPOCfg
 
     def __init__(self, cfg: PPOCfg, policy: Policy) -> None:
-        super().__init__(cfg, policy, cfg.mixed_precision)
+        super().__init__(cfg, policy, cfg.mixed_precision, cfg.cuda_graphs)
 
     def update(self, rollout: TensorDictBase | None = None) -> dict[str, float]:
         """Improve the policy by a rollout ``[num_envs, num_steps]``; adds ``advantage`` and ``return`` to it."""
@@ -77,8 +76,7 @@ class PPO(MinibatchAlgorithm):
 
         meter = Meter()
         for _ in range(cfg.n_epochs):
-            for batch in minibatches:
-                self._descend(batch, meter)
+            self._run_epoch(minibatches, meter)
             if self._adapt_to_kl(meter.end_epoch("approx_kl")):
                 break
 
@@ -138,19 +136,16 @@ class PPO(MinibatchAlgorithm):
     def _adapt_to_kl(self, epoch_kl: Tensor) -> bool:
         """Adapt the step size to how far the policy moved in an epoch; return whether to stop here.
 
-        Without a schedule or a target that needs it, the device is not waited for.
+        A GPU is waited for only if there is a target.
         """
         cfg = self.cfg
         if cfg.lr_schedule != "adaptive" and cfg.target_kl is None:
             return False
         ranks = self.optimizer.ranks
-        kl = float(epoch_kl if ranks is None else ranks.mean(epoch_kl))
+        kl = epoch_kl if ranks is None else ranks.mean(epoch_kl)
         if cfg.lr_schedule == "adaptive":
-            if kl > 2.0 * cfg.desired_kl:
-                self.optimizer.learning_rate = max(MIN_LEARNING_RATE, self.optimizer.learning_rate / LEARNING_RATE_STEP)
-            elif kl < 0.5 * cfg.desired_kl:
-                self.optimizer.learning_rate = min(MAX_LEARNING_RATE, self.optimizer.learning_rate * LEARNING_RATE_STEP)
-        return cfg.target_kl is not None and kl > cfg.target_kl
+            self.optimizer.adapt_learning_rate(kl, cfg.desired_kl)
+        return cfg.target_kl is not None and float(kl) > cfg.target_kl
 
 
 def explained_variance(value: Tensor, return_: Tensor) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -43,6 +43,8 @@ class Minibatches:
         self.items = self._items(valid)
         in_one = 1 if sequence_length is None else sequence_length
         self.count = max(1, -(-self.items.numel() * in_one // batch_size))
+        self.largest = min(-(-batch_size // in_one), self.num_envs * self.num_steps // in_one)
+        """Items of a minibatch at most, however many are valid."""
 
     def _items(self, valid: Tensor | None) -> Tensor:
         """Return what is shuffled: row numbers, or the row number of each sequence's first step."""
@@ -60,13 +62,18 @@ class Minibatches:
         return self.count if self.items.numel() else 0
 
     def __iter__(self) -> Iterator[TensorDict]:
-        if not self.items.numel():
-            return
-        order = torch.randperm(self.items.numel(), device=self.items.device, generator=self.generator)
-        for chosen in self.items[order].tensor_split(self.count):
-            yield self._gather(chosen)
+        for chosen in self.draw():
+            yield self.gather(chosen)
 
-    def _gather(self, chosen: Tensor) -> TensorDict:
+    def draw(self) -> Sequence[Tensor]:
+        """Return the items of each minibatch of a new epoch."""
+        if not self.items.numel():
+            return ()
+        order = torch.randperm(self.items.numel(), device=self.items.device, generator=self.generator)
+        return self.items[order].tensor_split(self.count)
+
+    def gather(self, chosen: Tensor) -> TensorDict:
+        """Return the minibatch of these items."""
         if self.sequence_length is None:
             return self.rows.apply(lambda leaf: leaf.index_select(0, chosen), batch_size=[chosen.numel()])
         steps = torch.arange(self.sequence_length, device=chosen.device) * self.num_envs

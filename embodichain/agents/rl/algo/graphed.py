@@ -1,0 +1,201 @@
+"""Gradient steps as CUDA graphs: gather, forward, backward, clip and Adam in one launch.
+
+An ordinary step of a small network is hundreds of launches, and a GPU finishes each before the next arrives. A graph
+has fixed shapes and reads and writes fixed memory. So the data of every update are copied to the same place, the order
+of rows is an input, and there is one graph for each size of minibatch; where a loss weighs its transitions, minibatches
+are filled up with transitions of no weight, and one size does for all.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from embodichain.agents.rl.algo.optimizer import PolicyOptimizer
+from embodichain.agents.rl.buffer.minibatches import Minibatches
+from embodichain.agents.rl.utils.observations import sorted_leaves
+from embodichain.envs.graphed import recording
+
+_LOG = logging.getLogger(__name__)
+_WARM_UP = 3  # ordinary steps before recording: libraries load and Adam makes its moments in them
+_SMALL = 1 << 26  # bytes up to which data are copied rather than looked up where they are
+
+Step = Callable[[TensorDictBase], dict[str, Tensor]]
+"""Does one gradient step on a minibatch and returns what was measured, ``[]`` each."""
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    graph: torch.cuda.CUDAGraph
+    chosen: Tensor
+    """Items of the minibatch; -1 stands for none."""
+
+
+class GraphedSteps:
+    """Does an algorithm's gradient steps by replaying graphs; what cannot be recorded runs as before, and is logged."""
+
+    def __init__(self, step: Step, optimizer: PolicyOptimizer, validity_key: str | None = None) -> None:
+        """Prepare to replay ``step``; ``validity_key`` names the part of a minibatch that weighs its transitions."""
+        self._step, self._optimizer, self._validity_key = step, optimizer, validity_key
+        self._store: _Store | None = None
+        self._names: list[str] = []
+        self._sums: Tensor | None = None
+        self._graphs: dict[int, _Recorded] = {}
+        self._steps = 0
+        self._off = False
+
+    def run_epoch(self, minibatches: Minibatches) -> tuple[dict[str, Tensor], int]:
+        """Do one pass over the data; return the sums of all measures and the number of steps."""
+        self._load(minibatches)
+        if self._sums is not None:
+            self._sums.zero_()
+        order = minibatches.draw()
+        for chosen in order:
+            self._steps += 1
+            if not self._replay(chosen):
+                self._do(chosen)
+        if self._sums is None:
+            return {}, 0
+        return dict(zip(self._names, self._sums.clone().unbind(), strict=True)), len(order)
+
+    def forget(self) -> None:
+        """Record anew: parameters or Adam's moments have moved."""
+        self._graphs.clear()
+        self._steps = 0
+
+    # --- one step -------------------------------------------------------------------------------------------------
+
+    def _do(self, chosen: Tensor) -> None:
+        """Do a step as usual; the last one before recording finds out whether the policy waits for the device."""
+        if self._off or self._steps != _WARM_UP:
+            return self._add(self._step(self._gather(chosen)))
+        mode = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            self._add(self._step(self._gather(chosen)))
+        except RuntimeError as error:
+            self._give_up(f"a step waits for the device ({_first_line(error)})")
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+        if self._off:
+            self._optimizer.adam.zero_grad(set_to_none=True)
+            self._add(self._step(self._gather(chosen)))
+
+    def _replay(self, chosen: Tensor) -> bool:
+        """Do a step by its graph, if it has one or can be given one."""
+        if self._off or self._steps <= _WARM_UP:
+            return False
+        size = chosen.numel() if self._validity_key is None else self._data().largest
+        if size not in self._graphs and not self._record(size):
+            return False
+        recorded = self._graphs[size]
+        if chosen.numel() < size:
+            recorded.chosen.fill_(-1)
+        recorded.chosen[: chosen.numel()].copy_(chosen)
+        recorded.graph.replay()
+        return True
+
+    def _record(self, size: int) -> bool:
+        chosen = torch.zeros(size, dtype=torch.int64, device=self._data().device)
+        graph = torch.cuda.CUDAGraph()
+        pool = next(iter(self._graphs.values())).graph.pool() if self._graphs else None
+        try:
+            with recording(graph, pool):
+                self._add(self._step(self._gather(chosen)))
+        except RuntimeError as error:
+            self._give_up(_first_line(error))
+            self._optimizer.adam.zero_grad(set_to_none=True)
+            return False
+        self._graphs[size] = _Recorded(graph, chosen)
+        return True
+
+    def _add(self, measures: dict[str, Tensor]) -> None:
+        values = torch.stack(list(measures.values()))
+        if self._sums is None:
+            self._names, self._sums = list(measures), torch.zeros_like(values)
+        self._sums.add_(values)
+
+    def _give_up(self, reason: str) -> None:
+        self._off = True
+        _LOG.warning("the update runs without CUDA graphs, which costs speed: %s", reason)
+
+    # --- the data -------------------------------------------------------------------------------------------------
+
+    def _gather(self, chosen: Tensor) -> TensorDict:
+        """Return a minibatch; items that stand for none are there, but do not count."""
+        if self._validity_key is None:
+            return self._data().gather(chosen)
+        batch = self._data().gather(chosen.clamp(min=0))
+        batch[self._validity_key] = batch[self._validity_key] & (chosen >= 0)
+        return batch
+
+    def _load(self, minibatches: Minibatches) -> None:
+        """Bring the data of an update to where the graphs look for them."""
+        if self._off:
+            self._store = _Store(minibatches, own=False)
+            return
+        if self._optimizer.ranks is not None:
+            self._give_up("gradients are averaged over several processes")
+        elif self._optimizer.precision == "fp16":
+            self._give_up("the loss scale of fp16 depends on what came before; bf16 needs none")
+        if self._store is not None and self._store.minibatches is minibatches:
+            return
+        if self._store is None or not self._store.take(minibatches):
+            self._store = _Store(minibatches, own=self._store is not None)
+            self._graphs.clear()
+
+    def _data(self) -> Minibatches:
+        if self._store is None:
+            raise RuntimeError("no data were loaded")
+        return self._store.data
+
+
+class _Store:
+    """The data of one update at fixed addresses: small parts in memory of its own, large ones where they came from."""
+
+    def __init__(self, minibatches: Minibatches, own: bool) -> None:
+        """Take the data; with ``own`` large parts are copied too, because they keep moving."""
+        self.minibatches = minibatches
+        self._parts: dict[tuple[str, ...], Tensor] = {}
+        self._owned: set[tuple[str, ...]] = set()
+        rows = TensorDict({}, batch_size=minibatches.rows.batch_size, device=minibatches.device)
+        for path, leaf in sorted_leaves(minibatches.rows):
+            if own or leaf.numel() * leaf.element_size() <= _SMALL:
+                leaf = leaf.clone()
+                self._owned.add(path)
+            self._parts[path] = leaf
+            rows.set(path, leaf)
+        self.data = copy.copy(minibatches)
+        self.data.rows = rows
+
+    def take(self, minibatches: Minibatches) -> bool:
+        """Take the data of the next update, if they have the same shapes and those that were not copied stay put."""
+        leaves = dict(sorted_leaves(minibatches.rows))
+        same = (self.data.num_envs, self.data.num_steps, self.data.sequence_length, self.data.largest) == (
+            minibatches.num_envs,
+            minibatches.num_steps,
+            minibatches.sequence_length,
+            minibatches.largest,
+        )
+        if not same or leaves.keys() != self._parts.keys():
+            return False
+        for path, part in self._parts.items():
+            leaf = leaves[path]
+            if (leaf.shape, leaf.dtype) != (part.shape, part.dtype):
+                return False
+            if path not in self._owned and leaf.data_ptr() != part.data_ptr():
+                return False
+        for path in self._owned:
+            self._parts[path].copy_(leaves[path])
+        self.minibatches = minibatches
+        return True
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
