@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
+import logging
+from functools import cache
+from typing import Protocol
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from embodichain.errors import RolloutError
+from embodichain.extras import available
+
+_LOG = logging.getLogger(__name__)
+
+
+class Backwards(Protocol):
+    """Accumulates over rows of ``[num_steps, num_envs]``, from the last step to the first."""
+
+    def __call__(
+        self,
+        rewards: Tensor,
+        values: Tensor,
+        next_values: Tensor,
+        terminations: Tensor,
+        dones: Tensor,
+        gamma: float | Tensor,
+        decay: float | Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Return advantages and returns."""
 
 
 def compute_gae(
@@ -37,9 +60,29 @@ def compute_gae(
     rewards, values, next_values = (x.detach().t().float().contiguous() for x in (reward, value, next_value))
     terminations, dones = (x.t().bool().contiguous() for x in (terminated, done))
     discount = gamma.t().float().contiguous() if isinstance(gamma, Tensor) else gamma
-    backwards = _backwards_cpu if reward.device.type == "cpu" else _backwards
-    advantage, returns = backwards(rewards, values, next_values, terminations, dones, discount, discount * gae_lambda)
+    advantage, returns = _backwards_on(reward.device)(
+        rewards, values, next_values, terminations, dones, discount, discount * gae_lambda
+    )
     return advantage.t(), returns.t()
+
+
+@cache
+def _backwards_on(device: torch.device) -> Backwards:
+    """Return the fastest way for a device: numpy, one kernel, or a loop of kernels where that cannot be compiled."""
+    if device.type == "cpu":
+        return _backwards_cpu
+    if device.type != "cuda" or not available("triton"):
+        return _backwards
+    from embodichain.agents.rl.algo.gae_kernel import backwards_kernel
+
+    number = torch.zeros(1, 1, device=device)
+    flag = number.bool()
+    try:
+        backwards_kernel(number, number, number, flag, flag, 0.0, 0.0)
+    except (RuntimeError, OSError) as error:  # no compiler on this machine, or a GPU that Triton does not know
+        _LOG.warning("advantages are computed step by step, which costs speed: %s", error)
+        return _backwards
+    return backwards_kernel
 
 
 def _backwards(

@@ -79,7 +79,8 @@ class PolicyOptimizer:
         if self.precision != "tf32" or self._rate is None:
             yield
             return
-        backends = (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn)
+        cudnn: Any = torch.backends.cudnn
+        backends: tuple[Any, ...] = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
         before = [backend.fp32_precision for backend in backends]
         try:
             for backend in backends:

@@ -29,7 +29,8 @@ class SyncCollector(BaseCollector):
 
     Steps are written straight into a preallocated buffer, so a rollout is valid until the next ``collect``. The
     environment is reset once, before the first rollout, and goes on from there. The value of ``final_observation`` is
-    computed for those transitions alone that a time limit cut, all in one batch at the end.
+    computed for those transitions alone that a time limit cut, all in one batch at the end. On a GPU, where finding
+    them would mean to wait for the device, it is computed for all: nothing between the first step and the last waits.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class SyncCollector(BaseCollector):
         ended."""
         self._averages = InfoAverages()
         self._cut: list[tuple[Observation, Tensor | None]] = []
+        self._final_value: list[Tensor] = []
 
     def reset(self, seed: int | None = None) -> None:
         """Reset all envs and begin with new episodes."""
@@ -137,7 +139,7 @@ class SyncCollector(BaseCollector):
         elif self.obs is None:
             self.reset()
         self._averages = InfoAverages()
-        self._cut = []
+        self._cut, self._final_value = [], []
         if self.buffer is not None and len(self.buffer):  # of the last rollout, or of one that an error broke off
             self.buffer.clear()
         if self.obs is None:
@@ -173,7 +175,10 @@ class SyncCollector(BaseCollector):
 
     def _keep_cut_rows(self, cut: Tensor, info: Mapping[str, Any], state: Tensor | None) -> None:
         """Set aside the last observation of episodes that a time limit ended, to be valued at the end."""
-        if self.policy.has_critic and bool(cut.any()):
+        if self.policy.has_critic and self.device.type == "cuda":
+            final = info["final_observation"].to(self.device)
+            self._final_value.append(self.policy.state_value(final, state))
+        elif self.policy.has_critic and bool(cut.any()):
             rows = cut.nonzero().squeeze(-1)
             final = info["final_observation"][rows.to(self.env.device)].to(self.device)
             self._cut.append((final, None if state is None else state[rows]))
@@ -205,6 +210,9 @@ class SyncCollector(BaseCollector):
 
     def _final_values(self) -> Tensor | None:
         """Return the values of all observations that were set aside, in one pass of the network."""
+        if self._final_value and self.buffer is not None and self.buffer.storage is not None:
+            storage = self.buffer.storage
+            return torch.stack(self._final_value)[storage["truncated"] & ~storage["terminated"]]
         if not self._cut:
             return None
         observations = torch.cat([obs for obs, _ in self._cut])
