@@ -16,6 +16,12 @@ def _ordered(bounds: tuple[float, float]) -> tuple[float, float]:
     return bounds
 
 
+def _distinct(names: tuple[str, ...]) -> tuple[str, ...]:
+    if not names or len(set(names)) != len(names):
+        raise ValueError(f"expected at least one name, each once, got {list(names)}")
+    return names
+
+
 Range = Annotated[tuple[float, float], AfterValidator(_ordered)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
@@ -90,6 +96,22 @@ class RewardsCfg(Config):
 
 
 @configclass
+class LanguageCfg(Config):
+    """Coloured goals, and the words that tell which of them is meant; the words are observed as ``instruction``."""
+
+    colors: Annotated[tuple[Literal["red", "green", "blue", "yellow"], ...], AfterValidator(_distinct)] = (
+        "red",
+        "green",
+        "blue",
+    )
+    """Colours of the goals on the table."""
+    phrases: Annotated[tuple[str, ...], Field(min_length=1)] = ("push the cube to the {color} target",)
+    """Ways to say it, of which every episode draws one; ``{color}`` stands for the goal's colour."""
+    length: Annotated[int, Field(ge=1, le=1024)] = 48
+    """Bytes of the observation; shorter instructions end in zeros."""
+
+
+@configclass
 class JointTermCfg(Config):
     """Joint targets: ``qpos + scale * action`` (delta_qpos), or the action mapped to the joint limits (qpos)."""
 
@@ -153,6 +175,8 @@ class EnvCfg(Config):
     """Reward mode and weights."""
     actions: ActionsCfg = ActionsCfg()
     """The action term."""
+    language: LanguageCfg | None = None
+    """Goals and instructions, for the tasks that understand words."""
 
 
 @configclass

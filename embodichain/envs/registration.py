@@ -17,7 +17,7 @@ from embodichain.envs.gymnasium_env import make_gymnasium
 from embodichain.envs.physics.mujoco_cpu import MujocoCpuPhysics
 from embodichain.envs.task import Task
 from embodichain.envs.task_env import TaskEnv
-from embodichain.envs.tasks import CartPole, PickCube, PushCube, Reach
+from embodichain.envs.tasks import CartPole, PickCube, PushCube, PushCubeLanguage, Reach
 from embodichain.envs.vec_env import VecEnv
 from embodichain.errors import ConfigError, UnknownNameError, nearest
 
@@ -114,5 +114,11 @@ def _make_task(cfg: GymCfg, task: type[Task]) -> VecEnv:
     return TaskEnv(cfg, task, MujocoWarpPhysics(model, cfg.num_envs, cfg.device))
 
 
-for _id, _task in (("CartPoleRL", CartPole), ("ReachRL", Reach), ("PushCubeRL", PushCube), ("PickCubeRL", PickCube)):
+for _id, _task in (
+    ("CartPoleRL", CartPole),
+    ("ReachRL", Reach),
+    ("PushCubeRL", PushCube),
+    ("PushCubeLanguageRL", PushCubeLanguage),
+    ("PickCubeRL", PickCube),
+):
     register_task(_id, _task)

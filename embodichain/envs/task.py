@@ -16,6 +16,7 @@ from embodichain.envs.env_cfg import GymCfg, PoseRangeCfg
 from embodichain.envs.physics import Physics
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.robot import Robot, build_model
+from embodichain.errors import ConfigError
 
 Scene = dict[str, Tensor]
 """Named quantities of the present state, float32 ``[n, ...]``: what all of a task's formulas are written on."""
@@ -41,8 +42,12 @@ class Task(ABC):
     """Body whose friction and mass can be randomised."""
     camera: ClassVar[str] = "side"
     """The camera to look through when none is named."""
+    understands_language: ClassVar[bool] = False
+    """Whether ``env.language`` means something to the task."""
 
     def __init__(self, cfg: GymCfg, physics: Physics, robot: Robot) -> None:
+        if cfg.env.language is not None and not self.understands_language:
+            raise ConfigError(f"env.language: {cfg.id} takes no instructions; leave it out")
         self.cfg, self.physics, self.robot = cfg, physics, robot
         self._qpos0 = torch.tensor(physics.model.qpos0, dtype=torch.float64, device=physics.device)
         self.variables: dict[str, Tensor] = {}

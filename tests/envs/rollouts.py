@@ -9,7 +9,7 @@ from torch import Tensor
 from embodichain.envs.registration import make
 from embodichain.envs.vec_env import VecEnv
 
-TASKS = ("CartPoleRL", "ReachRL", "PushCubeRL", "PickCubeRL")
+TASKS = ("CartPoleRL", "ReachRL", "PushCubeRL", "PushCubeLanguageRL", "PickCubeRL")
 RANDOMIZED = {
     "observations": {"noise": {"robot/qpos": 0.01, "robot/qvel": 0.05}},
     "events": {"randomize_mass": {"scale": [0.5, 2.0]}, "randomize_friction": {"scale": [0.5, 1.5]}},

@@ -104,7 +104,7 @@ def test_an_unknown_id_gets_the_nearest_names(name, suggestion):
         make(name)
     assert repr(name) in str(caught.value)
     assert repr(suggestion) in str(caught.value)
-    assert "Tasks: CartPoleRL, PickCubeRL, PushCubeRL, ReachRL" in str(caught.value)
+    assert "Tasks: CartPoleRL, PickCubeRL, PushCubeLanguageRL, PushCubeRL, ReachRL" in str(caught.value)
 
 
 @pytest.mark.parametrize(

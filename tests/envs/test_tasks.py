@@ -12,7 +12,7 @@ from embodichain.envs.tasks import cart_pole
 from embodichain.errors import ConfigError
 from tests.envs.rollouts import TASKS, random_actions, small
 
-REQUIRED = {"ReachRL": 0.99, "PushCubeRL": 0.95, "PickCubeRL": 0.90, "CartPoleRL": 1.0}
+REQUIRED = {"ReachRL": 0.99, "PushCubeRL": 0.95, "PushCubeLanguageRL": 0.95, "PickCubeRL": 0.90, "CartPoleRL": 1.0}
 ARMS = ("ReachRL", "PushCubeRL", "PickCubeRL")
 
 

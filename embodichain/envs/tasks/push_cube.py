@@ -65,7 +65,7 @@ class PushCube(ArmTask):
     def read(self, env_ids: Tensor | None = None) -> Scene:
         qpos, qvel = self.state_of(env_ids)
         scene = {**self.read_arm(qpos, qvel), **read_cube(qpos, qvel)}
-        scene["goal"] = self.variable("goal", env_ids)
+        scene["goal"] = self.goal(env_ids)
         scene["to_goal"] = scene["goal"] - scene["cube_pos"][:, :2]
         scene["distance"] = length(scene["to_goal"])
         direction = scene["to_goal"] / scene["distance"].clamp_min(1e-6).unsqueeze(1)
@@ -74,6 +74,10 @@ class PushCube(ArmTask):
         scene["behind"] = torch.cat((behind, torch.full_like(behind[:, :1], _LOW)), dim=1)
         scene["direction"] = direction
         return scene
+
+    def goal(self, env_ids: Tensor | None = None) -> Tensor:
+        """Return where the cube has to go in these envs (default: all), ``[n, 2]``."""
+        return self.variable("goal", env_ids)
 
     def observe(self, scene: Scene) -> dict[str, Any]:
         return {
