@@ -32,7 +32,7 @@ class EvalArgs:
     output: Path | None = None
     """File for the figures (.json), every episode included."""
     trust: tuple[str, ...] = ()
-    """Modules that may be imported: those that define a policy, algorithm or task of your own."""
+    """Modules (names or .py files) that may be imported: those that define a policy, algorithm or task of your own."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -21,7 +21,7 @@ class ExportArgs:
     checkpoint: Literal["best", "latest"] = "best"
     """Which checkpoint of the run; without evaluations in the run, it is the latest."""
     trust: tuple[str, ...] = ()
-    """Modules that may be imported: those that define a policy of your own."""
+    """Modules (names or .py files) that may be imported: those that define a policy of your own."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -24,6 +24,7 @@ from embodichain.agents.rl.training.config import TrainCfg, complete, load_train
 from embodichain.agents.rl.training.run_folder import RunFolder
 from embodichain.agents.rl.utils.checkpoint import CHECKPOINTS, find_checkpoint, load_checkpoint
 from embodichain.agents.rl.utils.random_state import seed_everything
+from embodichain.agents.utils.modules import module_name
 from embodichain.config import merge
 from embodichain.envs.gl import choose_backend
 from embodichain.envs.registration import list_envs, make
@@ -37,7 +38,8 @@ Train a policy as a train_config.json (or .yaml) says, or go on with a run as if
 
   CONFIG, --config CONFIG   the config's file
   --resume RUN              folder of a run, or of one of its checkpoints
-  --trust MODULE            import this module of your own, which registers a policy, algorithm or task
+  --trust MODULE            import this module of your own (its name, or its .py file), which registers a policy,
+                            algorithm or environment
   --SECTION.FIELD VALUE     change any field; 'embodichain train CONFIG --help' lists them
 """
 EXIT_INTERRUPTED = 130
@@ -126,7 +128,7 @@ def build_trainer(
     """Construct everything a completed config describes, and the trainer that holds it."""
     settings = cfg.trainer
     seed_everything(settings.seed)
-    env = make(settings.gym_config, trusted_modules=tuple(trusted_modules))
+    env = make(settings.gym_config, trusted_modules=[module_name(entry) for entry in trusted_modules])
     policy = build_policy(cfg.policy, env.observation_space, env.action_space, torch.device(settings.device))
     algorithm = build_algo(cfg.algorithm.name, cfg.algorithm.cfg, policy)
     eval_env = make_eval_env(cfg, trusted_modules) if settings.enable_eval else None
@@ -143,7 +145,7 @@ def make_eval_env(cfg: TrainCfg, trusted_modules: Collection[str] = (), **change
         given = merge({"kwargs": {"render_mode": "rgb_array"}}, given)  # Gymnasium wants to know beforehand
         with contextlib.suppress(RenderingError):  # its MuJoCo envs take the backend from MUJOCO_GL; others need none
             choose_backend()
-    return make(given, trusted_modules=tuple(trusted_modules))
+    return make(given, trusted_modules=[module_name(entry) for entry in trusted_modules])
 
 
 def report(result: TrainingResult) -> str:

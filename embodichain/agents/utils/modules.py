@@ -1,4 +1,4 @@
-"""A user's own modules: imported only when the caller allows them by name."""
+"""A user's own modules: imported only when the caller allows them, by name or by file."""
 
 from __future__ import annotations
 
@@ -12,34 +12,48 @@ from pathlib import Path
 from embodichain.errors import UnknownNameError, UntrustedModuleError
 
 
+def module_name(entry: str) -> str:
+    """Return the module that a trusted entry means: ``mine`` for ``mine`` as well as for ``some/where/mine.py``."""
+    return Path(entry).stem if entry.endswith(".py") else entry
+
+
 def check_trusted(named: Iterable[str], trusted: Collection[str], source: str) -> None:
     """Refuse modules that a config names and the caller did not allow."""
+    allowed = {module_name(entry) for entry in trusted}
     for name in named:
-        if name not in trusted:
+        if name not in allowed:
             raise UntrustedModuleError(
                 f"{source} names the module {name!r}, and importing a module runs its code. If you know what it does, "
                 f"allow it: --trust {name}"
             )
 
 
-def import_trusted(modules: Iterable[str], folders: Iterable[Path] = ()) -> None:
-    """Import modules by name: from Python's own path, else from one of the folders.
+def import_trusted(trusted: Iterable[str], folders: Iterable[Path] = ()) -> None:
+    """Import modules: files where they are, names from Python's own path or else from one of the folders.
 
     The folders are searched for these names alone; they do not become part of Python's path.
     """
     places = list(folders)
-    for name in modules:
+    for entry in trusted:
+        name = module_name(entry)
         top = name.partition(".")[0]
-        if top not in sys.modules and importlib.util.find_spec(top) is None:
+        if entry.endswith(".py"):
+            _import_from(top, [Path(entry).resolve().parent])
+        elif top not in sys.modules and importlib.util.find_spec(top) is None:
             _import_from(top, places)
         importlib.import_module(name)
 
 
 def _import_from(name: str, folders: list[Path]) -> None:
+    if name in sys.modules:
+        return
     spec = PathFinder.find_spec(name, [str(folder) for folder in folders])
     if spec is None or spec.loader is None:
-        looked = ", ".join(map(str, folders)) or "no further folder"
-        raise UnknownNameError(f"there is no module {name!r} on Python's path, nor in: {looked}")
+        looked = ", ".join(dict.fromkeys(map(str, folders))) or "any other folder"
+        raise UnknownNameError(
+            f"there is no module {name!r} on Python's path, nor in {looked}. A file can be given as it is: "
+            f"--trust some/where/{name}.py"
+        )
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:

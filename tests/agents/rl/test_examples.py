@@ -25,7 +25,7 @@ def test_everything_of_ones_own_is_trained_when_trusted(tmp_path):
         line["eval/return"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "eval/return" in line
     ]
     assert returns[-1] > -8.0 > -20.0 > returns[0]  # doing nothing gives about -30
-    shown = run("eval", str(tmp_path / "run"), "--episodes", "8", "--trust", "custom_everything", "--num-envs", "8")
+    shown = run("eval", str(tmp_path / "run"), "--episodes", "8", "--trust", str(EXAMPLE), "--num-envs", "8")
     assert shown.returncode == 0, shown.stderr
     assert "over 8 episodes" in shown.stdout
 

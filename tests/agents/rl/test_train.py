@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from embodichain.agents.rl.models import get_registered_policy_names
 from embodichain.agents.rl.train import main, make_eval_env, parse_args, train_from_config
 from embodichain.agents.rl.training.config import TrainCfg, complete, load_train_config, num_iterations, override
 from embodichain.agents.rl.utils.checkpoint import find_checkpoint, load_checkpoint
-from embodichain.agents.utils.modules import import_trusted
+from embodichain.agents.utils.modules import check_trusted, import_trusted
 from embodichain.config import load_config
 from embodichain.errors import ConfigError, UnknownNameError, UntrustedModuleError
 from tests.agents.rl.training_cases import train_config, write_config
@@ -198,8 +199,17 @@ def test_trusted_module_beside_the_config_is_imported(tmp_path):
 
 
 def test_module_that_is_nowhere_is_named(tmp_path):
-    with pytest.raises(UnknownNameError, match="there is no module 'mine_c' on Python's path, nor in"):
+    with pytest.raises(
+        UnknownNameError, match=r"no module 'mine_c' on Python's path, nor in .*: --trust some/where/mine_c\.py"
+    ):
         import_trusted(["mine_c"], [tmp_path])
+
+
+def test_module_can_be_given_as_a_file(tmp_path):
+    (tmp_path / "mine_e.py").write_text(MODULE.format(name="mine_e"))
+    check_trusted(["mine_e"], [str(tmp_path / "mine_e.py")], "config")
+    import_trusted([str(tmp_path / "mine_e.py")])
+    assert "mine_e_policy" in get_registered_policy_names()
 
 
 def test_module_that_fails_is_not_half_imported(tmp_path):
