@@ -1,0 +1,50 @@
+"""What the GPU tests share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from embodichain.envs.registration import make
+from embodichain.envs.task_env import TaskEnv
+from embodichain.extras import available
+
+on_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+simulates = [*on_gpu, pytest.mark.skipif(not available("mujoco_warp"), reason="needs the extra 'gpu'")]
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Raise where the host waits for the device."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@contextmanager
+def to_the_bit() -> Iterator[None]:
+    """Have the same numbers from run to run."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def make_task(id: str = "PushCubeRL", device: str = "cuda", num_envs: int = 64, **changes: object) -> TaskEnv:
+    """Return one of our own environments."""
+    env = make(id, num_envs=num_envs, device=device, seed=3, **changes)
+    assert isinstance(env, TaskEnv)
+    return env

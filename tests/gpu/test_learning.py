@@ -1,0 +1,232 @@
+"""Learning on a GPU: replayed gradient steps do what ordinary ones do, and collecting never waits."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from embodichain.agents.rl.algo.gae import compute_gae
+from embodichain.agents.rl.algo.grpo import GRPO, GRPOCfg
+from embodichain.agents.rl.algo.minibatch import MinibatchAlgorithm
+from embodichain.agents.rl.algo.ppo import PPO, PPOCfg
+from embodichain.agents.rl.collector.sync_collector import SyncCollector
+from embodichain.agents.rl.models import ActorCritic, build_policy
+from embodichain.agents.rl.models.mlp import MLP
+from embodichain.agents.rl.models.policy import Policy
+from embodichain.extras import available
+from tests.gpu.gpu import make_task, no_waiting, on_gpu
+
+pytestmark = on_gpu
+OBS, ACT, ENVS, STEPS = 12, 3, 64, 16
+
+
+def make_policy(name: str = "actor_critic", **settings: Any) -> Policy:
+    torch.manual_seed(0)
+    return build_policy({"name": name, "normalize_obs": True, **settings}, OBS, ACT, "cuda")
+
+
+def make_rollout(policy: Policy, seed: int) -> TensorDict:
+    """What a policy might have done, time-major underneath as collectors store it."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    shape = (STEPS, ENVS)
+
+    def normal(*more: int) -> Tensor:
+        return torch.randn(*shape, *more, device="cuda", generator=generator)
+
+    obs, action = normal(OBS), normal(ACT)
+    done = normal() > 1.5
+    parts = {
+        "observation": obs,
+        "action": action,
+        "reward": normal(),
+        "terminated": done,
+        "truncated": torch.zeros_like(done),
+        "done": done,
+        "next_value": normal(),
+        "policy_version": torch.zeros(shape, dtype=torch.int64, device="cuda"),
+    }
+    with torch.no_grad():
+        hidden = policy.initial_state(ENVS)
+        if hidden is not None:
+            parts["hidden"] = hidden.expand(STEPS, *hidden.shape).contiguous()
+        flat = TensorDict({"observation": obs.flatten(0, 1), "action": action.flatten(0, 1)}, [STEPS * ENVS])
+        if not policy.is_recurrent:
+            log_prob, _, value = policy.evaluate(flat)
+            parts |= {"sample_log_prob": log_prob.view(shape), "value": value.view(shape)}
+        else:
+            parts |= {"sample_log_prob": normal() - 4.0, "value": normal()}
+    return TensorDict(parts, batch_size=shape).transpose(0, 1)
+
+
+def train(algorithm: MinibatchAlgorithm, updates: int = 3) -> list[dict[str, float]]:
+    metrics = []
+    for seed in range(updates):
+        torch.manual_seed(seed)
+        metrics.append(algorithm.update(make_rollout(algorithm.policy, seed)))
+    return metrics
+
+
+def parameters(algorithm: MinibatchAlgorithm) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in algorithm.policy.parameters()])
+
+
+def make_ppo(policy: Policy | None = None, **settings: Any) -> PPO:
+    cfg = PPOCfg(device="cuda", batch_size=300, n_epochs=3, learning_rate=1e-3, **settings)
+    return PPO(cfg, policy or make_policy())
+
+
+PPO_CASES: list[dict[str, Any]] = [
+    {},
+    {"lr_schedule": "adaptive", "desired_kl": 1e-3},
+    {"lr_schedule": "linear", "clip_value_loss": True},
+    {"target_kl": 1e-3},
+    {"mixed_precision": "bf16"},
+    {"mixed_precision": "tf32"},
+]
+
+
+@pytest.mark.parametrize("settings", PPO_CASES, ids=str)
+def test_ppo_learns_the_same_from_replayed_steps(settings: dict[str, Any]) -> None:
+    replayed, ordinary = make_ppo(**settings), make_ppo(cuda_graphs=False, **settings)
+    for a, b in zip(train(replayed), train(ordinary), strict=True):
+        assert a == pytest.approx(b, rel=2e-3, abs=1e-4)
+    assert replayed._graphs is not None
+    assert sorted(replayed._graphs._graphs) == [256]  # 1024 transitions in four minibatches
+    torch.testing.assert_close(parameters(replayed), parameters(ordinary), rtol=1e-3, atol=2e-5)
+
+
+def test_ppo_with_memory_learns_the_same() -> None:
+    memory = {"memory": {"hidden_size": 32}}
+    replayed = make_ppo(make_policy(**memory), sequence_length=8)
+    ordinary = make_ppo(make_policy(**memory), sequence_length=8, cuda_graphs=False)
+    train(replayed), train(ordinary)
+    assert replayed._graphs is not None
+    assert replayed._graphs._graphs
+    torch.testing.assert_close(parameters(replayed), parameters(ordinary), rtol=1e-3, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"kl_coef": 0.05}, {"advantage": "trajectory", "mixed_precision": "bf16"}], ids=str
+)
+def test_grpo_learns_the_same_from_minibatches_that_are_filled_up(settings: dict[str, Any]) -> None:
+    made = [
+        GRPO(
+            GRPOCfg(device="cuda", batch_size=300, n_epochs=3, learning_rate=1e-3, group_size=8, **settings, **more),
+            make_policy("actor_only"),
+        )
+        for more in ({}, {"cuda_graphs": False})
+    ]
+    for a, b in zip(*(train(algorithm) for algorithm in made), strict=True):
+        assert a == pytest.approx(b, rel=2e-3, abs=1e-4)
+    assert made[0]._graphs is not None
+    assert list(made[0]._graphs._graphs) == [300]
+    torch.testing.assert_close(parameters(made[0]), parameters(made[1]), rtol=1e-3, atol=2e-5)
+
+
+class _Waits(ActorCritic):
+    """Looks at a number in the middle of its evaluation."""
+
+    def evaluate_actions(self, obs: Any, actions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        log_prob, entropy, value = super().evaluate_actions(obs, actions)
+        return log_prob, entropy, value if float(value.sum()) < float("inf") else -value
+
+
+class _CannotBeRecorded(ActorCritic):
+    """Copies from memory that the device cannot reach while it records, without waiting."""
+
+    def evaluate_actions(self, obs: Any, actions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        log_prob, entropy, value = super().evaluate_actions(obs, actions)
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("not while recording")
+        return log_prob, entropy, value
+
+
+@pytest.mark.parametrize("kind", [_Waits, _CannotBeRecorded])
+def test_a_policy_that_cannot_be_recorded_learns_as_usual(
+    kind: type[ActorCritic], caplog: pytest.LogCaptureFixture
+) -> None:
+    def build() -> Policy:
+        torch.manual_seed(0)
+        return kind(OBS, ACT, "cuda", MLP(OBS, ACT, [32]), MLP(OBS, 1, [32]))
+
+    with caplog.at_level(logging.WARNING):
+        replayed, ordinary = make_ppo(build()), make_ppo(build(), cuda_graphs=False)
+        for a, b in zip(train(replayed), train(ordinary), strict=True):
+            assert a == pytest.approx(b, rel=2e-3, abs=1e-4)
+    assert caplog.text.count("runs without CUDA graphs") == 1
+    torch.testing.assert_close(parameters(replayed), parameters(ordinary), rtol=1e-3, atol=2e-5)
+
+
+def test_training_goes_on_from_a_saved_state() -> None:
+    whole, first = make_ppo(lr_schedule="adaptive"), make_ppo(lr_schedule="adaptive")
+    train(whole, 2), train(first, 2)
+    second = make_ppo(lr_schedule="adaptive")
+    second.policy.load_state_dict(first.policy.state_dict())
+    second.load_state_dict(first.state_dict())
+    first.load_state_dict(first.state_dict())  # its graphs point to memory that is no longer used
+    for algorithm in (whole, first, second):
+        train(algorithm, 2)
+    torch.testing.assert_close(parameters(whole), parameters(first), rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(parameters(whole), parameters(second), rtol=1e-3, atol=1e-5)
+    on_cpu = PPO(PPOCfg(batch_size=300), build_policy({"name": "actor_critic", "normalize_obs": True}, OBS, ACT, "cpu"))
+    on_cpu.load_state_dict(first.state_dict())
+    assert on_cpu.optimizer.learning_rate == pytest.approx(first.optimizer.learning_rate)
+
+
+def test_an_update_waits_once_for_what_it_reports() -> None:
+    algorithm = make_ppo(lr_schedule="adaptive")
+    train(algorithm, 2)
+    rollout = make_rollout(algorithm.policy, 9)
+    with no_waiting():
+        for _ in range(2):
+            minibatches = algorithm._minibatches(_with_advantage(rollout))
+            algorithm._adapt_to_kl(algorithm._graphs.run_epoch(minibatches)[0]["approx_kl"])  # type: ignore[union-attr]
+
+
+def _with_advantage(rollout: Any) -> Any:
+    rollout["advantage"], rollout["return"] = compute_gae(
+        rollout["reward"], rollout["value"], rollout["next_value"], rollout["terminated"], rollout["done"], 0.99, 0.95
+    )
+    return rollout
+
+
+@pytest.mark.parametrize(("num_envs", "num_steps"), [(1, 1), (5, 3), (4096, 24), (1000, 128)])
+@pytest.mark.parametrize("per_step", [False, True])
+def test_advantages_are_those_of_the_cpu(num_envs: int, num_steps: int, per_step: bool) -> None:
+    torch.manual_seed(num_envs)
+    reward, value, next_value = (torch.randn(num_steps, num_envs).t() for _ in range(3))
+    terminated = torch.rand(num_steps, num_envs).t() < 0.1
+    done = terminated | (torch.rand(num_steps, num_envs).t() < 0.1)
+    gamma: float | Tensor = torch.rand(num_steps, num_envs).t() if per_step else 0.97
+    inputs = (reward, value, next_value, terminated, done, gamma)
+    expected = compute_gae(*inputs, 0.95)  # type: ignore[arg-type]
+    found = compute_gae(*(x.cuda() if isinstance(x, Tensor) else x for x in inputs), 0.95)  # type: ignore[arg-type]
+    for a, b in zip(expected, found, strict=True):
+        assert torch.equal(a, b.cpu())
+
+
+@pytest.mark.skipif(not available("mujoco_warp"), reason="needs the extra 'gpu'")
+def test_collecting_never_waits() -> None:
+    with make_task(num_envs=128, max_episode_steps=6) as env:
+        policy = build_policy({"name": "actor_critic"}, env.observation_space, env.action_space, "cuda")
+        collector = SyncCollector(env, policy)
+        collector.collect(8)
+        with no_waiting(), torch.no_grad():
+            obs = collector._begin_rollout()
+            version = policy.version.clone()
+            for _ in range(8):
+                obs = collector._step(obs, 8, version)
+        rollout = collector._finish(obs)
+        cut = rollout["truncated"] & ~rollout["terminated"]
+        assert cut.sum() > 100
+        plain = ~rollout["done"]
+        plain[:, -1] = False
+        assert torch.equal(rollout["next_value"][:, :-1][plain[:, :-1]], rollout["value"][:, 1:][plain[:, :-1]])
+        assert (rollout["next_value"][rollout["terminated"]] == 0.0).all()
+        assert (rollout["next_value"][cut] != rollout["value"].roll(-1, 1)[cut]).float().mean() > 0.99
+        assert {leaf.device.type for leaf in rollout.values(True, True)} == {"cuda"}

@@ -1,0 +1,194 @@
+"""The simulation on a GPU: the same as on the CPU within tolerances, restarts by mask, and nothing that waits."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from embodichain.envs.env_cfg import GymCfg
+from embodichain.envs.registration import load_gym_config
+from embodichain.envs.task_env import TaskEnv
+from embodichain.envs.tasks import Reach
+from embodichain.errors import ConfigError, SimulationError
+from tests.gpu.gpu import make_task, no_waiting, simulates, to_the_bit
+
+pytestmark = simulates
+TASKS = ["CartPoleRL", "ReachRL", "PushCubeRL", "PickCubeRL"]
+RANDOMISED = {"env": {"events": {"randomize_friction": {"scale": [0.5, 2.0]}, "randomize_mass": {"scale": [0.5, 2.0]}}}}
+
+
+def leaves(obs: Any) -> list[Tensor]:
+    return [obs[key].cpu() for key in sorted(obs.keys(True, True), key=str)]
+
+
+def difference(a: Any, b: Any) -> Tensor:
+    """Largest difference of each env's observations ``[num_envs]``."""
+    return torch.stack([(x - y).abs().flatten(1).amax(1) for x, y in zip(leaves(a), leaves(b), strict=True)]).amax(0)
+
+
+def actions(env: TaskEnv, count: int) -> Tensor:
+    return (
+        torch.rand(count, env.num_envs, env.action_manager.action_dim, generator=torch.Generator().manual_seed(0)) * 2
+        - 1
+    )
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_trajectories_agree_with_the_cpu(task: str) -> None:
+    """Half of the envs to 1e-4, nine in ten to 2e-2 after 20 steps: contacts amplify the rounding of float32."""
+    with make_task(task, "cpu") as cpu, make_task(task) as gpu:
+        running = torch.ones(cpu.num_envs, dtype=torch.bool)
+        for step in range(20):
+            action = cpu.expert_action()
+            _, reward, terminated, truncated, info = cpu.step(action)
+            _, reward2, terminated2, truncated2, info2 = gpu.step(action.cuda())
+            error = difference(info["final_observation"], info2["final_observation"])[running]
+            assert error.median() < 1e-4 * (step + 1), step
+            assert error.quantile(0.9) < 2e-2, step
+            assert ((reward - reward2.cpu())[running].abs() < 1e-2).float().mean() > 0.9
+            assert (terminated == terminated2.cpu())[running].float().mean() > 0.95
+            assert torch.equal(truncated, truncated2.cpu())
+            running &= ~(terminated | truncated | terminated2.cpu() | truncated2.cpu())
+            if running.sum() < 8:
+                break
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_episodes_start_as_on_the_cpu(task: str) -> None:
+    with make_task(task, "cpu") as cpu, make_task(task) as gpu:
+        (obs, info), (obs2, info2) = cpu.reset(seed=11), gpu.reset(seed=11)
+        assert torch.equal(info["episode_seed"], info2["episode_seed"].cpu())
+        assert difference(obs, obs2).max() < 1e-6
+        again, _ = gpu.reset(seed=info["episode_seed"].cuda())
+        assert difference(obs2, again).max() == 0.0
+
+
+def test_seeds_give_the_same_run_twice() -> None:
+    with to_the_bit():
+        runs = []
+        for _ in range(2):
+            with make_task(num_envs=128, max_episode_steps=12) as env:
+                env.reset(seed=1)
+                runs.append([env.step(action.cuda()) for action in actions(env, 30)])
+        for (obs, reward, terminated, _, info), (obs2, reward2, terminated2, _, info2) in zip(*runs, strict=True):
+            assert difference(obs, obs2).max() == 0.0
+            assert difference(info["final_observation"], info2["final_observation"]).max() == 0.0
+            assert torch.equal(reward, reward2)
+            assert torch.equal(terminated, terminated2)
+            assert torch.equal(info["episode_seed"], info2["episode_seed"])
+
+
+@pytest.mark.parametrize("changes", [{}, RANDOMISED, {"env": {"observations": {"noise": {"robot/qpos": 0.01}}}}])
+def test_a_recorded_step_is_the_ordinary_step(changes: dict[str, Any]) -> None:
+    with (
+        to_the_bit(),
+        make_task(max_episode_steps=7, **changes) as plain,
+        make_task(max_episode_steps=7, **changes) as recorded,
+    ):
+        plain._advance = plain._advance._parts  # type: ignore[attr-defined]
+        for action in actions(plain, 25):
+            a, b = plain.step(action.cuda()), recorded.step(action.cuda())
+            assert difference(a[0], b[0]).max() == 0.0
+            assert difference(a[4]["final_observation"], b[4]["final_observation"]).max() == 0.0
+            for x, y in zip(a[1:4], b[1:4], strict=True):
+                assert torch.equal(x, y)
+            assert torch.equal(a[4]["episode_seed"], b[4]["episode_seed"])
+        assert recorded._advance._replay is not None  # type: ignore[attr-defined]
+        state, state2 = plain.get_state(), recorded.get_state()
+        assert (state == state2).all()
+
+
+@pytest.mark.parametrize("changes", [{}, RANDOMISED])
+def test_nothing_in_a_step_waits_for_the_device(changes: dict[str, Any]) -> None:
+    with make_task(num_envs=256, max_episode_steps=5, **changes) as env:
+        given = actions(env, 30).cuda()
+        for action in given[:6]:
+            env.step(action)
+        with no_waiting():
+            results = [env.step(action) for action in given[6:]]
+        assert sum(int(result[3].sum()) for result in results) >= 4 * env.num_envs
+
+
+def test_what_was_returned_stays() -> None:
+    with make_task(num_envs=16) as env:
+        given = actions(env, 8).cuda()
+        seen = [env.step(action) for action in given]
+        copies = [[leaf.clone() for leaf in leaves(obs)] for obs, *_ in seen]
+        for _ in range(3):
+            env.step(given[0])
+        for (obs, *_), copy in zip(seen, copies, strict=True):
+            assert all(torch.equal(x, y) for x, y in zip(leaves(obs), copy, strict=True))
+
+
+@pytest.mark.parametrize("changes", [{}, RANDOMISED])
+def test_a_state_is_restored_to_the_bit(changes: dict[str, Any]) -> None:
+    with to_the_bit(), make_task(max_episode_steps=9, **changes) as env:
+        given = actions(env, 20).cuda()
+        for action in given[:6]:
+            env.step(action)
+        state = env.get_state()
+        first = [env.step(action) for action in given[6:]]
+        env.set_state(state)
+        second = [env.step(action) for action in given[6:]]
+        for a, b in zip(first, second, strict=True):
+            assert difference(a[0], b[0]).max() == 0.0
+            assert torch.equal(a[1], b[1])
+
+
+def test_friction_and_mass_are_drawn_per_env_and_act() -> None:
+    with make_task(max_episode_steps=4, **RANDOMISED) as env, make_task(device="cpu", **RANDOMISED) as cpu:
+        body = env.physics.model.body("cube").id
+        nominal = float(env.physics.model.body_mass[body])
+        mass = env.physics.model_field("body_mass")[:, body].clone()
+        assert mass.min() < 0.8 * nominal < 1.5 * nominal < mass.max()
+        assert torch.allclose(mass.cpu().double(), cpu.physics.model_field("body_mass")[:, body], rtol=1e-6)
+        for action in actions(env, 6).cuda():
+            env.step(action)
+        assert (env.physics.model_field("body_mass")[:, body] != mass).all()
+        derived = env.physics._wp.to_torch(env.physics._model.body_invweight0)[:, body, 0]  # type: ignore[attr-defined]
+        fresh = env.physics.model_field("body_mass")[:, body]
+        env.step(torch.zeros(env.num_envs, 6, device="cuda"))
+        assert torch.allclose(derived * fresh, torch.ones_like(fresh), rtol=1e-3)  # 1 / mass for a free body
+
+
+def test_a_world_that_breaks_starts_over_alone() -> None:
+    with make_task(num_envs=8) as env:
+        for action in actions(env, 5).cuda():
+            env.step(action)
+        env.physics.qvel[3] = float("nan")
+        obs, reward, terminated, _, info = env.step(torch.zeros(8, 6, device="cuda"))
+        assert terminated.tolist() == [i == 3 for i in range(8)]
+        assert all(leaf.isfinite().all() for leaf in [*leaves(obs), *leaves(info["final_observation"]), reward.cpu()])
+
+
+class _Waits(Reach):
+    """Looks at a number in the middle of a step."""
+
+    def success(self, scene: dict[str, Tensor]) -> Tensor:
+        near = super().success(scene)
+        return near if float(near.sum()) >= 0 else ~near
+
+
+def test_a_task_that_waits_runs_unrecorded(caplog: pytest.LogCaptureFixture) -> None:
+    from embodichain.envs.physics.mujoco_warp import MujocoWarpPhysics
+
+    cfg: GymCfg = load_gym_config("ReachRL", num_envs=16, seed=3)
+    env = TaskEnv(cfg, _Waits, MujocoWarpPhysics(_Waits.build_model(cfg), 16))
+    with caplog.at_level(logging.WARNING), env, make_task("ReachRL", num_envs=16) as plain:
+        for action in actions(env, 10).cuda():
+            a, b = env.step(action), plain.step(action)
+            assert difference(a[4]["final_observation"], b[4]["final_observation"]).max() < 1e-3
+    assert "runs without CUDA graphs" in caplog.text
+
+
+def test_errors_say_what_to_change() -> None:
+    with pytest.raises(ConfigError, match="this machine has"):
+        make_task(device="cuda:99")
+    with pytest.raises(SimulationError, match="use fewer num_envs"):
+        make_task(num_envs=200_000_000)
+    with make_task(num_envs=8) as env:  # and the device still works
+        env.step(torch.zeros(8, 6, device="cuda"))
