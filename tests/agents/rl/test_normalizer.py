@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from embodichain.agents.rl.models.critic import NormalizedCritic
+from embodichain.agents.rl.models.mlp import MLP
 from embodichain.agents.rl.models.normalizer import RunningNormalizer, batch_moments, merge_moments
+from embodichain.errors import ConfigError
 
 
 def data(rows: int = 1000, seed: int = 0) -> torch.Tensor:
@@ -73,3 +77,41 @@ def test_leading_dimensions_do_not_matter() -> None:
     flat.update(data(12))
     nested.update(data(12).view(3, 4, 3))
     assert torch.equal(flat.mean, nested.mean)
+
+
+def test_critic_keeps_its_values_when_the_statistics_of_returns_change() -> None:
+    torch.manual_seed(0)
+    critic = NormalizedCritic(MLP(4, 1, [8]))
+    features = torch.randn(20, 4)
+    assert torch.allclose(critic(features), critic.network(features))
+    critic.update(500.0 + 10.0 * torch.randn(6, 100))  # the first returns set the scale
+    assert abs(critic(features).mean() - 500.0) < 20.0
+    assert 9.0 < critic.scale < 11.0
+    before = critic(features)
+    critic.update(-300.0 + 80.0 * torch.randn(6, 100))
+    assert critic.scale > 100.0
+    assert torch.allclose(critic(features), before, rtol=1e-4)
+
+
+def test_critic_learns_returns_of_any_scale_alike() -> None:
+    errors = []
+    for scale in (1.0, 1e4):
+        torch.manual_seed(0)
+        critic = NormalizedCritic(MLP(2, 1, [32], activation="tanh"))
+        features = torch.randn(256, 2)
+        returns = scale * (5.0 + features[:, 0] * features[:, 1])
+        critic.update(returns)
+        optimizer = torch.optim.Adam(critic.parameters(), lr=1e-2)
+        for _ in range(200):
+            loss = ((critic(features).squeeze(-1) - returns) / critic.scale).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        errors.append(float(loss.detach()))
+    assert errors[0] < 0.1
+    assert abs(errors[0] - errors[1]) < 0.02
+
+
+def test_critic_must_end_in_one_linear_output() -> None:
+    with pytest.raises(ConfigError, match="one linear output"):
+        NormalizedCritic(MLP(4, 1, [8], last_activation="tanh"))

@@ -98,6 +98,23 @@ def test_first_ratio_is_one_even_with_normalised_observations() -> None:
     assert policy.encoder.normalizer.count == 3 * 48
 
 
+def test_normalised_values_learn_large_returns() -> None:
+    explained = []
+    for normalize in (False, True):
+        env, policy, _ = setup(normalize_value=normalize)
+        algorithm, collector = (
+            PPO(PPOCfg(n_epochs=4, batch_size=16, learning_rate=1e-2), policy),
+            SyncCollector(env, policy),
+        )
+        for _ in range(15):
+            rollout = collector.collect(8)
+            rollout["reward"].mul_(1000.0)
+            metrics = algorithm.update(rollout)
+        explained.append(metrics["explained_variance"])
+        assert policy.value_scale > 100.0 if normalize else policy.value_scale == 1.0
+    assert explained[1] > explained[0] + 0.2
+
+
 def test_two_updates_from_the_same_seed_are_the_same() -> None:
     results = []
     for _ in range(2):

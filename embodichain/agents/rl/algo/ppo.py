@@ -8,6 +8,15 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from embodichain.agents.rl.algo.chunks import (
+    Level,
+    decision_entropy,
+    like,
+    log_ratio,
+    loss_keys,
+    per_decision,
+    reward_and_discount,
+)
 from embodichain.agents.rl.algo.gae import compute_gae
 from embodichain.agents.rl.algo.minibatch import Meter, MinibatchAlgorithm
 from embodichain.agents.rl.algo.optimizer import Precision
@@ -44,6 +53,8 @@ class PPOCfg(AlgorithmCfg):
     """Precision of the networks in the update: off (float32), tf32 (float32, faster on a GPU), bf16 or fp16."""
     sequence_length: Count | None = None
     """For policies with memory: steps per training sequence, a divisor of the rollout's; default: all of them."""
+    log_prob_per: Level = "chunk"
+    """For policies that choose chunks of actions: one probability ratio per chunk, or one for each action in it."""
     cuda_graphs: bool = True
     """On a GPU: record the gradient step once as a CUDA graph and replay it; the log says where that cannot be."""
 
@@ -61,15 +72,17 @@ class PPO(MinibatchAlgorithm):
         """Improve the policy by a rollout ``[num_envs, num_steps]``; adds ``advantage`` and ``return`` to it."""
         cfg = self.cfg
         rollout = self._take(rollout, ROLLOUT_KEYS)
+        reward, discount = reward_and_discount(rollout, cfg.gamma)
         rollout["advantage"], rollout["return"] = compute_gae(
-            rollout["reward"],
+            reward,
             rollout["value"],
             rollout["next_value"],
             rollout["terminated"],
             rollout["done"],
-            cfg.gamma,
+            discount,
             cfg.gae_lambda,
         )
+        self.policy.update_value_normalizer(rollout["return"])
         minibatches = self._minibatches(rollout)
         if cfg.lr_schedule == "linear":
             self.optimizer.learning_rate = cfg.learning_rate * (1.0 - self.progress)
@@ -87,7 +100,8 @@ class PPO(MinibatchAlgorithm):
 
     def _minibatches(self, rollout: TensorDictBase) -> Minibatches:
         """Select what the loss needs, with advantages normalised over the rollout."""
-        data = rollout.select("observation", "action", "sample_log_prob", "value", "advantage", "return")
+        keys = ("observation", "action", "sample_log_prob", "value", "advantage", "return", *loss_keys(rollout))
+        data = rollout.select(*keys)
         if self.cfg.normalize_advantage:
             advantage = rollout["advantage"]
             data["advantage"] = (advantage - advantage.mean()) / (advantage.std(correction=0) + 1e-8)
@@ -104,14 +118,17 @@ class PPO(MinibatchAlgorithm):
         advantage, return_, old_value = batch["advantage"], batch["return"], batch["value"]
 
         # ratio = pi(a|s) / pi_old(a|s)
-        log_ratio = log_prob - batch["sample_log_prob"]
-        ratio = log_ratio.exp()
+        log_r = log_ratio(log_prob, batch["sample_log_prob"], batch, cfg.log_prob_per)
+        ratio = log_r.exp()
 
         # L_policy = -E min(ratio A, clip(ratio, 1 - c, 1 + c) A)
         clipped_ratio = ratio.clamp(1.0 - cfg.clip_coef, 1.0 + cfg.clip_coef)
-        policy_loss = -torch.min(ratio * advantage, clipped_ratio * advantage).mean()
+        gain = like(advantage, ratio)
+        policy_loss = -per_decision(torch.min(ratio * gain, clipped_ratio * gain), batch).mean()
 
         # L_value = E (V - R)^2; with clipping the larger of it and that of V_old + clip(V - V_old, -c, c)
+        scale = self.policy.value_scale
+        value, old_value, return_ = value / scale, old_value / scale, return_ / scale
         squared_error = (value - return_).square()
         if cfg.clip_value_loss:
             clipped_value = old_value + (value - old_value).clamp(-cfg.clip_coef, cfg.clip_coef)
@@ -119,12 +136,12 @@ class PPO(MinibatchAlgorithm):
         value_loss = squared_error.mean()
 
         # L = L_policy + c_value L_value - c_entropy H
-        mean_entropy = entropy.mean()
+        mean_entropy = decision_entropy(entropy, batch, cfg.log_prob_per).mean()
         loss = policy_loss + cfg.vf_coef * value_loss - cfg.ent_coef * mean_entropy
         with torch.no_grad():
             # KL(pi_old || pi) = E[ratio - 1 - log ratio], an estimate that is never negative
-            approx_kl = (ratio - 1.0 - log_ratio).mean()
-            clip_fraction = ((ratio - 1.0).abs() > cfg.clip_coef).float().mean()
+            approx_kl = per_decision(ratio - 1.0 - log_r, batch).mean()
+            clip_fraction = per_decision(((ratio - 1.0).abs() > cfg.clip_coef).float(), batch).mean()
         return loss, {
             "policy_loss": policy_loss,
             "value_loss": value_loss,

@@ -5,5 +5,14 @@ from __future__ import annotations
 from embodichain.agents.rl.buffer.layout import ROLLOUT_KEYS, check_rollout, count_transitions, flatten_time_major
 from embodichain.agents.rl.buffer.minibatches import Minibatches
 from embodichain.agents.rl.buffer.rollout_buffer import RolloutBuffer
+from embodichain.agents.rl.buffer.vla_buffer import VLABuffer
 
-__all__ = ["ROLLOUT_KEYS", "Minibatches", "RolloutBuffer", "check_rollout", "count_transitions", "flatten_time_major"]
+__all__ = [
+    "ROLLOUT_KEYS",
+    "Minibatches",
+    "RolloutBuffer",
+    "VLABuffer",
+    "check_rollout",
+    "count_transitions",
+    "flatten_time_major",
+]

@@ -9,6 +9,7 @@ import gymnasium as gym
 import torch
 from torch import Tensor, nn
 
+from embodichain.agents.rl.models.critic import NormalizedCritic
 from embodichain.agents.rl.models.distributions import ActionHead
 from embodichain.agents.rl.models.memory import GRUMemory
 from embodichain.agents.rl.models.mlp import build_mlp_from_cfg
@@ -23,6 +24,8 @@ class ActorCriticCfg(PolicyCfg):
 
     critic: dict[str, Any] = {"type": "mlp"}
     """The critic network, in the same shape as the actor's."""
+    normalize_value: bool = False
+    """Whether the critic learns returns shifted and scaled by their running mean and standard deviation."""
 
 
 class ActorCritic(NetworkPolicy):
@@ -53,6 +56,16 @@ class ActorCritic(NetworkPolicy):
         seen = features if privileged is None else torch.cat([features, privileged], dim=-1)
         return self.critic(seen).squeeze(-1).float()
 
+    def update_value_normalizer(self, returns: Tensor) -> None:
+        """Let a normalised critic take in the returns of a rollout."""
+        if isinstance(self.critic, NormalizedCritic):
+            self.critic.update(returns)
+
+    @property
+    def value_scale(self) -> Tensor | float:
+        """Unit in which errors of the value count."""
+        return self.critic.scale if isinstance(self.critic, NormalizedCritic) else 1.0
+
     @classmethod
     def build(cls, cfg: Mapping[str, Any], obs_space: Any, action_space: Any, device: torch.device) -> Self:
         """Construct the policy from its config block; networks are initialised orthogonally."""
@@ -61,5 +74,6 @@ class ActorCritic(NetworkPolicy):
         width = checked.features(parts["encoder"])
         actor = init_last_small(build_mlp_from_cfg(checked.actor, width, parts["head"].param_dim), 0.01)
         critic_width = width + parts["encoder"].privileged_dim
-        critic = init_last_small(build_mlp_from_cfg(checked.critic, critic_width, 1), 1.0)
+        network = init_last_small(build_mlp_from_cfg(checked.critic, critic_width, 1), 1.0)
+        critic = NormalizedCritic(network) if checked.normalize_value else network
         return cls(obs_space, action_space, device, actor, critic, **parts)

@@ -117,6 +117,14 @@ class Policy(nn.Module, ABC):
     def update_normalizer(self, obs: Observation) -> None:
         """Let running statistics take in the observations of a rollout; the algorithm calls it after each update."""
 
+    def update_value_normalizer(self, returns: Tensor) -> None:
+        """Let running statistics take in the returns of a rollout; the algorithm calls it before each update."""
+
+    @property
+    def value_scale(self) -> Tensor | float:
+        """Unit in which errors of the value count; 1 unless the policy normalises its values."""
+        return 1.0
+
     @classmethod
     def build(cls, cfg: Mapping[str, Any], obs_space: Any, action_space: Any, device: torch.device) -> Self:
         """Construct the policy from its config block, without ``name`` and ``action_dim``.
