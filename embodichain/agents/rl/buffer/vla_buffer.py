@@ -1,0 +1,239 @@
+"""A queue between collectors and a learner: first in, first out, each entry handed out once."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+
+from embodichain.agents.rl.buffer.guards import Guard, ProcessGuard, ThreadGuard
+from embodichain.agents.rl.buffer.shelves import LocalShelf, SharedShelf, Shelf
+from embodichain.errors import BufferWaitError, RolloutError
+
+# The counters that lie beside the entries: numbers of the oldest and of the next entry, transitions that went out on
+# either way, the size of the last entry, and microseconds of waiting. What is inside follows from the first two alone,
+# so that a process that dies between two of them leaves nothing that contradicts itself.
+_FIRST, _NEXT, _TAKEN, _DROPPED, _LAST_SIZE, _ADD_WAIT, _GET_WAIT, _COUNTS = range(8)
+
+
+class VLABuffer:
+    """A bounded queue of whole rollouts or of single transitions, for any number of threads.
+
+    ``add_rollout`` and ``add`` wait while there is no room (back-pressure); with ``overwrite=True`` they push out the
+    oldest entries instead. What ``get`` returned is the caller's, and nobody gets it again. Rollouts and transitions do
+    not mix: the queue takes the other kind once it is empty.
+
+    With an ``example`` of its entries the queue lies in shared memory and can be handed to other processes; a process
+    that is killed in the middle of an ``add`` leaves nothing behind, neither a lock nor half an entry.
+    """
+
+    def __init__(
+        self,
+        buffer_size: int = 4096,
+        device: torch.device | str = "cpu",
+        *,
+        overwrite: bool = False,
+        example: TensorDictBase | None = None,
+    ) -> None:
+        """Make room for ``buffer_size`` transitions; ``get`` returns them on ``device``."""
+        if buffer_size < 1:
+            raise RolloutError(f"buffer_size must be at least 1 transition, got {buffer_size}")
+        self.buffer_size, self.device, self.overwrite = buffer_size, torch.device(device), overwrite
+        self.before_get: Callable[[], None] | None = None
+        """Called by ``get``, in the thread of its caller, before it looks: a collector publishes new weights then."""
+        self._creator = os.getpid()
+        self._guard: Guard
+        self._shelf: Shelf
+        if example is None:
+            self._guard, self._shelf = ThreadGuard(), LocalShelf(_COUNTS)
+        else:
+            if example.numel() > buffer_size:
+                raise RolloutError(f"one entry has {example.numel()} transitions, buffer_size is {buffer_size}")
+            self._guard = ProcessGuard()
+            self._shelf = SharedShelf(_COUNTS, example, buffer_size // max(1, example.numel()))
+
+    # --- in -------------------------------------------------------------------------------------------------------
+
+    def add(self, transition: TensorDictBase, timeout: float | None = None) -> int:
+        """Add one transition ``[]``, or one step of all envs ``[num_envs]``; return the number of the entry.
+
+        Waits for room, at most ``timeout`` seconds, then raises ``BufferWaitError``. A whole rollout is passed on to
+        ``add_rollout``.
+        """
+        if transition.batch_dims > 2:
+            raise RolloutError(f"expected a transition [] or [num_envs], got {list(transition.batch_size)}")
+        return self._put(transition, timeout, copy=True)
+
+    def add_rollout(self, rollout: TensorDictBase, timeout: float | None = None, copy: bool = True) -> int:
+        """Add a rollout ``[num_envs, num_steps]``; return the number of the entry.
+
+        ``copy=False`` hands it over: the caller must not write to it again.
+        """
+        if rollout.batch_dims != 2:
+            raise RolloutError(f"expected a rollout [num_envs, num_steps], got {list(rollout.batch_size)}")
+        return self._put(rollout, timeout, copy)
+
+    def _put(self, entry: TensorDictBase, timeout: float | None, copy: bool) -> int:
+        size = entry.numel()
+        if not 1 <= size <= self.buffer_size:
+            raise RolloutError(f"an entry of {size} transitions does not fit into a buffer of {self.buffer_size}")
+        if isinstance(self._shelf, LocalShelf):  # a shared one copies anyway
+            entry = _copied(entry, self.device) if copy else entry.to(self.device)
+        counts = self._counts()
+        began = time.monotonic()
+        with self._guard:
+            if self.overwrite:
+                while not self._has_room(size):
+                    self._drop_oldest()
+            elif not self._guard.wait_for(lambda: self._has_room(size), timeout):
+                raise BufferWaitError(f"no room for {size} transitions in {timeout} s: {self._words()}")
+            counts[_ADD_WAIT] += round(1e6 * (time.monotonic() - began))
+            self._check_kind(entry)
+            number = int(counts[_NEXT])
+            self._shelf.put(number, entry)
+            counts[_LAST_SIZE] = size
+            counts[_NEXT] += 1  # from here on it is there: whoever dies before has added nothing
+            self._guard.notify_all()
+        return number
+
+    # --- out ------------------------------------------------------------------------------------------------------
+
+    def get(self, flatten: bool = False, timeout: float | None = 0.0) -> TensorDictBase:
+        """Hand out the oldest rollout ``[num_envs, num_steps]``, or all single transitions, stacked along time.
+
+        Single transitions become ``[num_envs, num_steps]`` as well, ``[1, num_steps]`` if they were added one by one.
+        ``flatten=True`` hands out everything there is as rows ``[len(buffer)]``, oldest first, for looking at:
+        algorithms need the time axis. Waits at most ``timeout`` seconds (``None``: as long as it takes), then raises
+        ``BufferWaitError``.
+        """
+        entries = [entry for _, entry in self.take(everything=flatten, timeout=timeout)]
+        if flatten:
+            rows = [entry.reshape(-1) for entry in entries]
+            return rows[0] if len(rows) == 1 else torch.cat(rows)
+        if entries[0].batch_dims == 2:
+            return entries[0]
+        steps: TensorDictBase = torch.stack(entries)  # [num_steps, ...]
+        return steps.transpose(0, 1) if steps.batch_dims == 2 else steps.unsqueeze(0)
+
+    def take(self, everything: bool = False, timeout: float | None = 0.0) -> list[tuple[int, TensorDictBase]]:
+        """Remove the oldest rollout, or ``everything`` (always, for single transitions); return numbers and entries."""
+        if self.before_get is not None:
+            self.before_get()
+        counts = self._counts()
+        began = time.monotonic()
+        with self._guard:
+            if not self._guard.wait_for(lambda: bool(counts[_NEXT] > counts[_FIRST]), timeout):
+                raise BufferWaitError(f"the buffer is empty, also after {timeout} s: nothing was added to it")
+            counts[_GET_WAIT] += round(1e6 * (time.monotonic() - began))
+            first = int(counts[_FIRST])
+            one = not everything and self._shelf.look(first).batch_dims == 2
+            taken = []
+            for number in range(first, first + 1 if one else int(counts[_NEXT])):
+                entry = self._shelf.take(number)
+                counts[_FIRST] += 1
+                counts[_TAKEN] += entry.numel()
+                taken.append((number, entry))
+            self._guard.notify_all()
+        return [(number, entry.to(self.device)) for number, entry in taken]
+
+    # --- how it stands --------------------------------------------------------------------------------------------
+
+    def is_full(self) -> bool:
+        """Tell whether there is no room for another entry like the last one."""
+        counts = self._counts()
+        with self._guard:
+            return bool(counts[_NEXT] > counts[_FIRST]) and not self._has_room(int(counts[_LAST_SIZE]))
+
+    def clear(self) -> None:
+        """Forget everything that is in it."""
+        counts = self._counts()
+        with self._guard:
+            while counts[_NEXT] > counts[_FIRST]:
+                self._drop_oldest()
+            self._guard.notify_all()
+
+    def __len__(self) -> int:
+        """Return the number of transitions in it."""
+        self._counts()
+        with self._guard:
+            return self._size()
+
+    def get_stats(self) -> dict[str, float]:
+        """Return how full it is, what went through it (in transitions) and how long both sides waited (in seconds)."""
+        counts = self._counts()
+        with self._guard:
+            return {
+                "size": self._size(),
+                "buffer_size": self.buffer_size,
+                "entries": int(counts[_NEXT] - counts[_FIRST]),
+                "added": self._size() + int(counts[_TAKEN] + counts[_DROPPED]),
+                "taken": int(counts[_TAKEN]),
+                "dropped": int(counts[_DROPPED]),
+                "add_wait_seconds": counts[_ADD_WAIT] / 1e6,
+                "get_wait_seconds": counts[_GET_WAIT] / 1e6,
+            }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is in it, oldest first, and its counters."""
+        counts = self._counts()
+        with self._guard:
+            numbers = range(int(counts[_FIRST]), int(counts[_NEXT]))
+            return {"counts": counts.tolist(), "entries": [self._shelf.look(number).clone() for number in numbers]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what ``state_dict`` returned."""
+        self.clear()
+        counts = self._counts()
+        with self._guard:
+            counts[:] = state["counts"]
+            for number, entry in enumerate(state["entries"], int(counts[_FIRST])):
+                self._shelf.put(number, entry.to(self.device) if isinstance(self._shelf, LocalShelf) else entry)
+            self._guard.notify_all()
+
+    # --- inside; the guard is held --------------------------------------------------------------------------------
+
+    def _size(self) -> int:
+        counts = self._shelf.counts
+        return self._shelf.total(range(int(counts[_FIRST]), int(counts[_NEXT])))
+
+    def _has_room(self, size: int) -> bool:
+        return self._size() + size <= self.buffer_size
+
+    def _drop_oldest(self) -> None:
+        counts = self._shelf.counts
+        counts[_DROPPED] += self._shelf.take(int(counts[_FIRST])).numel()
+        counts[_FIRST] += 1
+
+    def _check_kind(self, entry: TensorDictBase) -> None:
+        counts = self._shelf.counts
+        if counts[_NEXT] == counts[_FIRST]:
+            return
+        there = self._shelf.look(int(counts[_NEXT]) - 1)
+        if there.batch_dims != entry.batch_dims:
+            raise RolloutError(
+                f"the buffer holds entries {list(there.batch_size)}, got {list(entry.batch_size)}: rollouts and single "
+                "transitions do not mix, get() or clear() comes first"
+            )
+
+    def _words(self) -> str:
+        return f"{self._size()} of {self.buffer_size} transitions are waiting to be taken"
+
+    def _counts(self) -> Any:
+        if isinstance(self._shelf, LocalShelf) and os.getpid() != self._creator:
+            raise RolloutError("this buffer belongs to another process: make it with example=... to share it")
+        return self._shelf.counts
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle the way to the shared memory: another process uses the same queue."""
+        if isinstance(self._shelf, LocalShelf):
+            raise RolloutError("a buffer that processes share is made with example=..., an entry like those to come")
+        return {**self.__dict__, "before_get": None}
+
+
+def _copied(entry: TensorDictBase, device: torch.device) -> TensorDictBase:
+    """Return a copy of an entry on a device."""
+    return entry.to(device).clone() if entry.device in (None, device) else entry.to(device)

@@ -1,0 +1,267 @@
+"""The queue between collectors and a learner: nothing lost, nothing twice, whoever adds, takes or dies."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from embodichain.agents.rl.buffer import VLABuffer
+from embodichain.errors import BufferWaitError, RolloutError
+
+ROLLOUTS = 10_000
+SPAWN = multiprocessing.get_context("spawn")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def rollout(stamp: int, num_envs: int = 2, num_steps: int = 3) -> TensorDict:
+    """Return a rollout whose every number is its stamp."""
+    shape = [num_envs, num_steps]
+    observation = TensorDict({"x": torch.full([*shape, 2], stamp, dtype=torch.int64)}, shape)
+    return TensorDict({"observation": observation, "reward": torch.full(shape, float(stamp))}, shape)
+
+
+def transition(stamp: int, *batch: int) -> TensorDict:
+    return TensorDict({"reward": torch.full(batch, float(stamp))}, list(batch))
+
+
+def stamp_of(entry) -> int:
+    """Return the stamp, once sure that all of the entry carries it."""
+    stamps = entry["observation", "x"].unique().tolist() + entry["reward"].unique().long().tolist()
+    assert len(set(stamps)) == 1, stamps
+    return stamps[0]
+
+
+# --- what it returns ----------------------------------------------------------------------------------------------
+
+
+def test_rollouts_come_out_whole_in_order_and_once():
+    buffer = VLABuffer(buffer_size=18, device="cpu")
+    for stamp in range(3):
+        assert not buffer.is_full()
+        buffer.add_rollout(rollout(stamp))
+    assert buffer.is_full()
+    assert len(buffer) == 18
+    assert [stamp_of(buffer.get(flatten=False)) for _ in range(3)] == [0, 1, 2]
+    assert len(buffer) == 0
+    with pytest.raises(BufferWaitError, match="empty"):
+        buffer.get()
+
+
+def test_flattened_everything_comes_out_as_rows():
+    buffer = VLABuffer(12)
+    buffer.add(rollout(5))
+    buffer.add_rollout(rollout(6))
+    rows = buffer.get(flatten=True)
+    assert rows.batch_size == (12,)
+    assert rows["reward"].tolist() == [5.0] * 6 + [6.0] * 6
+    assert len(buffer) == 0
+
+
+@pytest.mark.parametrize(("batch", "shape"), [((), (1, 4)), ((3,), (3, 4))])
+def test_transitions_are_stacked_along_time(batch, shape):
+    buffer = VLABuffer(buffer_size=4 * max(1, *batch, 1))
+    for stamp in range(4):
+        buffer.add(transition(stamp, *batch))
+    assert buffer.is_full()
+    data = buffer.get(flatten=False)
+    assert data.batch_size == shape
+    assert data["reward"][0].tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert len(buffer) == 0
+
+
+def test_a_buffer_that_size_does_not_divide_is_full_without_room_for_another():
+    buffer = VLABuffer(buffer_size=10)
+    buffer.add_rollout(rollout(0))
+    assert buffer.is_full()
+    assert len(buffer) == 6
+
+
+def test_what_was_added_can_be_written_to_afterwards():
+    buffer, given = VLABuffer(6), rollout(1)
+    buffer.add_rollout(given)
+    given["reward"].zero_()
+    assert stamp_of(buffer.get()) == 1
+
+
+def test_overwriting_pushes_the_oldest_out_when_asked():
+    buffer = VLABuffer(12, overwrite=True)
+    for stamp in range(5):
+        buffer.add_rollout(rollout(stamp))
+    assert [stamp_of(buffer.get()), stamp_of(buffer.get())] == [3, 4]
+    stats = buffer.get_stats()
+    assert (stats["added"], stats["taken"], stats["dropped"]) == (30, 12, 18)
+
+
+def test_clear_and_stats():
+    buffer = VLABuffer(12)
+    buffer.add_rollout(rollout(0))
+    assert buffer.get_stats()["size"] == 6
+    assert buffer.get_stats()["entries"] == 1
+    buffer.clear()
+    assert len(buffer) == 0
+    assert not buffer.is_full()
+    assert buffer.get_stats()["dropped"] == 6
+
+
+def test_state_goes_to_another_buffer_and_numbers_go_on():
+    buffer, other = VLABuffer(18), VLABuffer(18)
+    for stamp in range(3):
+        buffer.add_rollout(rollout(stamp))
+    buffer.get()
+    other.load_state_dict(buffer.state_dict())
+    assert [number for number, _ in other.take(everything=True)] == [1, 2]
+    assert other.add_rollout(rollout(9)) == 3
+    assert len(buffer) == 12  # saving takes nothing away
+
+
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [
+        (lambda: VLABuffer(0), "at least 1"),
+        (lambda: VLABuffer(5).add_rollout(rollout(0)), "6 transitions does not fit into a buffer of 5"),
+        (lambda: VLABuffer(9).add_rollout(transition(0, 3)), r"expected a rollout \[num_envs, num_steps\], got \[3\]"),
+        (lambda: VLABuffer(5, example=rollout(0)), "6 transitions, buffer_size is 5"),
+        (lambda: VLABuffer(9, example=rollout(0)).add_rollout(rollout(0, 3, 2)), "like its example"),
+        (lambda: SPAWN.Process(target=print, args=(VLABuffer(9),)).start(), "example="),
+    ],
+)
+def test_bad_input_is_refused(action, message):
+    with pytest.raises(RolloutError, match=message):
+        action()
+
+
+def test_rollouts_and_transitions_do_not_mix():
+    buffer = VLABuffer(12)
+    buffer.add_rollout(rollout(0))
+    with pytest.raises(RolloutError, match="do not mix"):
+        buffer.add(transition(0, 2))
+    buffer.clear()
+    buffer.add(transition(0, 2))
+
+
+# --- waiting ------------------------------------------------------------------------------------------------------
+
+
+def test_adding_waits_for_room_and_goes_on_when_there_is_some():
+    buffer = VLABuffer(6)
+    buffer.add_rollout(rollout(0))
+    with pytest.raises(BufferWaitError, match="no room"):
+        buffer.add_rollout(rollout(1), timeout=0.02)
+    adder = threading.Thread(target=buffer.add_rollout, args=(rollout(1),))
+    adder.start()
+    time.sleep(0.05)
+    assert adder.is_alive()
+    assert stamp_of(buffer.get()) == 0
+    adder.join(5.0)
+    assert not adder.is_alive()
+    assert stamp_of(buffer.get()) == 1
+    assert buffer.get_stats()["add_wait_seconds"] >= 0.04
+
+
+def test_getting_waits_for_something_to_come():
+    buffer = VLABuffer(6)
+    timer = threading.Timer(0.05, buffer.add_rollout, [rollout(7)])
+    timer.start()
+    assert stamp_of(buffer.get(timeout=10.0)) == 7
+
+
+# --- many at once -------------------------------------------------------------------------------------------------
+
+
+def add_stamps(buffer: VLABuffer, first: int, count: int) -> None:
+    torch.set_num_threads(1)
+    for stamp in range(first, first + count):
+        buffer.add_rollout(rollout(stamp))
+
+
+def collect_stamps(buffer: VLABuffer, count: int) -> list[int]:
+    return [stamp_of(buffer.get(timeout=60.0)) for _ in range(count)]
+
+
+def check_stamps(stamps: list[int], producers: int) -> None:
+    """Every stamp once, and those of each producer in its order."""
+    assert sorted(stamps) == list(range(len(stamps)))
+    share = len(stamps) // producers
+    for producer in range(producers):
+        own = [stamp for stamp in stamps if stamp // share == producer]
+        assert own == sorted(own)
+
+
+def test_ten_thousand_rollouts_from_threads_arrive_once_each():
+    buffer, taken = VLABuffer(600), [[], []]
+    share = ROLLOUTS // 4
+    adders = [threading.Thread(target=add_stamps, args=(buffer, i * share, share)) for i in range(4)]
+    takers = [
+        threading.Thread(target=lambda out: out.extend(collect_stamps(buffer, ROLLOUTS // 2)), args=(out,))
+        for out in taken
+    ]
+    for thread in adders + takers:
+        thread.start()
+    for thread in adders + takers:
+        thread.join()
+    assert sorted(taken[0] + taken[1]) == list(range(ROLLOUTS))
+    for own in taken:  # whoever takes sees every producer's rollouts in order
+        for producer in range(4):
+            mine = [stamp for stamp in own if stamp // share == producer]
+            assert mine == sorted(mine)
+    assert buffer.get_stats()["taken"] == 6 * ROLLOUTS
+    assert len(buffer) == 0
+
+
+def test_ten_thousand_rollouts_from_processes_arrive_once_each():
+    buffer = VLABuffer(1200, example=rollout(0))
+    share = ROLLOUTS // 2
+    adders = [SPAWN.Process(target=add_stamps, args=(buffer, i * share, share), daemon=True) for i in range(2)]
+    for process in adders:
+        process.start()
+    check_stamps(collect_stamps(buffer, ROLLOUTS), producers=2)
+    for process in adders:
+        process.join(10.0)
+        assert process.exitcode == 0
+
+
+def add_until_killed(buffer: VLABuffer, first: int, stride: int) -> None:
+    torch.set_num_threads(1)
+    stamp = first
+    while True:
+        buffer.add_rollout(rollout(stamp, 16, 64))
+        stamp += stride
+
+
+@pytest.mark.slow
+def test_producers_killed_while_they_add_leave_neither_locks_nor_halves():
+    """Two producers are killed at random moments; what they added is whole, in order, and the queue lives on."""
+    buffer = VLABuffer(8 * 1024, example=rollout(0, 16, 64))
+    random = torch.Generator().manual_seed(0)
+    producers = [SPAWN.Process(target=add_until_killed, args=(buffer, i, 2), daemon=True) for i in range(2)]
+    for process in producers:
+        process.start()
+    stamps: list[int] = []
+    for process in producers:
+        until = time.monotonic() + 0.1 + float(torch.rand((), generator=random))
+        while not any(stamp % 2 == producers.index(process) for stamp in stamps) or time.monotonic() < until:
+            stamps.append(stamp_of(buffer.get(timeout=60.0)))
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+    while len(buffer):
+        stamps.append(stamp_of(buffer.get()))
+    for parity in range(2):
+        own = [stamp for stamp in stamps if stamp % 2 == parity]
+        assert own == list(range(parity, parity + 2 * len(own), 2))
+        assert own
+    buffer.add_rollout(rollout(3, 16, 64), timeout=5.0)
+    assert stamp_of(buffer.get()) == 3
