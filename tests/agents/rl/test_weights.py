@@ -1,0 +1,223 @@
+"""Weights between a learner and a collector: what is used is what was published, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from embodichain.agents.rl.collector.weights import InferenceCopy, WeightLayout, WeightStore, content_hash
+from embodichain.errors import WeightsError
+from tests.agents.rl.helpers import ScriptedEnv, make_policy
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def policy():
+    torch.manual_seed(0)
+    return make_policy(ScriptedEnv(4), normalize_obs=True)
+
+
+def change(policy, step=1):
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter += 0.01 * step
+    policy.version += 1
+
+
+# --- the hash -----------------------------------------------------------------------------------------------------
+
+
+def splitmix(word: int) -> int:
+    """SplitMix64's finaliser in plain integers."""
+    mask = 2**64 - 1
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 & mask
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EB & mask
+    return word ^ (word >> 31)
+
+
+def test_hash_is_the_documented_one():
+    data = torch.randint(0, 256, (8 * 70_000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    words = [w % 2**64 for w in data.view(torch.int64).tolist()]
+    expected = sum(splitmix((w + (i + 1) * 0x9E3779B97F4A7C15) % 2**64) for i, w in enumerate(words)) % 2**64
+    assert content_hash(data) % 2**64 == expected
+
+
+def test_hash_sees_every_bit_and_every_exchange():
+    data = torch.arange(512, dtype=torch.uint8)
+    before, seen = content_hash(data), set()
+    for bit in range(8):
+        for byte in range(0, 512, 37):
+            changed = data.clone()
+            changed[byte] ^= 1 << bit
+            seen.add(content_hash(changed))
+    assert len(seen) == 8 * 14
+    assert before not in seen
+    words = data.view(torch.int64)
+    assert content_hash(words.roll(1).view(torch.uint8)) != before
+    flipped = words.clone()
+    flipped[3:5] ^= -(2**63)  # two sign bits: they would cancel each other in a plain weighted sum
+    assert content_hash(flipped.view(torch.uint8)) != before
+
+
+# --- publishing and adopting --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_copy_adopts_exactly_what_was_published(policy, shared):
+    store, copy = WeightStore(policy, shared), InferenceCopy(policy)
+    for _ in range(3):
+        change(policy)
+        snapshot = store.publish()
+        store.acknowledge(snapshot.version, copy.adopt(snapshot))
+        mine, other = policy.state_dict(), copy.policy.state_dict()
+        assert all(torch.equal(mine[name], other[name]) for name in mine)
+        assert copy.version == int(policy.version) == snapshot.version
+    assert not any(parameter.requires_grad for parameter in copy.policy.parameters())
+
+
+def test_all_types_survive_the_flat_memory():
+    module = torch.nn.Module()
+    for name, tensor in {
+        "a": torch.randn(3, 5),
+        "b": torch.randn(7).bfloat16(),
+        "c": torch.tensor(5),
+        "d": torch.tensor([True, False, True]),
+        "e": torch.zeros(0, 4),
+        "f": torch.randn(4, 6).t(),
+    }.items():
+        module.register_buffer(name, tensor)
+    layout = WeightLayout(module)
+    data = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    layout.pack(module, data)
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    for tensor in module.state_dict().values():
+        tensor.zero_()
+    layout.unpack(data, module)
+    assert all(torch.equal(module.state_dict()[name], tensor) for name, tensor in before.items())
+
+
+def test_snapshots_do_not_change_with_the_policy(policy):
+    store = WeightStore(policy)
+    snapshot = store.publish()
+    change(policy)
+    assert content_hash(snapshot.data) == snapshot.digest
+    assert store.at(0) is snapshot
+    assert store.publish() is store.latest is not snapshot
+    store.forget_before(1)
+    with pytest.raises(WeightsError, match=r"no snapshot of version 0; kept are \[1\]"):
+        store.at(0)
+
+
+def test_weights_that_changed_without_a_new_number_are_an_error(policy):
+    store = WeightStore(policy)
+    assert store.publish() is store.publish()
+    change(policy)
+    policy.version -= 1
+    with pytest.raises(WeightsError, match=r"still 0.*policy\.version \+= 1"):
+        store.publish()
+
+
+def test_older_versions_cannot_follow(policy):
+    store = WeightStore(policy)
+    change(policy)
+    store.publish()
+    policy.version -= 1
+    with pytest.raises(WeightsError, match="version 0 comes after version 1"):
+        store.publish()
+
+
+def test_a_copy_that_holds_something_else_is_found_out(policy):
+    store, copy = WeightStore(policy), InferenceCopy(policy)
+    snapshot = store.publish()
+    copy.adopt(snapshot)
+    with torch.no_grad():
+        next(copy.policy.parameters()).view(-1)[0] += 1e-7
+    with pytest.raises(WeightsError, match="other weights than were published"):
+        store.acknowledge(snapshot.version, copy.digest())
+
+
+def test_weights_that_never_arrive_are_found_out(policy):
+    """A module that replaced its parameters keeps its old ones, whatever is copied to where they were."""
+    store, copy = WeightStore(policy), InferenceCopy(policy)
+    stuck = {name: tensor.clone() for name, tensor in copy.policy.state_dict().items()}
+    copy.policy.state_dict = lambda: {name: tensor.clone() for name, tensor in stuck.items()}  # type: ignore[method-assign]
+    change(policy)
+    snapshot = store.publish()
+    with pytest.raises(WeightsError, match="other weights"):
+        store.acknowledge(snapshot.version, copy.adopt(snapshot))
+
+
+def test_stamps_must_have_been_acknowledged(policy):
+    store, copy = WeightStore(policy), InferenceCopy(policy)
+    snapshot = store.publish()
+    with pytest.raises(WeightsError, match=r"\[0\], which no collector acknowledged"):
+        store.check_stamps([0])
+    store.acknowledge(0, copy.adopt(snapshot))
+    store.check_stamps([0, 0])
+    with pytest.raises(WeightsError, match="adopted version 3"):
+        store.acknowledge(3, 0)
+
+
+def test_policies_of_another_shape_do_not_fit(policy):
+    other = make_policy(ScriptedEnv(4), actor={"type": "mlp", "hidden_sizes": [8]})
+    with pytest.raises(WeightsError, match="bytes of weights"):
+        InferenceCopy(other).adopt(WeightStore(policy).publish())
+
+
+# --- under fire ---------------------------------------------------------------------------------------------------
+
+
+def test_no_inference_sees_torn_weights_while_the_optimiser_writes_at_full_speed():
+    """The learner never pauses; the collector checks all of its weights before and after every inference."""
+    torch.manual_seed(0)
+    env = ScriptedEnv(16)
+    learner = make_policy(env, actor={"type": "mlp", "hidden_sizes": [256, 256]})
+    store, copy = WeightStore(learner), InferenceCopy(learner)
+    store.publish()
+    optimizer = torch.optim.Adam(learner.parameters(), lr=1e-2, fused=True)
+    done, problems, adopted, inferences = threading.Event(), [], set(), 0
+    obs = env.reset(seed=0)[0]
+
+    def collect() -> None:
+        nonlocal inferences
+        try:
+            while not done.is_set():
+                snapshot = store.latest
+                if snapshot.version not in adopted:
+                    store.acknowledge(snapshot.version, copy.adopt(snapshot))
+                    adopted.add(snapshot.version)
+                assert copy.digest() == store.at(copy.version).digest
+                with torch.no_grad():
+                    copy.policy.act(obs)
+                assert copy.digest() == store.at(copy.version).digest
+                inferences += 1
+        except (AssertionError, WeightsError) as problem:
+            problems.append(problem)
+
+    collector = threading.Thread(target=collect)
+    collector.start()
+    began = time.monotonic()
+    while len(adopted) < 20 or inferences < 100:
+        for _ in range(5):
+            for parameter in learner.parameters():
+                parameter.grad = torch.randn_like(parameter)
+            optimizer.step()
+        learner.version += 1
+        store.publish()
+        assert not problems
+        assert time.monotonic() - began < 60.0
+    done.set()
+    collector.join()
+    assert not problems
+    assert len(adopted) >= 20
+    assert inferences >= 100
