@@ -86,6 +86,7 @@ class Trainer:
         self._eval_schedule, self._save_schedule = Every(settings.eval_freq), Every(settings.save_freq)
         self._evaluated_at = self._saved_at = -1
         self._resumed_at: int | None = None
+        self._began = time.perf_counter()
 
     @property
     def global_step(self) -> int:
@@ -97,6 +98,7 @@ class Trainer:
     def train(self) -> TrainingResult:
         """Train until the configured end, a target or an interruption, and save the state at the end."""
         self.log = RunLog(self.folder, self.cfg, self._resumed_at)
+        self._began = time.perf_counter() - self.counters.seconds
         try:
             with StopSignals() as signals, self.view:
                 if self._resumed_at is None:
@@ -117,13 +119,11 @@ class Trainer:
             reason = self._stop_reason(signals)
             if reason is not None:
                 return reason
-            began = time.perf_counter()
             self._iterate()
             if self._eval_schedule.due(self.global_step):
                 self.evaluate()
-            if self._save_schedule.due(self.global_step):
+            if self._save_schedule.due(self.global_step) and self._saved_at != self.global_step:
                 self.save_checkpoint()
-            self.counters.seconds += time.perf_counter() - began
 
     def _iterate(self) -> None:
         """Collect one rollout, learn from it, log it."""
@@ -149,6 +149,7 @@ class Trainer:
             "time/collect_seconds": collected - began,
             "time/update_seconds": updated - collected,
             "time/steps_per_second": rollout.numel() / (updated - began),
+            "time/total_seconds": self._tell_time(),
         }
         self.log.write(self.global_step, statistics | {f"update/{k}": v for k, v in measures.items()} | times)
         self.counters.note(self.collector.episodes["return"].tolist(), statistics.get("episode/success"))
@@ -160,7 +161,7 @@ class Trainer:
             return "interrupted"
         if limit is not None and self.counters.iteration >= limit:
             return "iterations"
-        if settings.max_seconds is not None and self.counters.seconds >= settings.max_seconds:
+        if settings.max_seconds is not None and self._tell_time() >= settings.max_seconds:
             return "max_seconds"
         return "target" if self._reached_target() else None
 
@@ -182,7 +183,7 @@ class Trainer:
         video = self.folder.video(self.global_step) if settings.eval_video else None
         result = evaluate(self.policy, self.eval_env, settings.num_eval_episodes, settings.eval_seed, video)
         self.evaluation, self._evaluated_at = result, self.global_step
-        self.log.write(self.global_step, result.scalars())
+        self.log.write(self.global_step, result.scalars() | {"time/total_seconds": self._tell_time()})
         for file in result.files:
             self.log.video(self.global_step, file)
         problem = "" if result.problem is None else f" (no video: {result.problem})"
@@ -194,6 +195,7 @@ class Trainer:
     def save_checkpoint(self, best: bool = False) -> Path:
         """Write a checkpoint of everything the next iteration depends on."""
         self._saved_at = self.global_step
+        self._tell_time()
         return self.folder.save(self.global_step, self._run.state(self.counters), best)
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -205,6 +207,11 @@ class Trainer:
             schedule.continue_from(self.global_step)
         self._saved_at = self._resumed_at = self.global_step
         self.folder.forget_after(self.global_step)
+
+    def _tell_time(self) -> float:
+        """Bring the clock up to date and return it."""
+        self.counters.seconds = time.perf_counter() - self._began
+        return self.counters.seconds
 
     # --- what is shown --------------------------------------------------------------------------------------------
 
