@@ -60,9 +60,8 @@ class RandomStreams:
         """Enter the next episode of each stream, or the episodes named by ``seeds`` ``[len(env_ids)]``."""
         rows = self.state[env_ids]
         derived = combine(rows[:, KEY], rows[:, EPISODE]) & _SEED_MASK if seeds is None else seeds
-        self.state[env_ids, SEED] = derived
-        self.state[env_ids, EPISODE] = rows[:, EPISODE] + 1
-        self.state[env_ids, DRAWS] = 0
+        entered = torch.stack((rows[:, EPISODE] + 1, derived, torch.zeros_like(derived)), dim=1)
+        self.state[env_ids, EPISODE:] = entered  # episode, seed and draws lie side by side
 
     def uniform(self, env_ids: Tensor, size: int, low: float | Tensor = 0.0, high: float | Tensor = 1.0) -> Tensor:
         """Draw float64 ``[len(env_ids), size]`` from [low, high)."""
