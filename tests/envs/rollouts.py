@@ -19,7 +19,7 @@ RANDOMIZED = {
 
 def settings(task: str) -> dict:
     """Return ``env`` settings with as much randomness as the task knows."""
-    has_object = task in ("PushCubeRL", "PickCubeRL")
+    has_object = "Cube" in task
     return dict(RANDOMIZED) if has_object else {"observations": RANDOMIZED["observations"]}
 
 
