@@ -243,7 +243,8 @@ class TaskEnv(VecEnv):
             streams = self._domain.apply_where(done, self._streams, streams)
         self._streams.state.copy_(torch.where(rows, streams, self._streams.state))
         for name, value in start.variables.items():
-            self.task.variables[name].copy_(torch.where(rows, value, self.task.variables[name]))
+            where = done.view(-1, *([1] * (value.dim() - 1)))
+            self.task.variables[name].copy_(torch.where(where, value, self.task.variables[name]))
         self._step.masked_fill_(done, 0)
         self._scene = self.task.read()
         self._obs = self._observations.build(self._scene, self._all)

@@ -78,6 +78,19 @@ def test_other_action_terms_are_as_steady(term):
     assert_same(*traces)
 
 
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("randomized", [False, True])
+def test_restarting_by_mask_equals_restarting_by_index(task, randomized):
+    """On a GPU, envs restart by mask; the same code on the CPU must do what restarting by index does."""
+    traces = []
+    for masked in (False, True):
+        env = small(task, 5, env=settings(task) if randomized else {})
+        env._masked = masked
+        traces.append(record(env, random_actions(env, STEPS)))
+        env.close()
+    assert_same(*traces)
+
+
 SCRIPT = """
 from tests.envs.rollouts import *
 env = small("PickCubeRL", 5, env=settings("PickCubeRL"))
