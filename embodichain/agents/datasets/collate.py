@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase, pad_sequence
+from torch.utils.data import get_worker_info
 from torch.utils.data._utils import collate as torch_collate
 
 MASK = "mask"
@@ -16,9 +17,19 @@ MASK = "mask"
 def collate_chunks(batch: Sequence[TensorDictBase]) -> TensorDictBase:
     """Stack chunks ``[chunk_size]`` into ``[len(batch), chunk_size]``; shorter ones are padded and masked."""
     if len({chunk.batch_size[:1] for chunk in batch}) <= 1:
-        return torch.stack(list(batch))
+        return ready_to_send(torch.stack(list(batch)))
     masked = [chunk if MASK in chunk else with_mask(chunk) for chunk in batch]
-    return pad_sequence(masked, pad_dim=0, padding_value=0.0)
+    return ready_to_send(pad_sequence(masked, pad_dim=0, padding_value=0.0))
+
+
+def ready_to_send(batch: TensorDictBase) -> TensorDictBase:
+    """Return a batch as a DataLoader worker should send it: in one piece of shared memory instead of one per key.
+
+    Outside of a worker, and for what is no TensorDict (a transform may return anything), nothing is done.
+    """
+    if get_worker_info() is None or not isinstance(batch, TensorDictBase):
+        return batch
+    return batch.consolidate(share_memory=True)
 
 
 def with_mask(chunk: TensorDictBase) -> TensorDictBase:

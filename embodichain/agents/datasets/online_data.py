@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch.utils.data import IterableDataset, get_worker_info
 
-from embodichain.agents.datasets.collate import collate_chunks, register_default_collation, with_mask
+from embodichain.agents.datasets.collate import collate_chunks, ready_to_send, register_default_collation, with_mask
 from embodichain.agents.datasets.sampler import ChunkSizeSampler
 from embodichain.errors import ChunkSizeError
 
@@ -62,7 +62,7 @@ class OnlineDataset(IterableDataset[TensorDictBase]):
         size = self._next_chunk_size()
         if self.batch_size is not None:
             batch = self.engine.sample_batch(self.batch_size, size, generator=generator)
-            return batch if self.transform is None else self.transform(batch)
+            return ready_to_send(batch if self.transform is None else self.transform(batch))
         chunk: TensorDictBase = self.engine.sample_batch(1, size, generator=generator)[0]
         if self.transform is not None:
             chunk = self.transform(chunk)

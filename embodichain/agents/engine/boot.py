@@ -39,7 +39,7 @@ def main() -> int:
 
 
 def leave(code: int) -> None:
-    """End the process after its exit handlers, without taking every imported module apart first: that takes a second."""
+    """End the process after its exit handlers; taking every imported module apart first would take a second."""
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

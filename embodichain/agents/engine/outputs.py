@@ -12,71 +12,50 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from embodichain.agents.engine.layout import FrameLayout, Key, unflatten
+from embodichain.agents.engine.layout import FrameLayout, Key, Leaf, unflatten
 
 RING_SIZE = 4
-_POOL_SIZE = 8
 _RING_SHAPES = 16
+_POOL_SIZE = 8
 
 # How many tensors share a storage. torch has the number but no public name for it; without it nothing is recycled.
 _use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
 
-@dataclass
-class Output:
-    """One batch to be filled: what the gather writes to, and what the caller gets."""
-
-    flat: dict[Key, Tensor]
-    """``[batch_size, chunk_size * elements]`` per key."""
-    batch: TensorDict
-    """The same memory as ``[batch_size, chunk_size]``."""
-
-
-class Outputs(Protocol):
-    """A supply of batches to fill."""
-
-    def get(self, batch_size: int, chunk_size: int) -> Output:
-        """Return memory for one batch."""
+def assemble(layout: FrameLayout, flat: dict[Key, Tensor], batch_size: int, chunk_size: int) -> TensorDict:
+    """Return windows ``[batch_size, chunk_size * elements]`` as a nested batch ``[batch_size, chunk_size]``."""
+    shaped = {leaf.key: flat[leaf.key].view(batch_size, chunk_size, *leaf.shape) for leaf in layout.leaves}
+    return TensorDict(unflatten(shaped), batch_size=[batch_size, chunk_size])
 
 
 class _Block:
-    """Memory for ``frames`` frames, one storage per key so that keeping one key does not keep the others alive."""
+    """Memory for one array of a batch."""
 
-    def __init__(self, layout: FrameLayout, frames: int) -> None:
+    def __init__(self, leaf: Leaf, frames: int) -> None:
         self.frames = frames
-        self.layout = layout
-        self._bases = [torch.empty(frames * leaf.elements, dtype=leaf.dtype) for leaf in layout.leaves]
-        self._storages = [base.untyped_storage() for base in self._bases]
-        self._unshared = [self._count(storage) for storage in self._storages]
+        self._base = torch.empty(frames * leaf.elements, dtype=leaf.dtype)
+        self._storage = self._base.untyped_storage()
+        self._own_count = self._count()
 
-    @staticmethod
-    def _count(storage: torch.UntypedStorage) -> int:
-        return -1 if _use_count is None else _use_count(storage._cdata)
+    def _count(self) -> int:
+        return -1 if _use_count is None else _use_count(self._storage._cdata)
 
     def is_free(self) -> bool:
         """Tell whether no tensor but our own uses this memory."""
-        if _use_count is None:
-            return False
-        return all(_use_count(s._cdata) == n for s, n in zip(self._storages, self._unshared, strict=True))
+        return _use_count is not None and self._count() == self._own_count
 
     def is_shared(self) -> bool:
         """Tell whether the memory went to another process (a DataLoader does that), whose holders cannot be counted."""
-        return any(base.is_shared() for base in self._bases)
+        return self._base.is_shared()
 
-    def output(self, batch_size: int, chunk_size: int) -> Output:
-        """Return new tensors on the first ``batch_size * chunk_size`` frames."""
-        flat, shaped = {}, {}
-        for leaf, base in zip(self.layout.leaves, self._bases, strict=True):
-            width = chunk_size * leaf.elements
-            flat[leaf.key] = base.as_strided((batch_size, width), (width, 1))
-            shaped[leaf.key] = flat[leaf.key].view(batch_size, chunk_size, *leaf.shape)
-        return Output(flat, TensorDict(unflatten(shaped), batch_size=[batch_size, chunk_size]))
+    def tensor(self, rows: int, width: int) -> Tensor:
+        """Return a new tensor ``[rows, width]`` on this memory."""
+        return self._base.as_strided((rows, width), (width, 1))
 
 
 class OutputPool:
@@ -84,23 +63,34 @@ class OutputPool:
 
     def __init__(self, layout: FrameLayout) -> None:
         self._layout = layout
-        self._blocks: list[_Block] = []
+        self._blocks: dict[Key, list[_Block]] = {leaf.key: [] for leaf in layout.leaves}
 
-    def get(self, batch_size: int, chunk_size: int) -> Output:
-        """Return memory for one batch that nothing else refers to."""
-        return self._block(batch_size * chunk_size).output(batch_size, chunk_size)
+    def get(self, batch_size: int, chunk_size: int) -> dict[Key, Tensor]:
+        """Return memory ``[batch_size, chunk_size * elements]`` per key that nothing else refers to."""
+        frames, leaves = batch_size * chunk_size, self._layout.leaves
+        return {leaf.key: self._block(leaf, frames).tensor(batch_size, chunk_size * leaf.elements) for leaf in leaves}
 
-    def _block(self, frames: int) -> _Block:
-        self._blocks = [block for block in self._blocks if not block.is_shared()]
-        for index, block in enumerate(self._blocks):
+    def _block(self, leaf: Leaf, frames: int) -> _Block:
+        blocks = self._blocks[leaf.key]
+        for index, block in enumerate(blocks):
             if block.is_free():
-                if block.frames < frames:
-                    self._blocks[index] = block = _Block(self._layout, frames)
+                if block.frames < frames or block.is_shared():
+                    block = blocks[index] = _Block(leaf, frames)
                 return block
-        block = _Block(self._layout, frames)
-        # Beyond the limit the caller hoards batches: the oldest is his now, and forgotten here.
-        self._blocks = [*self._blocks[-(_POOL_SIZE - 1) :], block]
-        return block
+        if len(blocks) == _POOL_SIZE:  # the caller hoards batches: the oldest is his now, and forgotten here
+            blocks.pop(0)
+        blocks.append(_Block(leaf, frames))
+        return blocks[-1]
+
+
+@dataclass
+class Output:
+    """One batch to be filled again and again."""
+
+    flat: dict[Key, Tensor]
+    """What the gather writes to: ``[batch_size, chunk_size * elements]`` per key."""
+    batch: TensorDict
+    """The same memory as ``[batch_size, chunk_size]``."""
 
 
 class OutputRing:
@@ -116,7 +106,11 @@ class OutputRing:
         if ring is None:
             if len(self._rings) == _RING_SHAPES:
                 self._rings.pop(next(iter(self._rings)))
-            blocks = [_Block(self._layout, batch_size * chunk_size) for _ in range(RING_SIZE)]
-            ring = self._rings[(batch_size, chunk_size)] = [block.output(batch_size, chunk_size) for block in blocks]
+            ring = self._rings[(batch_size, chunk_size)] = [self._new(batch_size, chunk_size) for _ in range(RING_SIZE)]
         ring.append(ring.pop(0))
         return ring[-1]
+
+    def _new(self, batch_size: int, chunk_size: int) -> Output:
+        leaves = self._layout.leaves
+        flat = {leaf.key: torch.empty(batch_size, chunk_size * leaf.elements, dtype=leaf.dtype) for leaf in leaves}
+        return Output(flat, assemble(self._layout, flat, batch_size, chunk_size))

@@ -20,8 +20,19 @@ from embodichain.agents.engine.ordering import fence
 from embodichain.agents.engine.shared_buffer import Ints, SharedBuffer
 from embodichain.errors import ChunkSizeError, StreamStalledError
 
+_QUICK_TRIES = 16
 STALL_SECONDS = 10.0
 """How long a reader waits for rows that are being rewritten before it says so."""
+
+
+@dataclass
+class Windows:
+    """All windows of one key, overlapping in memory."""
+
+    tensor: Tensor
+    """``[num_windows, chunk_size * elements]``, for copying many."""
+    bytes: NDArray[np.uint8]
+    """``[num_windows, chunk_size * bytes_per_frame]``, for copying one: numpy has the smaller overhead."""
 
 
 @dataclass
@@ -41,7 +52,7 @@ class WindowSampler:
 
     def __init__(self, buffer: SharedBuffer) -> None:
         self.buffer = buffer
-        self._windows: dict[int, dict[Key, Tensor]] = {}
+        self._windows: dict[int, dict[Key, Windows]] = {}
 
     def draw(
         self, generator: np.random.Generator, out: dict[Key, Tensor], batch_size: int, chunk_size: int
@@ -51,14 +62,13 @@ class WindowSampler:
         An episode is drawn uniformly from those that are long enough, then a start uniformly within it.
         """
         picks = self.pick(generator, batch_size, chunk_size)
-        windows = self._windows_of(chunk_size)
         index = torch.from_numpy(picks.rows * self.buffer.max_steps + picks.starts)
-        for key, window in windows.items():
-            torch.index_select(window, 0, index, out=out[key])
+        for key, windows in self._windows_of(chunk_size).items():
+            torch.index_select(windows.tensor, 0, index, out=out[key])
         changed = self._changed(picks)
         if not len(changed):
             return picks.rows, 0
-        return self._redraw(generator, out, picks, changed, chunk_size)
+        return picks.rows, self._redraw(generator, out, picks, changed, chunk_size)
 
     def pick(self, generator: np.random.Generator, count: int, chunk_size: int) -> Picks:
         """Choose ``count`` windows among the rows that nobody is writing to."""
@@ -79,39 +89,53 @@ class WindowSampler:
 
     def _redraw(
         self, generator: np.random.Generator, out: dict[Key, Tensor], picks: Picks, changed: Ints, chunk_size: int
-    ) -> tuple[Ints, int]:
-        """Replace the windows whose row changed while it was copied, and only those."""
-        windows, redrawn, deadline = self._windows_of(chunk_size), 0, time.monotonic() + STALL_SECONDS
-        while len(changed):
-            redrawn += len(changed)
-            again = self.pick(generator, len(changed), chunk_size)
-            index, slots = (
-                torch.from_numpy(again.rows * self.buffer.max_steps + again.starts),
-                torch.from_numpy(changed),
-            )
-            for key, window in windows.items():
-                out[key].index_copy_(0, slots, window.index_select(0, index))
-            picks.rows[changed] = again.rows
-            changed = changed[self._changed(again)]
-            if time.monotonic() > deadline:
-                raise StreamStalledError(
-                    f"rows are rewritten faster than a chunk of {chunk_size} steps can be copied: raise buffer_size"
-                )
-        return picks.rows, redrawn
+    ) -> int:
+        """Replace the windows whose row changed while it was copied, and only those, one by one; return how often."""
+        windows = self._windows_of(chunk_size)
+        pairs = [(out[key].view(torch.uint8).numpy(), windows[key].bytes) for key in windows]
+        redrawn, deadline = 0, time.monotonic() + STALL_SECONDS
+        for slot in changed.tolist():
+            while True:
+                row, start, sequence = self._pick_one(generator, chunk_size)
+                for target, source in pairs:
+                    target[slot] = source[row * self.buffer.max_steps + start]
+                redrawn += 1
+                fence()
+                if self.buffer.sequence[row] == sequence:
+                    break
+                if time.monotonic() > deadline:
+                    raise StreamStalledError(
+                        f"rows are rewritten faster than a chunk of {chunk_size} steps can be copied: raise buffer_size"
+                    )
+            picks.rows[slot] = row
+        return redrawn
+
+    def _pick_one(self, generator: np.random.Generator, chunk_size: int) -> tuple[int, int, int]:
+        """Choose one window, as ``pick`` does: return its row, its start and the row's sequence number."""
+        for _ in range(_QUICK_TRIES):  # uniform over all rows, until one is fit: uniform over those that are
+            u, v = generator.random(2).tolist()
+            row = int(u * self.buffer.num_rows)
+            sequence = int(self.buffer.sequence[row])
+            fence()
+            length = int(self.buffer.length[row])
+            if sequence % 2 == 0 and length >= chunk_size:
+                return row, int(v * (length - chunk_size + 1)), sequence
+        picks = self.pick(generator, 1, chunk_size)
+        return int(picks.rows[0]), int(picks.starts[0]), int(picks.sequence[0])
 
     def _changed(self, picks: Picks) -> NDArray[np.int64]:
         fence()
         return np.flatnonzero(self.buffer.sequence[picks.rows] != picks.sequence)
 
-    def _windows_of(self, chunk_size: int) -> dict[Key, Tensor]:
+    def _windows_of(self, chunk_size: int) -> dict[Key, Windows]:
         windows = self._windows.get(chunk_size)
         if windows is None:
             count = self.buffer.num_rows * self.buffer.max_steps - chunk_size + 1
-            windows = {}
+            windows = self._windows[chunk_size] = {}
             for leaf in self.buffer.layout.leaves:
                 size = (count, chunk_size * leaf.elements)
-                windows[leaf.key] = self.buffer.frames[leaf.key].as_strided(size, (leaf.elements, 1))
-            self._windows[chunk_size] = windows
+                tensor = self.buffer.frames[leaf.key].as_strided(size, (leaf.elements, 1))
+                windows[leaf.key] = Windows(tensor, tensor.view(torch.uint8).numpy())
         return windows
 
     def _explain_nothing_long_enough(self, sequence: Ints, length: Ints, chunk_size: int) -> None:

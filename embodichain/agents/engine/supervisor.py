@@ -188,9 +188,7 @@ def check_layout(cfg: OnlineDataEngineCfg, layout: FrameLayout, max_steps: int) 
         name = "robot/qpos" if layout.shape_of("observation", "robot", "qpos") is not None else "state"
         shape = layout.shape_of("observation", *name.split("/"))
         if shape is None:
-            problems.append(
-                f"state_dim: expected {cfg.state_dim}, but there is neither robot/qpos nor state"
-            )
+            problems.append(f"state_dim: expected {cfg.state_dim}, but there is neither robot/qpos nor state")
         elif shape != (cfg.state_dim,):
             problems.append(
                 f"state_dim: expected {cfg.state_dim}, but the environment's {name} has shape {list(shape)}"

@@ -64,14 +64,14 @@ class Worker:
                 time.sleep(_IDLE_SECONDS)
                 continue
             for episode in self._source.advance():
-                self._take(episode)
+                self.take(episode)
 
     def _engine_lives(self) -> bool:
         state = self._buffer.control[Control.STATE]
         # The kernel kills us with our parent; asking as well costs nothing and covers machines where it cannot.
         return state in (State.STARTING, State.RUNNING) and os.getppid() == self._parent
 
-    def _take(self, episode: Episode) -> None:
+    def take(self, episode: Episode) -> None:
         """Count a finished episode and store it if it is wanted."""
         episode.check_finite()
         record = self._record

@@ -50,6 +50,7 @@ def test_item_mode_in_a_data_loader(engine: OnlineDataEngine, collate: Any, work
 def test_batch_mode_in_a_data_loader(engine: OnlineDataEngine, collate: Any, workers: int) -> None:
     dataset = OnlineDataset(engine, chunk_size=4, batch_size=32)
     kept = take(DataLoader(dataset, batch_size=None, num_workers=workers, collate_fn=collate), 20)
+    kept[0]["extra"] = torch.zeros(32, 4)  # the batch is the caller's to change
     for batch in kept:  # all twenty at once: none was overwritten by a later one
         assert isinstance(batch, TensorDict)
         assert batch.batch_size == torch.Size([32, 4])

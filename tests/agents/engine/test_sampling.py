@@ -135,10 +135,10 @@ def test_only_windows_whose_row_changed_are_drawn_again(buffer: SharedBuffer, mo
         return original(self, picks)
 
     monkeypatch.setattr(WindowSampler, "_changed", overwrite_then_check)
-    output = outputs.OutputPool(LAYOUT).get(200, 8)
-    rows, redrawn = sampler.draw(np.random.default_rng(0), output.flat, 200, 8)
+    flat = outputs.OutputPool(LAYOUT).get(200, 8)
+    rows, redrawn = sampler.draw(np.random.default_rng(0), flat, 200, 8)
     assert redrawn == int((drawn[0] == 3).sum()) > 0
-    got, _ = chunks(output.batch)
+    got, _ = chunks(outputs.assemble(LAYOUT, flat, 200, 8))
     assert 3 not in got.tolist()  # its new episode is too short
     assert torch.equal(got, torch.from_numpy(rows))
     kept = torch.from_numpy(drawn[0] != 3)
