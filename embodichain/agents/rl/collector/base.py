@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from embodichain.agents.rl.utils.observations import Observation
+from embodichain.envs.vec_env import StepResult
 
 LARGE_STEP = 50_000_000
 """Multiplications per environment step above which one thread is no longer the fastest choice."""
@@ -29,12 +31,35 @@ class StepCallback(Protocol):
         """See one step of all envs."""
 
 
+class Decision(NamedTuple):
+    """What a policy made of an observation, each part ``[envs, ...]``."""
+
+    obs: Observation
+    """What it saw."""
+    state: Tensor | None
+    """Its memory before that."""
+    action: Tensor
+    """What it chose."""
+    log_prob: Tensor
+    """Logarithm of the choice's probability."""
+    value: Tensor
+    """What it expects from here."""
+    new_state: Tensor | None
+    """Its memory afterwards."""
+
+
 class BaseCollector(ABC):
     """Lets a policy act in an environment and returns what happened as rollouts."""
 
     @abstractmethod
     def collect(self, num_steps: int) -> TensorDictBase:
         """Return a rollout ``[num_envs, num_steps]``; see ``buffer/layout.py`` for its keys."""
+
+
+def result_to(result: StepResult, device: torch.device) -> StepResult:
+    """Return a step's result on a device; ``info`` stays where the environment is."""
+    obs, reward, terminated, truncated, info = result
+    return obs.to(device), reward.to(device), terminated.to(device), truncated.to(device), info
 
 
 def bound_action(action: Tensor) -> Tensor:

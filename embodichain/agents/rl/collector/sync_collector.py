@@ -11,12 +11,20 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from embodichain.agents.rl.buffer.rollout_buffer import RolloutBuffer
-from embodichain.agents.rl.collector.base import BaseCollector, StepCallback, bound_action, collection_threads
+from embodichain.agents.rl.collector.base import (
+    BaseCollector,
+    Decision,
+    StepCallback,
+    bound_action,
+    collection_threads,
+    result_to,
+)
+from embodichain.agents.rl.collector.pipeline import Pipeline
 from embodichain.agents.rl.collector.statistics import EpisodeTracker, InfoAverages
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils.observations import Observation, sorted_leaves
 from embodichain.agents.rl.utils.threads import torch_threads
-from embodichain.envs.vec_env import VecEnv
+from embodichain.envs.vec_env import StepResult, VecEnv
 from embodichain.errors import RolloutError
 
 RolloutStart = Callable[[VecEnv], Observation | None]
@@ -29,8 +37,9 @@ class SyncCollector(BaseCollector):
 
     Steps are written straight into a preallocated buffer, so a rollout is valid until the next ``collect``. The
     environment is reset once, before the first rollout, and goes on from there. The value of ``final_observation`` is
-    computed for those transitions alone that a time limit cut, all in one batch at the end. On a GPU, where finding
-    them would mean to wait for the device, it is computed for all: nothing between the first step and the last waits.
+    computed for those transitions alone that a time limit cut, all in one batch at the end. With a simulation on a GPU,
+    where finding them would mean to wait for the device, it is computed for all: nothing between the first step and the
+    last waits.
     """
 
     def __init__(
@@ -43,11 +52,14 @@ class SyncCollector(BaseCollector):
         buffer: RolloutBuffer | None = None,
         start_rollout: RolloutStart | None = None,
         num_threads: int | None = None,
+        pipeline_stages: int = 1,
     ) -> None:
         """Prepare to collect.
 
         ``device`` is where rollouts are stored (default: the policy's), ``start_rollout`` may reset the environment
         before each rollout, ``num_threads`` is torch's thread count while collecting (default: one for small policies).
+        With ``pipeline_stages=2`` the environment is a ``GroupedEnv`` of two groups that take turns: one is simulated
+        while the policy decides for the other.
         """
         self.env = env
         self.policy = policy
@@ -64,6 +76,9 @@ class SyncCollector(BaseCollector):
         self.episodes = TensorDict({"return": torch.zeros(0), "length": torch.zeros(0)}, batch_size=[0])
         """``return`` and ``length`` of the episodes that ended in the last rollout, in the order in which they
         ended."""
+        self.before_step: Callable[[], None] | None = None
+        """Called before every decision: the moment in which a policy may change, or collection may be broken off."""
+        self._pipeline = None if pipeline_stages == 1 else Pipeline(env, self.device, pipeline_stages)
         self._averages = InfoAverages()
         self._cut: list[tuple[Observation, Tensor | None]] = []
         self._final_value: list[Tensor] = []
@@ -85,9 +100,11 @@ class SyncCollector(BaseCollector):
             raise RolloutError(f"num_steps must be at least 1, got {num_steps}")
         with torch_threads(self.num_threads):
             obs = self._begin_rollout()
-            version = self.policy.version.to(self.device)
-            for _ in range(num_steps):
-                obs = self._step(obs, num_steps, version)
+            if self._pipeline is not None:
+                obs = self._pipeline.run(self, obs, num_steps)
+            else:
+                for _ in range(num_steps):
+                    obs = self._step(obs, num_steps, self.moment())
             return self._finish(obs)
 
     def statistics(self) -> dict[str, float]:
@@ -132,6 +149,13 @@ class SyncCollector(BaseCollector):
                 obs.set(tuple(name.split("/")[1:]), leaf.to(self.device, copy=True))
         self.obs = obs
 
+    def moment(self) -> Tensor:
+        """Let ``before_step`` do its work; return the version ``[]`` of the policy that decides next."""
+        if self.before_step is None:
+            return self.policy.version.to(self.device)
+        self.before_step()
+        return self.policy.version.to(self.device, copy=True)  # the policy's own may change before it is written down
+
     def _begin_rollout(self) -> Observation:
         fresh = None if self.start_rollout is None else self.start_rollout(self.env)
         if fresh is not None:
@@ -148,34 +172,40 @@ class SyncCollector(BaseCollector):
 
     def _step(self, obs: Observation, num_steps: int, version: Tensor) -> Observation:
         """Act once in every env and write what happened; return the next observation."""
-        state = self.state
-        action, log_prob, value, new_state = self.policy.act(obs, state)
-        next_obs, reward, terminated, truncated, info = self._env_step(action)
+        decision = self.decide(obs, self.state)
+        return self.record(decision, self._env_step(decision.action), num_steps, version)
+
+    def decide(self, obs: Observation, state: Tensor | None) -> Decision:
+        """Let the policy choose the actions of some envs."""
+        return Decision(obs, state, *self.policy.act(obs, state))
+
+    def record(self, decision: Decision, result: StepResult, num_steps: int, version: Tensor) -> Observation:
+        """Write what came of the decisions for all envs; return the next observation."""
+        next_obs, reward, terminated, truncated, info = result
         done = terminated | truncated
-        self._keep_cut_rows(truncated & ~terminated, info, new_state)
+        self._keep_cut_rows(truncated & ~terminated, info, decision.new_state)
         parts = {"terminated": terminated, "truncated": truncated, "policy_version": version}
         parts |= {name: part.to(self.device) for name, part in info.get("chunk", {}).items()}
-        if state is not None:
-            parts["hidden"] = state
-        self._buffer_for(num_steps).add(obs, action, reward, done, value, log_prob, **parts)
+        if decision.state is not None:
+            parts["hidden"] = decision.state
+        obs, action = decision.obs, decision.action
+        self._buffer_for(num_steps).add(obs, action, reward, done, decision.value, decision.log_prob, **parts)
         self._averages.add(info, done if self.env.device == self.device else done.to(self.env.device))
         if self.callback is not None:
             self.callback(obs, action, reward, done, info, next_obs)
-        self.obs, self.state = next_obs, self._clear_ended(new_state, done)
+        self.obs, self.state = next_obs, self.clear_ended(decision.new_state, done)
         return next_obs
 
-    def _env_step(self, action: Tensor) -> tuple[Observation, Tensor, Tensor, Tensor, dict[str, Any]]:
+    def _env_step(self, action: Tensor) -> StepResult:
         """Step the environment, wherever it lives; ``info`` stays there."""
         bounded = bound_action(action)
         if self.env.device == self.device:
             return self.env.step(bounded)
-        obs, reward, terminated, truncated, info = self.env.step(bounded.to(self.env.device))
-        device = self.device
-        return obs.to(device), reward.to(device), terminated.to(device), truncated.to(device), info
+        return result_to(self.env.step(bounded.to(self.env.device)), self.device)
 
     def _keep_cut_rows(self, cut: Tensor, info: Mapping[str, Any], state: Tensor | None) -> None:
         """Set aside the last observation of episodes that a time limit ended, to be valued at the end."""
-        if self.policy.has_critic and self.device.type == "cuda":
+        if self.policy.has_critic and self.env.device.type == "cuda":
             final = info["final_observation"].to(self.device)
             self._final_value.append(self.policy.state_value(final, state))
         elif self.policy.has_critic and bool(cut.any()):
@@ -183,7 +213,7 @@ class SyncCollector(BaseCollector):
             final = info["final_observation"][rows.to(self.env.device)].to(self.device)
             self._cut.append((final, None if state is None else state[rows]))
 
-    def _clear_ended(self, state: Tensor | None, done: Tensor) -> Tensor | None:
+    def clear_ended(self, state: Tensor | None, done: Tensor) -> Tensor | None:
         """Return the memory with the rows of ended episodes as at an episode's start."""
         initial = self.policy.initial_state(1)
         if state is None or initial is None:

@@ -1,0 +1,144 @@
+"""Several environments that look like one, and can still be stepped one after the other.
+
+A collector that lets groups of envs take turns simulates one of them while the policy decides for another; everybody
+else sees an ordinary environment.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from embodichain.envs.random import combine
+from embodichain.envs.vec_env import Action, EnvIds, StepResult, VecEnv
+from embodichain.errors import ActionError, ConfigError, EnvContractError
+
+_SEED_BITS = 31
+
+
+class GroupedEnv(VecEnv):
+    """Environments of the same kind, side by side: group ``g`` holds the envs ``slices[g]``.
+
+    The first group draws the random numbers that it would draw alone; every other group has a seed of its own, derived
+    from the common one.
+    """
+
+    def __init__(self, groups: Sequence[VecEnv]) -> None:
+        if not groups:
+            raise EnvContractError("expected at least one environment, got none")
+        first = groups[0]
+        for other in groups[1:]:
+            for name in ("device", "max_episode_steps", "observation_space", "action_space"):
+                mine, theirs = getattr(first, name), getattr(other, name)
+                if mine != theirs:
+                    raise EnvContractError(f"groups must be alike, but {name} is {mine} in one and {theirs} in another")
+        self.groups = list(groups)
+        self.num_envs = sum(group.num_envs for group in groups)
+        self.device, self.max_episode_steps = first.device, first.max_episode_steps
+        self.observation_space, self.action_space = first.observation_space, first.action_space
+        self.action_manager = first.action_manager
+        self.supports_state = all(group.supports_state for group in groups)
+        ends = np.cumsum([0, *(group.num_envs for group in groups)]).tolist()
+        self.slices = [slice(begin, end) for begin, end in itertools.pairwise(ends)]
+        self._obs: list[TensorDict | None] = [None] * len(groups)
+
+    def reset(self, seed: int | Tensor | None = None, env_ids: EnvIds = None) -> tuple[TensorDict, dict[str, Any]]:
+        ids = self.resolve_ids(env_ids)
+        checked = self.resolve_seed(seed, ids.numel())
+        infos = []
+        for index, (group, rows) in enumerate(zip(self.groups, self.slices, strict=True)):
+            mine = (ids >= rows.start) & (ids < rows.stop)
+            given = checked[mine] if isinstance(checked, Tensor) else _group_seed(checked, index)
+            self._obs[index], info = group.reset(given, ids[mine] - rows.start)
+            infos.append(info)
+        return self._joined_obs(), join_parts(infos)
+
+    def step(self, action: Action) -> StepResult:
+        return self.join([group.step(part) for group, part in zip(self.groups, self.split(action), strict=True)])
+
+    def split(self, action: Action) -> list[Tensor]:
+        """Return what each group is given of an action for all envs, once sure that none of them will refuse it."""
+        name = self.action_manager.action_type
+        if not isinstance(action, Tensor):
+            keys = [str(key) for key in action.keys()]  # noqa: SIM118 - a TensorDict iterates over its rows
+            if keys != [name]:
+                raise ActionError(f"an action dict has the one key {name!r}, got {keys}")
+            action = action[name]
+        if action.shape[:1] != (self.num_envs,):
+            raise ActionError(f"an action of {name!r} must be [{self.num_envs}, ...], got {list(action.shape)}")
+        on_cpu = action.is_floating_point() and action.device.type == "cpu"
+        if on_cpu and not bool(action.isfinite().all()):
+            raise ActionError("the action is not finite; nothing was simulated")
+        return [action[rows] for rows in self.slices]
+
+    def join(self, results: Sequence[StepResult]) -> StepResult:
+        """Put together what the groups returned, one step of each."""
+        self._obs = [result[0] for result in results]
+        obs = self._joined_obs()
+        reward = torch.cat([result[1] for result in results])
+        terminated = torch.cat([result[2] for result in results])
+        truncated = torch.cat([result[3] for result in results])
+        infos = [dict(result[4]) for result in results]
+        if all(info.get("final_observation") is result[0] for info, result in zip(infos, results, strict=True)):
+            for info in infos:  # nobody ended: it is the observation itself
+                del info["final_observation"]
+            return obs, reward, terminated, truncated, join_parts(infos) | {"final_observation": obs}
+        return obs, reward, terminated, truncated, join_parts(infos)
+
+    def get_state(self) -> TensorDict:
+        return torch.cat([group.get_state() for group in self.groups])
+
+    def set_state(self, state: TensorDictBase, env_ids: EnvIds = None) -> TensorDict:
+        ids = self.resolve_ids(env_ids)
+        for index, (group, rows) in enumerate(zip(self.groups, self.slices, strict=True)):
+            mine = (ids >= rows.start) & (ids < rows.stop)
+            self._obs[index] = group.set_state(state[mine.to(state.device or "cpu")], ids[mine] - rows.start)
+        return self._joined_obs()
+
+    def render(
+        self, env_ids: EnvIds = None, camera: str | None = None, size: tuple[int, int] = (240, 320)
+    ) -> np.ndarray:
+        frames = []
+        for env in self.resolve_ids(env_ids).tolist():
+            index = next(i for i, rows in enumerate(self.slices) if rows.start <= env < rows.stop)
+            frames.append(self.groups[index].render([env - self.slices[index].start], camera, size))
+        return np.concatenate(frames)
+
+    def close(self) -> None:
+        for group in self.groups:
+            group.close()
+
+    def _joined_obs(self) -> TensorDict:
+        return torch.cat([obs for obs in self._obs if obs is not None])
+
+
+def make_grouped(make: Callable[[int], VecEnv], num_envs: int, num_groups: int) -> VecEnv:
+    """Return ``num_envs`` envs in groups, each made by ``make(its number of envs)``; one group is no ``GroupedEnv``."""
+    if num_groups < 1 or num_envs % num_groups:
+        raise ConfigError(f"num_envs must be a multiple of the {num_groups} groups of envs, got {num_envs}")
+    if num_groups == 1:
+        return make(num_envs)
+    return GroupedEnv([make(num_envs // num_groups) for _ in range(num_groups)])
+
+
+def join_parts(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Concatenate what several mappings hold under the same keys, tensors ``[envs, ...]``, however deep."""
+    joined: dict[str, Any] = {}
+    for key, value in parts[0].items():
+        values = [part[key] for part in parts]
+        nested = isinstance(value, Mapping) and not isinstance(value, TensorDictBase)
+        joined[key] = join_parts(values) if nested else torch.cat(values)
+    return joined
+
+
+def _group_seed(seed: int | None, index: int) -> int | None:
+    """Return the seed of a group: the first one's is the common one."""
+    if seed is None or index == 0:
+        return seed
+    return int(combine(torch.tensor(seed), torch.tensor(index))) % 2**_SEED_BITS

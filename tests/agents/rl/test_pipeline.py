@@ -1,0 +1,140 @@
+"""Groups of envs in turn: the same rollouts as one after the other, in less time, and clean ends."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from embodichain.agents.rl.collector import SyncCollector
+from embodichain.envs.groups import GroupedEnv
+from embodichain.errors import ConfigError
+from tests.agents.rl.helpers import LinearPolicy, make_policy
+from tests.agents.rl.helpers import ScriptedEnv as PlainEnv
+
+
+class ScriptedEnv(PlainEnv):
+    action_manager = None  # actions are plain tensors here
+
+
+def grouped(**settings):
+    return GroupedEnv([ScriptedEnv(2, seed=group, **settings) for group in range(2)])
+
+
+def rollouts_alone(policy, count, num_steps, **settings):
+    """What each group gives when it is collected from alone."""
+    collectors = [SyncCollector(ScriptedEnv(2, seed=group, **settings), policy) for group in range(2)]
+    return [[collector.collect(num_steps).clone() for collector in collectors] for _ in range(count)]
+
+
+@pytest.mark.parametrize("memory", [None, {"type": "gru", "hidden_size": 4}])
+def test_groups_in_turn_give_what_each_gives_alone(memory):
+    """With a policy that draws no noise, every number is the same, across the ends of rollouts and episodes."""
+    torch.manual_seed(0)
+    settings = {"ends": [3, 100], "limit": 5}
+    policy = make_policy(ScriptedEnv(2), memory=memory)
+    with torch.no_grad():
+        policy.head.log_std.fill_(-40.0)  # noise of 1e-18 changes nothing
+    expected = rollouts_alone(policy, 2, 7, **settings)
+    collector = SyncCollector(grouped(**settings), policy, pipeline_stages=2)
+    for parts in expected:
+        rollout = collector.collect(7)
+        assert rollout.batch_size == (4, 7)
+        for name, leaf in torch.cat(parts).exclude("sample_log_prob").items(include_nested=True, leaves_only=True):
+            assert torch.allclose(rollout[name].float(), leaf.float(), atol=1e-6), name
+    assert collector.statistics()["episode/count"] == float(len(collector.episodes)) > 0
+
+
+def test_time_limits_are_valued_by_what_was_reached():
+    rollout = SyncCollector(grouped(limit=3), LinearPolicy(), pipeline_stages=2).collect(5)
+    position = rollout["observation", "robot", "qpos"][..., 0]
+    assert torch.allclose(rollout["next_value"][:, 2], position[:, 2] + 0.5 + 300.0)
+
+
+def test_the_order_of_decisions_does_not_depend_on_who_is_faster():
+    class Slow(ScriptedEnv):
+        pauses = [0.0]
+
+        def step(self, action):
+            time.sleep(self.pauses[int(self.count[0]) % len(self.pauses)])
+            return super().step(action)
+
+    def collect(*pauses):
+        groups = [Slow(2, seed=group) for group in range(2)]
+        for group, pause in zip(groups, pauses, strict=True):
+            group.pauses = pause
+        torch.manual_seed(1)
+        return SyncCollector(GroupedEnv(groups), policy, pipeline_stages=2).collect(6).clone()
+
+    policy = make_policy(ScriptedEnv(2))
+    first, second = collect([0.01, 0.0], [0.0]), collect([0.0], [0.0, 0.01])
+    assert torch.equal(first["action"], second["action"])
+    assert torch.equal(first["reward"], second["reward"])
+
+
+def test_simulation_and_decisions_overlap():
+    """Both take 10 ms per group: in turn a step takes 20 ms, one after the other 40; a ratio, on any machine."""
+
+    class Slow(ScriptedEnv):
+        def step(self, action):
+            time.sleep(0.01)
+            return super().step(action)
+
+    class Pondering(LinearPolicy):
+        def get_action(self, obs, deterministic=False):
+            time.sleep(0.01)
+            return super().get_action(obs, deterministic)
+
+    def seconds(stages, env, num_steps):
+        collector = SyncCollector(env, Pondering(), pipeline_stages=stages)
+        collector.collect(2)
+        began = time.perf_counter()
+        collector.collect(num_steps)
+        return time.perf_counter() - began
+
+    in_turn = seconds(2, GroupedEnv([Slow(2), Slow(2)]), 20)
+    one_by_one = 2 * seconds(1, Slow(2), 20)
+    assert one_by_one / in_turn > 1.4
+
+
+def test_version_is_the_one_that_decided_even_if_it_changes_meanwhile():
+    policy = LinearPolicy()
+    collector = SyncCollector(grouped(), policy, pipeline_stages=2)
+    counts = iter(range(100))
+    collector.before_step = lambda: policy.version.fill_(next(counts))
+    assert collector.collect(5)["policy_version"].tolist() == [[0, 1, 2, 3, 4]] * 4
+
+
+def test_an_error_in_a_group_comes_out_and_leaves_no_step_under_way():
+    class Failing(ScriptedEnv):
+        def step(self, action):
+            if self.count[0] == 2:
+                raise RuntimeError("the simulation broke")
+            return super().step(action)
+
+    env = GroupedEnv([ScriptedEnv(2), Failing(2)])
+    collector = SyncCollector(env, LinearPolicy(), pipeline_stages=2)
+    with pytest.raises(RuntimeError, match="the simulation broke"):
+        collector.collect(5)
+    count = env.groups[0].count.clone()
+    time.sleep(0.05)
+    assert torch.equal(env.groups[0].count, count)
+
+
+def test_threads_end_with_the_collector():
+    before = threading.active_count()
+    collector = SyncCollector(grouped(), LinearPolicy(), pipeline_stages=2)
+    collector.collect(1)
+    assert threading.active_count() == before + 2
+    del collector
+    deadline = time.monotonic() + 5.0
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+
+
+def test_environments_without_groups_are_refused():
+    with pytest.raises(ConfigError, match=r"2 groups.*got ScriptedEnv"):
+        SyncCollector(ScriptedEnv(4), LinearPolicy(), pipeline_stages=2)
