@@ -87,9 +87,10 @@ def _copied(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _zip_map(a: TensorDict, b: TensorDict, function: Any) -> TensorDict:
+    old = a._tensordict  # the leaves themselves: indexing a TensorDict checks the key each time
     source = {
-        key: _zip_map(a[key], value, function) if isinstance(value, TensorDictBase) else function(a[key], value)
-        for key, value in b.items()
+        key: _zip_map(old[key], value, function) if isinstance(value, TensorDictBase) else function(old[key], value)
+        for key, value in b._tensordict.items()
     }
     return TensorDict._new_unsafe(source, batch_size=a.batch_size, device=a.device)
 

@@ -49,7 +49,9 @@ def test_mix_and_combine_equal_plain_python():
     column = torch.tensor(numbers)
     assert unsigned(mix(column)) == [splitmix(n) for n in numbers]
     for other in (0, 7, 2**40):
-        assert unsigned(combine(column, torch.tensor(other))) == [plain_combine(n, other) for n in numbers]
+        expected = [plain_combine(n, other) for n in numbers]
+        assert unsigned(combine(column, torch.full_like(column, other))) == expected
+        assert unsigned(mix(mix(column) + (other + 1) * torch.tensor(GAMMA - (1 << 64)))) == expected  # as on a GPU
 
 
 def test_a_draw_is_a_function_of_seed_env_episode_and_number():
