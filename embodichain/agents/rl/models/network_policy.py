@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 import gymnasium as gym
@@ -66,9 +67,9 @@ class NetworkPolicy(Policy):
         self.head = head if head is not None else build_head(action_space)
         self.device = torch.device(device)
 
+    @abstractmethod
     def value_of(self, features: Tensor, privileged: Tensor | None) -> Tensor:
         """Return the value ``[batch]`` from features and what only the critic sees."""
-        raise NotImplementedError
 
     def get_action(self, obs: Observation, deterministic: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Sample an action at an episode's start (anywhere, without memory): ``(action, log_prob, value)``."""

@@ -84,7 +84,7 @@ class Policy(nn.Module, ABC):
         ``state`` ``[batch, ...]`` is the memory before the first step; ``start`` ``[num_steps, batch]`` marks the
         observations that begin an episode.
         """
-        raise NotImplementedError(f"{type(self).__name__} sets is_recurrent but has no evaluate_sequences")
+        raise TypeError(f"{type(self).__name__} has no memory, or lacks the evaluate_sequences that goes with it")
 
     # What components call.
 
