@@ -84,8 +84,9 @@ class Trainer:
         self.evaluation: Evaluation | None = None
         self._run = Run(cfg, env, algorithm, self.collector)
         self._eval_schedule, self._save_schedule = Every(settings.eval_freq), Every(settings.save_freq)
-        self._evaluated_at = self._saved_at = -1
+        self._saved_at = -1
         self._resumed_at: int | None = None
+        self._log: RunLog | None = None
         self._began = time.perf_counter()
 
     @property
@@ -93,11 +94,17 @@ class Trainer:
         """Environment transitions of all envs so far."""
         return self.counters.global_step
 
+    @property
+    def log(self) -> RunLog:
+        """Where scalars go; opened when the first one comes."""
+        if self._log is None:
+            self._log = RunLog(self.folder, self.cfg, self._resumed_at)
+        return self._log
+
     # --- the loop -------------------------------------------------------------------------------------------------
 
     def train(self) -> TrainingResult:
         """Train until the configured end, a target or an interruption, and save the state at the end."""
-        self.log = RunLog(self.folder, self.cfg, self._resumed_at)
         self._began = time.perf_counter() - self.counters.seconds
         try:
             with StopSignals() as signals, self.view:
@@ -105,12 +112,13 @@ class Trainer:
                     self.collector.reset(seed=self.cfg.trainer.seed)
                     self.save_checkpoint()
                 reason = self._loop(signals)
-                if reason != "interrupted" and self._evaluated_at != self.global_step:
+                if reason != "interrupted" and self.counters.evaluated_at != self.global_step:
                     self.evaluate()
                 if self._saved_at != self.global_step:
                     self.save_checkpoint()
         finally:
             self.log.close()
+            self._log = None
         now = self.counters
         return TrainingResult(self.folder.path, now.global_step, now.iteration, now.seconds, reason, self.evaluation)
 
@@ -182,7 +190,7 @@ class Trainer:
         settings = self.cfg.trainer
         video = self.folder.video(self.global_step) if settings.eval_video else None
         result = evaluate(self.policy, self.eval_env, settings.num_eval_episodes, settings.eval_seed, video)
-        self.evaluation, self._evaluated_at = result, self.global_step
+        self.evaluation, self.counters.evaluated_at = result, self.global_step
         self.log.write(self.global_step, result.scalars() | {"time/total_seconds": self._tell_time()})
         for file in result.files:
             self.log.video(self.global_step, file)
@@ -196,6 +204,7 @@ class Trainer:
         """Write a checkpoint of everything the next iteration depends on."""
         self._saved_at = self.global_step
         self._tell_time()
+        self.log.flush()
         return self.folder.save(self.global_step, self._run.state(self.counters), best)
 
     def restore(self, state: Mapping[str, Any]) -> None:

@@ -25,7 +25,7 @@ from embodichain.agents.rl.utils.checkpoint import (
 from embodichain.agents.rl.utils.random_state import get_random_state, seed_everything, set_random_state
 from embodichain.agents.rl.utils.spaces import space_from_data, space_to_data
 from embodichain.agents.rl.utils.tree import put_together, take_apart
-from embodichain.errors import CheckpointError, UntrustedModuleError
+from embodichain.errors import CheckpointError, OutputError, UntrustedModuleError
 
 OBS = gym.spaces.Dict(
     {
@@ -101,6 +101,24 @@ def test_saving_again_replaces_and_leaves_nothing_behind(tmp_path):
     save_checkpoint(tmp_path / "x", {"value": 1})
     save_checkpoint(tmp_path / "x", {"value": 2})
     assert load_checkpoint(tmp_path / "x") == {"value": 2}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["x"]
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(OutputError, match=r"cannot write the checkpoint .*file/x"):
+        save_checkpoint(tmp_path / "file" / "x", {"value": 1})
+
+
+def test_a_full_disk_leaves_the_former_checkpoint(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    save_checkpoint(tmp_path / "x", {"value": 1})
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OutputError, match="No space left on device"):
+        save_checkpoint(tmp_path / "x", {"value": 2})
+    assert load_checkpoint(tmp_path / "x") == {"value": 1}
     assert [entry.name for entry in tmp_path.iterdir()] == ["x"]
 
 

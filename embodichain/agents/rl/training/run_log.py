@@ -46,6 +46,12 @@ class RunLog:
             wandb = require("wandb", extra="track")
             self._wandb.log({"eval/video": wandb.Video(str(file), format="mp4")}, step=step)
 
+    def flush(self) -> None:
+        """Have everything on the disk that was written so far, as it must be before a checkpoint is."""
+        self._tensorboard.flush()
+        self._lines.flush()
+        os.fsync(self._lines.fileno())
+
     def close(self) -> None:
         """Write out everything; calling it twice is fine."""
         self._lines.close()

@@ -31,6 +31,8 @@ class Counters:
     """Time spent training, evaluations and checkpoints included."""
     best_score: tuple[float, float] | None = None
     """Score of the best evaluation."""
+    evaluated_at: int = -1
+    """Step of the last evaluation."""
     returns: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
     """Returns of recent episodes."""
     successes: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_RECENT))

@@ -30,7 +30,7 @@ from embodichain.agents.rl.utils.spaces import space_from_data
 from embodichain.agents.rl.utils.tree import put_together, take_apart
 from embodichain.agents.utils.modules import check_trusted, import_trusted
 from embodichain.envs.vec_env import VecEnv
-from embodichain.errors import CheckpointError
+from embodichain.errors import CheckpointError, OutputError
 
 FORMAT, VERSION = "embodichain-checkpoint", 1
 STATE_FILE, TENSOR_FILE = "state.json", "tensors.safetensors"
@@ -43,17 +43,15 @@ def save_checkpoint(path: PathLike, state: Mapping[str, Any]) -> Path:
     """Write nested data as a checkpoint folder; it appears complete, and replaces one of the same name."""
     target = Path(path)
     data, tensors = take_apart(dict(state))
-    target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    save_file(tensors, partial / TENSOR_FILE)
-    about = {"bytes": (partial / TENSOR_FILE).stat().st_size, "crc32": _file_crc(partial / TENSOR_FILE)}
-    document = {"format": FORMAT, "version": VERSION, "tensors": about, "crc32": _data_crc(data), "state": data}
-    (partial / STATE_FILE).write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    for written in (partial / TENSOR_FILE, partial / STATE_FILE, partial):
-        _sync(written)
-    _take_place(partial, target)
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        _write(partial, data, tensors)
+        _take_place(partial, target)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise OutputError(f"cannot write the checkpoint {target}: {error}") from error
     return target
 
 
@@ -128,6 +126,15 @@ def load_policy(
     policy = build_policy(state["config"]["policy"], observation_space, action_space, device)
     load_weights(policy, state["policy"], str(folder))
     return policy.eval()
+
+
+def _write(folder: Path, data: Any, tensors: dict[str, Tensor]) -> None:
+    save_file(tensors, folder / TENSOR_FILE)
+    about = {"bytes": (folder / TENSOR_FILE).stat().st_size, "crc32": _file_crc(folder / TENSOR_FILE)}
+    document = {"format": FORMAT, "version": VERSION, "tensors": about, "crc32": _data_crc(data), "state": data}
+    (folder / STATE_FILE).write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    for written in (folder / TENSOR_FILE, folder / STATE_FILE, folder):
+        _sync(written)
 
 
 def _read_document(file: Path) -> dict[str, Any]:
