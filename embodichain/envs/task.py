@@ -49,7 +49,8 @@ class Task(ABC):
         if cfg.env.language is not None and not self.understands_language:
             raise ConfigError(f"env.language: {cfg.id} takes no instructions; leave it out")
         self.cfg, self.physics, self.robot = cfg, physics, robot
-        self._qpos0 = torch.tensor(physics.model.qpos0, dtype=torch.float64, device=physics.device)
+        self._home = torch.tensor(physics.model.qpos0, dtype=torch.float64, device=physics.device)
+        self._home[robot.qpos] = robot.init_qpos
         self.variables: dict[str, Tensor] = {}
         """Per-env values ``[num_envs, ...]`` that are drawn at reset and saved with the state."""
 
@@ -103,16 +104,14 @@ class Task(ABC):
 
     def start_robot(self, env_ids: Tensor, streams: RandomStreams) -> Start:
         """Return the model's own pose with the robot at ``init_qpos``, randomised as configured."""
-        qpos = self._qpos0.repeat(env_ids.numel(), 1)
-        qvel = qpos.new_zeros(env_ids.numel(), int(self.physics.model.nv))
-        qpos[:, self.robot.qpos] = self.robot.init_qpos
+        count, joints = env_ids.numel(), self.robot.num_joints
+        qpos = self._home.repeat(count, 1)
+        qvel = qpos.new_zeros(count, int(self.physics.model.nv))
         spread = self.cfg.env.events.randomize_robot
         if spread is not None:
-            joints = slice(self.robot.qpos.start, self.robot.qpos.start + self.robot.num_joints)
-            speeds = slice(self.robot.qvel.start, self.robot.qvel.start + self.robot.num_joints)
-            drawn = streams.uniform(env_ids, 2 * self.robot.num_joints, -1.0, 1.0)
-            qpos[:, joints] += spread.position * drawn[:, : self.robot.num_joints]
-            qvel[:, speeds] += spread.velocity * drawn[:, self.robot.num_joints :]
+            drawn = streams.uniform(env_ids, 2 * joints, -1.0, 1.0)
+            qpos[:, self.robot.qpos][:, :joints].add_(spread.position * drawn[:, :joints])
+            qvel[:, self.robot.qvel][:, :joints].add_(spread.velocity * drawn[:, joints:])
         return Start(qpos, qvel)
 
 
@@ -123,12 +122,17 @@ def own(live: Tensor) -> Tensor:
 
 def draw_pose(area: PoseRangeCfg, env_ids: Tensor, streams: RandomStreams) -> Tensor:
     """Draw x, y, z and yaw ``[n, 4]`` from a configured box."""
-    low, high = _bounds((area.x, area.y, area.z, area.yaw), env_ids.device)
-    return streams.uniform(env_ids, 4, low, high)
+    return draw_poses((area,), env_ids, streams)[0]
+
+
+def draw_poses(areas: tuple[PoseRangeCfg, ...], env_ids: Tensor, streams: RandomStreams) -> tuple[Tensor, ...]:
+    """Draw x, y, z and yaw ``[n, 4]`` from each of some configured boxes, in one go."""
+    low, high = _bounds(tuple(r for area in areas for r in (area.x, area.y, area.z, area.yaw)), env_ids.device)
+    return streams.uniform(env_ids, 4 * len(areas), low, high).split(4, dim=1)
 
 
 @lru_cache(maxsize=64)
 def _bounds(ranges: tuple[tuple[float, float], ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return lower and upper bounds ``[4]`` on a device, where they stay: a copy from the host would wait for it."""
+    """Return lower and upper bounds on a device, where they stay: a copy from the host would wait for it."""
     bounds = torch.tensor(ranges, dtype=torch.float64, device=device)
     return bounds[:, 0], bounds[:, 1]

@@ -53,8 +53,8 @@ class TaskEnv(VecEnv):
         self._cameras = Cameras(physics.model, cfg.env.observations.cameras)
         self._observations = ObservationBuilder(cfg.env.observations, self)
         self._begin(self._all)
-        self._scene: Scene = self.task.read()
-        self._obs: TensorDict = self._observations.build(self._scene, self._all)
+        self._scene: Scene | None = None
+        self._obs: TensorDict = self._observations.build(self._look(), self._all)
         self.observation_space: gym.spaces.Dict = self._observations.space(self._obs)
         self._masked = self.device.type != "cpu"
         parts = StepParts(self._control, self._advance_physics, self._draw_next, self._conclude)
@@ -122,7 +122,7 @@ class TaskEnv(VecEnv):
     def _conclude(self, applied: Tensor, drawn: tuple[Start, Tensor] | None) -> StepResult:
         """Measure, observe and restart what is done."""
         moment = self._measure(applied)
-        self._obs = obs = self._observations.build(self._scene, self._all)
+        self._obs = obs = self._observations.build(self._look(), self._all)
         self._restart(moment.terminated | moment.truncated, drawn)
         info = {
             "final_observation": obs,
@@ -195,7 +195,7 @@ class TaskEnv(VecEnv):
 
     def expert_action(self) -> Tensor:
         """Return the scripted expert's action ``[num_envs, action_dim]`` for the present state."""
-        return self.task.expert_action(self._scene, self.action_manager)
+        return self.task.expert_action(self._look(), self.action_manager)
 
     def create_demo_action_list(self) -> list[Tensor]:
         """Return the expert's actions from the present state until every env has ended once; the state is kept."""
@@ -246,8 +246,8 @@ class TaskEnv(VecEnv):
             where = done.view(-1, *([1] * (value.dim() - 1)))
             self.task.variables[name].copy_(torch.where(where, value, self.task.variables[name]))
         self._step.masked_fill_(done, 0)
-        self._scene = self.task.read()
-        self._obs = self._observations.build(self._scene, self._all)
+        self._scene = None
+        self._obs = self._observations.build(self._look(), self._all)
 
     def _adopt(self) -> Callable[[], None]:
         """Return what makes this env look at the measurements that a recorded step writes to."""
@@ -262,14 +262,21 @@ class TaskEnv(VecEnv):
         """Observe the envs where ``mask`` ``[num_envs]`` holds as they are now; the others keep what they last saw."""
         ids = torch.nonzero(mask).reshape(-1)
         if ids.numel():
-            rows = self._scene if ids.numel() == self.num_envs else {k: v[ids] for k, v in self._scene.items()}
+            scene = self._look()
+            rows = scene if ids.numel() == self.num_envs else {name: value[ids] for name, value in scene.items()}
             self._obs = self._observations.merge(self._obs, self._observations.build(rows, ids), ids)
+
+    def _look(self) -> Scene:
+        """Return the measurements of the present state, which are taken once."""
+        if self._scene is None:
+            self._scene = self.task.read()
+        return self._scene
 
     def _refresh(self, env_ids: Tensor) -> None:
         """Measure and observe these envs again, without touching what was returned before."""
-        fresh = self.task.read(env_ids)
-        self._scene = {name: value.index_copy(0, env_ids, fresh[name]) for name, value in self._scene.items()}
-        self._obs = self._observations.merge(self._obs, self._observations.build(fresh, env_ids), env_ids)
+        rows = self._observations.build(self.task.read(env_ids), env_ids)
+        self._obs = self._observations.merge(self._obs, rows, env_ids)
+        self._scene = None
 
     def _reward(self, scene: Scene, action: Tensor, success: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """Return the weighted parts and their sum."""

@@ -19,11 +19,8 @@ from torch import Tensor
 from embodichain.envs.physics.base import Physics
 from embodichain.errors import SimulationError
 
-_UNSTABLE = [
-    int(mujoco.mjtWarning.mjWARN_BADQPOS),
-    int(mujoco.mjtWarning.mjWARN_BADQVEL),
-    int(mujoco.mjtWarning.mjWARN_BADQACC),
-]
+# Bad positions, velocities and accelerations: these warnings follow each other.
+_UNSTABLE = slice(int(mujoco.mjtWarning.mjWARN_BADQPOS), int(mujoco.mjtWarning.mjWARN_BADQACC) + 1)
 
 
 def available_cores() -> int:
@@ -55,7 +52,8 @@ class MujocoCpuPhysics(Physics):
         self._sensors_current = False
         self._fields: dict[str, Tensor] = {}
         self._rest = self._state[0].clone()
-        self._warnings = torch.from_numpy(self._batch.warning)[:, _UNSTABLE, 1].sum(dim=1)
+        self._counters = torch.from_numpy(self._batch.warning)[:, _UNSTABLE, 1]
+        self._warnings = self._counters.sum(dim=1)
         self._diverged = torch.zeros(num_envs, dtype=torch.bool)
 
     def step(self, count: int) -> None:
@@ -64,7 +62,7 @@ class MujocoCpuPhysics(Physics):
             self._batch.step(nstep=count)
         except batch.SimulationError as error:
             raise SimulationError(f"MuJoCo could not step: {error}") from error
-        warnings = torch.from_numpy(self._batch.warning)[:, _UNSTABLE, 1].sum(dim=1)
+        warnings = self._counters.sum(dim=1)
         self._diverged = warnings != self._warnings
         self._warnings = warnings
 
@@ -115,6 +113,6 @@ class MujocoCpuPhysics(Physics):
         self._state, self.qpos, self.qvel, self.ctrl = (
             t.clone() for t in (self._state, self.qpos, self.qvel, self.ctrl)
         )
-        self._sensordata = self._sensordata.copy()
+        self._sensordata, self._counters = self._sensordata.copy(), self._counters.clone()
         self._fields = {name: field.clone() for name, field in self._fields.items()}
         self._batch = _Closed()

@@ -22,7 +22,7 @@ from embodichain.envs.kinematics import length
 from embodichain.envs.physics import Physics
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.robot import Robot
-from embodichain.envs.task import Scene, Start, draw_pose
+from embodichain.envs.task import Scene, Start, draw_poses
 from embodichain.envs.tasks.arm import HALF_CUBE, ArmTask, place_cube, read_cube, shorten
 from embodichain.errors import ConfigError
 
@@ -65,10 +65,10 @@ class PickCube(ArmTask):
     def sample_start(self, env_ids: Tensor, streams: RandomStreams) -> Start:
         start = self.start_robot(env_ids, streams)
         events = self.cfg.env.events
-        place_cube(
-            start.qpos, draw_pose(events.randomize_object_pose or PoseRangeCfg(x=(0.46, 0.46)), env_ids, streams)
-        )
-        goal = draw_pose(events.randomize_target or PoseRangeCfg(x=(0.5, 0.5), z=(0.2, 0.2)), env_ids, streams)
+        area = events.randomize_object_pose or PoseRangeCfg(x=(0.46, 0.46))
+        goals = events.randomize_target or PoseRangeCfg(x=(0.5, 0.5), z=(0.2, 0.2))
+        cube, goal = draw_poses((area, goals), env_ids, streams)
+        place_cube(start.qpos, cube)
         start.variables["goal"] = goal[:, :3].to(torch.float32)
         return start
 

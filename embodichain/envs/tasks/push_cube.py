@@ -20,7 +20,7 @@ from embodichain.envs.env_cfg import (
 )
 from embodichain.envs.kinematics import dot, length
 from embodichain.envs.random import RandomStreams
-from embodichain.envs.task import Scene, Start, draw_pose
+from embodichain.envs.task import Scene, Start, draw_poses
 from embodichain.envs.tasks.arm import ArmTask, place_cube, read_cube, shorten
 
 _REACH = 0.05  # distance from the cube's centre at which the tool's centre touches or nearly touches it
@@ -56,8 +56,9 @@ class PushCube(ArmTask):
     def sample_start(self, env_ids: Tensor, streams: RandomStreams) -> Start:
         start = self.start_robot(env_ids, streams)
         events = self.cfg.env.events
-        cube = draw_pose(events.randomize_object_pose or PoseRangeCfg(x=(0.46, 0.46)), env_ids, streams)
-        goal = draw_pose(events.randomize_target or PoseRangeCfg(x=(0.66, 0.66)), env_ids, streams)
+        area = events.randomize_object_pose or PoseRangeCfg(x=(0.46, 0.46))
+        goals = events.randomize_target or PoseRangeCfg(x=(0.66, 0.66))
+        cube, goal = draw_poses((area, goals), env_ids, streams)
         place_cube(start.qpos, cube)
         start.variables["goal"] = goal[:, :2].to(torch.float32)
         return start
