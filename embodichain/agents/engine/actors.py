@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import gymnasium as gym
@@ -18,10 +19,13 @@ class Actor(Protocol):
     """Chooses the actions of all envs."""
 
     version: int
-    """Step of the checkpoint that acts; -1 where there is none."""
+    """How many updates shaped the policy that acts; -1 where there is none."""
 
     def act(self, observation: TensorDict) -> Tensor:
         """Return the actions ``[num_envs, ...]`` for the present observation."""
+
+    def ended(self, env_ids: list[int]) -> None:
+        """Take note that the episodes of these envs ended."""
 
 
 class ExpertActor:
@@ -40,6 +44,9 @@ class ExpertActor:
     def act(self, observation: TensorDict) -> Tensor:
         """Return what the expert does in the present state."""
         return self._env.expert_action()
+
+    def ended(self, env_ids: list[int]) -> None:
+        """Do nothing: the expert looks at the state alone."""
 
 
 class RandomActor:
@@ -61,11 +68,39 @@ class RandomActor:
             action = torch.rand((self._num_envs, *(self._space.shape or ())), generator=self._generator) * 2 - 1
         return action.to(self._device)
 
+    def ended(self, env_ids: list[int]) -> None:
+        """Do nothing: chance has no memory."""
 
-def make_actor(cfg: ActionSourceCfg, env: VecEnv, generator: torch.Generator) -> Actor:
+
+class PolicyActor:
+    """A trained policy, from a checkpoint."""
+
+    def __init__(self, env: VecEnv, path: str, deterministic: bool, trusted_modules: Sequence[str]) -> None:
+        # Here, because only this actor needs the reinforcement-learning half.
+        from embodichain.agents.rl.utils.checkpoint import load_policy
+        from embodichain.agents.rl.utils.evaluation import PolicyActor as Acting
+
+        policy = load_policy(path, env, device=env.device, trusted_modules=trusted_modules)
+        if policy.chunk_size != 1:
+            raise ConfigError(f"path: {path} chooses {policy.chunk_size} actions at once, expected 1", "action_config")
+        self.version = int(policy.version)
+        self._acting = Acting(policy, env, deterministic)
+
+    @torch.no_grad()
+    def act(self, observation: TensorDict) -> Tensor:
+        """Return what the policy does, remembering what it saw if it has a memory."""
+        return self._acting(observation)
+
+    def ended(self, env_ids: list[int]) -> None:
+        """Clear the policy's memory of these envs."""
+        self._acting.forget(env_ids)
+
+
+def make_actor(cfg: ActionSourceCfg, env: VecEnv, seed: int, trusted_modules: Sequence[str] = ()) -> Actor:
     """Return the actor that the config names."""
     if cfg.source == "expert":
         return ExpertActor(env)
-    if cfg.source == "random":
-        return RandomActor(env, generator)
-    raise ConfigError(f"source: {cfg.source!r} does not act in a simulation", "action_config")
+    if cfg.source == "policy":
+        torch.manual_seed(seed)  # policies draw from torch's own generator
+        return PolicyActor(env, str(cfg.path), cfg.deterministic, trusted_modules)
+    return RandomActor(env, torch.Generator().manual_seed(seed))

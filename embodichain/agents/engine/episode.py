@@ -55,7 +55,7 @@ class EpisodeInfo:
     seed: int
     """Episode seed: ``env.reset(seed=torch.tensor([seed]))`` starts the same episode; -1 if unknown."""
     policy_version: int
-    """Step of the checkpoint that acted; -1 for experts and random actions."""
+    """How many updates had shaped the policy that acted; -1 for experts and random actions."""
     success: bool | None
     time: float
     """Unix time at which the episode was written."""

@@ -76,6 +76,7 @@ class SimulatedEpisodes:
             episodes.append(Episode(frames, length, self._seeds[index], known, self.actor.version))
             self._begin[index] = self._step
             self._seeds[index] = next_seeds[index]
+        self.actor.ended(ended)
         return episodes
 
     def _column(self, ring: Tensor, env: int, length: int) -> tuple[Tensor, ...]:

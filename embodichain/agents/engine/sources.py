@@ -6,7 +6,6 @@ import os
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 
 from embodichain.agents.engine.actors import make_actor
 from embodichain.agents.engine.config import ActionSourceCfg, OnlineDataEngineCfg
@@ -52,7 +51,7 @@ def _open_simulation(cfg: OnlineDataEngineCfg, action: ActionSourceCfg, seed: in
     if cfg.num_workers > 1 and "num_threads" not in cfg.gym_config:
         overrides["num_threads"] = max(1, len(os.sched_getaffinity(0)) // cfg.num_workers)
     env = make(cfg.gym_config, trusted_modules=cfg.trusted_modules, **overrides)
-    actor = make_actor(action, env, torch.Generator().manual_seed(seed + 1))
+    actor = make_actor(action, env, seed + 1, cfg.trusted_modules)
     return SimulatedEpisodes(env, actor, seed, action.noise_std)
 
 

@@ -1,0 +1,147 @@
+"""Reads the episodes of a LeRobotDataset v3 folder, ours or somebody else's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embodichain.agents.datasets.lerobot import features as names
+from embodichain.agents.datasets.lerobot.features import Feature, features_of, foreign_features
+from embodichain.agents.datasets.lerobot.tables import from_column
+from embodichain.agents.datasets.lerobot.video import read_pictures
+from embodichain.agents.engine.episode import Episode
+from embodichain.agents.engine.layout import FrameLayout, Key, Leaf
+from embodichain.errors import DatasetError
+from embodichain.extras import require
+
+
+class LeRobotReader:
+    """The episodes of a folder, by number.
+
+    A folder of ours gives the frames back as they were recorded. Of any other, the observations and actions are read;
+    a reward it does not have is 0, and the last frame of an episode is marked ``terminated``.
+    """
+
+    def __init__(self, root: Path | str) -> None:
+        self.root = Path(root)
+        self._parquet = require("pyarrow.parquet", extra="data")
+        info = self._read_json(names.INFO_PATH)
+        if info.get("codebase_version") != names.CODEBASE_VERSION:
+            raise DatasetError(
+                f"{self.root} is a dataset of version {info.get('codebase_version')}, expected {names.CODEBASE_VERSION}"
+            )
+        self.info = info
+        self.fps = int(info["fps"])
+        self._episodes = self._read_episodes()
+        self._table: tuple[Path, Any] | None = None
+        own = self.root / names.OWN_PATH
+        self._own: list[dict[str, Any]] = []
+        if own.exists():
+            data = self._read_json(names.OWN_PATH)
+            self.layout = FrameLayout.from_json(data["layout"])
+            self._features = features_of(self.layout)
+            self._own = data["episodes"]
+        else:
+            self._features = foreign_features(info)
+            self.layout = FrameLayout(_with_ends([feature.leaf for feature in self._features]))
+
+    def __len__(self) -> int:
+        return len(self._episodes)
+
+    @property
+    def max_steps(self) -> int:
+        """Length of the longest episode."""
+        return max(int(row["length"]) for row in self._episodes)
+
+    def read(self, index: int) -> Episode:
+        """Return one episode."""
+        row = self._episodes[index]
+        length = int(row["length"])
+        frames: dict[Key, Tensor] = {}
+        table = self._rows(row)
+        for feature in self._features:
+            leaf = feature.leaf
+            if feature.is_video:
+                frames[leaf.key] = self._pictures(feature, row, length)
+            else:
+                values = torch.from_numpy(from_column(table[feature.name])).to(leaf.dtype)
+                frames[leaf.key] = values.reshape(length, *leaf.shape)
+        for leaf in self.layout.leaves:
+            if leaf.key not in frames:
+                frames[leaf.key] = torch.zeros(length, dtype=leaf.dtype)
+                if leaf.key == ("terminated",):
+                    frames[leaf.key][-1] = True
+        own = self._own[index] if self._own else {}
+        pieces: dict[Key, tuple[Tensor, ...]] = {key: (value,) for key, value in frames.items()}
+        return Episode(pieces, length, own.get("seed", -1), own.get("success"), own.get("policy_version", -1))
+
+    def _rows(self, row: dict[str, Any]) -> Any:
+        """Return the rows of one episode of the Parquet file it is in; the file last used is kept."""
+        file = {"chunk_index": row["data/chunk_index"], "file_index": row["data/file_index"]}
+        path = self.root / names.DATA_PATH.format(**file)
+        if self._table is None or self._table[0] != path:
+            self._table = (path, self._parquet.read_table(path, memory_map=True))
+        table = self._table[1]
+        first = table["index"][0].as_py()
+        rows = table.slice(row["dataset_from_index"] - first, row["length"])
+        if rows.num_rows != row["length"] or rows["episode_index"][0].as_py() != row["episode_index"]:
+            raise DatasetError(f"{path} does not hold the {row['length']} frames of episode {row['episode_index']}")
+        return rows
+
+    def _pictures(self, feature: Feature, row: dict[str, Any], length: int) -> Tensor:
+        prefix = f"videos/{feature.name}"
+        file = {"chunk_index": row[f"{prefix}/chunk_index"], "file_index": row[f"{prefix}/file_index"]}
+        path = self.root / names.VIDEO_PATH.format(video_key=feature.name, **file)
+        pictures = read_pictures(path, row[f"{prefix}/from_timestamp"], length, self.fps)
+        return torch.from_numpy(
+            np.ascontiguousarray(np.moveaxis(pictures, -1, 1)) if feature.channels_first else pictures
+        )
+
+    def _read_episodes(self) -> list[dict[str, Any]]:
+        paths = sorted((self.root / "meta" / "episodes").glob("*/*.parquet"))
+        rows = [row for path in paths for row in self._parquet.read_table(path).to_pylist()]
+        if not rows:
+            raise DatasetError(f"{self.root} holds no episodes")
+        return sorted(rows, key=lambda row: row["episode_index"])
+
+    def _read_json(self, name: str) -> dict[str, Any]:
+        path = self.root / name
+        try:
+            data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise DatasetError(f"{self.root} is no LeRobotDataset: there is no {name}") from None
+        except ValueError as error:
+            raise DatasetError(f"{path} cannot be read: {error}") from None
+        return data
+
+
+class RecordedEpisodes:
+    """A folder as an endless source: all its episodes in random order, then again in another."""
+
+    def __init__(self, root: Path | str, seed: int) -> None:
+        self._reader = LeRobotReader(root)
+        self._generator = np.random.default_rng(seed)
+        self._order: list[int] = []
+        self.layout = self._reader.layout
+        self.max_steps = self._reader.max_steps
+
+    def advance(self) -> list[Episode]:
+        """Return the next episode."""
+        if not self._order:
+            self._order = self._generator.permutation(len(self._reader)).tolist()
+        return [self._reader.read(self._order.pop())]
+
+    def close(self) -> None:
+        """Do nothing: no file is held open."""
+
+
+def _with_ends(leaves: list[Leaf]) -> tuple[Leaf, ...]:
+    """Add what every frame has and a foreign folder may lack."""
+    known = {leaf.key for leaf in leaves}
+    ends = (("reward", torch.float32), ("terminated", torch.bool), ("truncated", torch.bool))
+    return (*leaves, *(Leaf((name,), dtype, ()) for name, dtype in ends if (name,) not in known))
