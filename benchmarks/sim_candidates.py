@@ -1,0 +1,222 @@
+"""What ``sim.py`` compares: the package's environment, raw MuJoCo in three forms, and Gymnasium's vector environments.
+
+All of them simulate the same model from the same states. The raw ones replay the controls that the environment itself
+sent while it was recorded, so that they meet the same contacts; the environments choose theirs from random actions.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import gymnasium as gym
+import mujoco
+import numpy as np
+import torch
+from mujoco import batch, rollout
+
+from benchmarks.plain_envs import PLAIN, SUBSTEPS, PlainEnv
+from embodichain.envs.registration import make
+from embodichain.envs.task_env import TaskEnv
+from embodichain.errors import EnvContractError
+
+_RECORDED = 32  # env steps that the raw candidates repeat
+_FULL = int(mujoco.mjtState.mjSTATE_FULLPHYSICS)
+_MAX_LOOP = 64  # MjData of the Python loop; its speed does not depend on their number, and each takes 15 MB
+Call = Callable[[], object]
+
+
+@dataclass
+class Recording:
+    """Where the envs were, and what their motors got in the steps that followed."""
+
+    model: mujoco.MjModel
+    physics: np.ndarray
+    """Positions, velocities and time, ``[num_envs, nstate]``."""
+    integration: np.ndarray
+    """The same with controls and the solver's warm start, ``[num_envs, nstate]``."""
+    controls: np.ndarray
+    """``[steps, num_envs, nu]``."""
+
+
+@dataclass
+class Candidate:
+    """One way to simulate: a call steps ``num_envs`` envs once."""
+
+    step: Call
+    num_envs: int
+    close: Call
+
+
+def make_env(task: str, num_envs: int) -> TaskEnv:
+    """Return the environment, in the midst of its episodes: at every step some of them end."""
+    env = make(task, num_envs=num_envs, seed=0, env={"substeps": SUBSTEPS})
+    if not isinstance(env, TaskEnv):
+        raise TypeError(f"{task} is no task of this package")
+    state = env.get_state()
+    state["step"] = torch.arange(num_envs) * env.max_episode_steps // num_envs
+    env.set_state(state)
+    for action in actions(env, 20):
+        env.step(action)
+    return env
+
+
+def actions(env: TaskEnv, count: int) -> list[torch.Tensor]:
+    """Return random actions ``[num_envs, action_dim]``."""
+    generator = torch.Generator().manual_seed(0)
+    return [2.0 * torch.rand(env.action_manager.shape, generator=generator) - 1.0 for _ in range(count)]
+
+
+def record(env: TaskEnv) -> Recording:
+    """Write down the states of the envs and the controls of the next steps."""
+    model, data = env.physics.model, mujoco.MjData(env.physics.model)
+    physics = np.empty((env.num_envs, mujoco.mj_stateSize(model, _FULL)))
+    for i in range(env.num_envs):
+        env.physics.load(data, i)
+        mujoco.mj_getState(model, data, physics[i], _FULL)
+    integration, controls = env.physics.state().numpy(), []
+    for action in actions(env, _RECORDED):
+        env.step(action)
+        controls.append(env.physics.ctrl.numpy().copy())
+    # An env that ended was put back to rest, controls included: let it go on with its last command.
+    for before, after in itertools.pairwise(controls):
+        rested = ~after.any(axis=1)
+        after[rested] = before[rested]
+    return Recording(model, physics, integration, np.stack(controls))
+
+
+def embodichain_env(env: TaskEnv) -> Candidate:
+    """The full step of this package: control, physics, observation, reward, reset."""
+    cycle = itertools.cycle(actions(env, 16))
+    return Candidate(lambda: env.step(next(cycle)), env.num_envs, env.close)
+
+
+def raw_rollout(recording: Recording, threads: int) -> Candidate:
+    """``mujoco.rollout.Rollout`` without checks, on preallocated arrays."""
+    model, count = recording.model, recording.physics.shape[0]
+    pool, datas, models = (
+        rollout.Rollout(nthread=threads),
+        [mujoco.MjData(model) for _ in range(threads)],
+        [model] * count,
+    )
+    state, warm = recording.physics.copy(), np.zeros((count, model.nv))
+    states = np.empty((count, SUBSTEPS, state.shape[1]))
+    sensors = np.empty((count, SUBSTEPS, model.nsensordata))
+    controls = np.empty((count, SUBSTEPS, model.nu))
+    numbers = itertools.cycle(range(_RECORDED))
+
+    def step() -> None:
+        number = next(numbers)
+        if number == 0:
+            state[:] = recording.physics
+        controls[:] = recording.controls[number][:, None]
+        pool.rollout(
+            models,
+            datas,
+            state,
+            controls,
+            skip_checks=True,
+            nstep=SUBSTEPS,
+            initial_warmstart=warm,
+            state=states,
+            sensordata=sensors,
+        )
+        state[:] = states[:, -1]
+
+    return Candidate(step, count, pool.close)
+
+
+def raw_batch(recording: Recording, threads: int) -> Candidate:
+    """``mujoco.batch.Batch``, which also carries the solver's warm start."""
+    count = recording.physics.shape[0]
+    simulations = batch.Batch(recording.model, nsim=count, nthread=threads)
+    control, numbers = simulations.bind("ctrl"), itertools.cycle(range(_RECORDED))
+
+    def step() -> None:
+        number = next(numbers)
+        if number == 0:
+            simulations.state[:] = recording.integration
+        control[:] = recording.controls[number]
+        simulations.step(nstep=SUBSTEPS)
+
+    return Candidate(step, count, lambda: None)
+
+
+def python_loop(recording: Recording) -> Candidate:
+    """A Python loop of ``mj_step``, one ``MjData`` per env."""
+    model, count = recording.model, min(_MAX_LOOP, recording.physics.shape[0])
+    datas, numbers = [mujoco.MjData(model) for _ in range(count)], itertools.cycle(range(_RECORDED))
+
+    def step() -> None:
+        number = next(numbers)
+        if number == 0:
+            for data, row in zip(datas, recording.physics, strict=False):
+                mujoco.mj_setState(model, data, row, _FULL)
+        for data, row in zip(datas, recording.controls[number], strict=False):
+            data.ctrl[:] = row
+            mujoco.mj_step(model, data, SUBSTEPS)
+
+    return Candidate(step, count, lambda: None)
+
+
+def gymnasium_vector(task: str, env: TaskEnv, num_envs: int, asynchronous: bool) -> Candidate:
+    """Gymnasium's vector environments of the plain task, staggered like the package's own."""
+
+    def one(index: int) -> Callable[[], PlainEnv]:
+        return lambda: _staggered(task, env, index, num_envs)
+
+    makers = [one(index) for index in range(num_envs)]
+    vector = gym.vector.AsyncVectorEnv(makers) if asynchronous else gym.vector.SyncVectorEnv(makers)
+    vector.reset(seed=0)
+    cycle = itertools.cycle([action.numpy() for action in actions(env, 16)])
+    for _ in range(20):
+        vector.step(next(cycle))
+    return Candidate(lambda: vector.step(next(cycle)), num_envs, vector.close)
+
+
+def plain_env(task: str, env: TaskEnv) -> PlainEnv:
+    """Return the task as a plain Gymnasium environment."""
+    return PLAIN[task](env.physics.model, env.robot.init_qpos.numpy())
+
+
+def _staggered(task: str, env: TaskEnv, index: int, num_envs: int) -> PlainEnv:
+    """Return an env whose first episode is shorter, so that not all of them end at once."""
+    plain = plain_env(task, env)
+    full = plain.limit
+    plain.limit = max(1, full * (index + 1) // num_envs)
+    reset = plain.reset
+
+    def first_reset(**options: int | None) -> object:
+        plain.reset = second_reset  # type: ignore[method-assign, assignment]
+        return reset(**options)  # type: ignore[arg-type]
+
+    def second_reset(**options: int | None) -> object:
+        plain.limit = full
+        return reset(**options)  # type: ignore[arg-type]
+
+    plain.reset = first_reset  # type: ignore[method-assign, assignment]
+    return plain
+
+
+def check_same_task(task: str, env: TaskEnv, steps: int = 8) -> None:
+    """Raise unless the plain task does what the package's own does: same states, observations and rewards."""
+    plain, state = plain_env(task, env), env.get_state()
+    plain.reset(seed=0)
+    for i in range(min(4, env.num_envs)):
+        env.set_state(state)
+        env.reset(env_ids=[i])
+        mujoco.mj_resetData(plain.model, plain.data)
+        env.physics.load(plain.data, i)
+        if "goal" in env.task.variables:
+            plain.goal[:] = env.task.variables["goal"][i].numpy()  # type: ignore[attr-defined]
+        for action in actions(env, steps):
+            _, reward, terminated, _, info = env.step(action)
+            got, pay, ended, *_ = plain.step(action[i].numpy())
+            seen = torch.cat([v[i] for v in info["final_observation"].values(include_nested=True, leaves_only=True)])
+            apart = float(np.abs(got - seen.numpy()).max())
+            if apart > 1e-4 or abs(pay - float(reward[i])) > 1e-4 or ended != bool(terminated[i]):
+                raise EnvContractError(f"{task}: the plain env is not the same task: {apart=}, {pay=} {reward[i]=}")
+            if ended:
+                break
+    env.set_state(state)
