@@ -32,6 +32,8 @@ class Command(NamedTuple):
 COMMANDS = (
     Command("envs", "list the environments, or check that one keeps the contract", "embodichain.cli.envs"),
     Command("play", "roll an environment and show what happens", "embodichain.cli.play"),
+    Command("stream", "stream episodes from simulation workers and watch the numbers", "embodichain.cli.stream"),
+    Command("record", "write the episodes of a stream as a LeRobotDataset folder", "embodichain.cli.record"),
     Command("train", "train a policy as a config says, or go on with a run", "embodichain.cli.train"),
     Command("eval", "see how well the policy of a run does", "embodichain.cli.eval"),
     Command("export", "write the policy of a run as an ONNX file", "embodichain.cli.export"),

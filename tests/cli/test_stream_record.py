@@ -1,0 +1,71 @@
+"""The commands ``stream`` and ``record``, as a user types them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from embodichain.agents.engine.files import load_stream_config
+from embodichain.cli.main import main
+from embodichain.errors import ConfigError
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "agents"
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS / "stream").glob("*.json")), ids=lambda path: path.stem)
+def test_shipped_settings_are_valid(path: Path) -> None:
+    cfg = load_stream_config(path)
+    assert cfg.check().only_success
+    assert cfg.gym_config["id"] == "PushCubeRL"
+
+
+def test_settings_from_a_gym_config_or_an_id() -> None:
+    from_file = load_stream_config(CONFIGS / "rl" / "push_cube" / "gym_config.json")
+    assert from_file.max_episode_steps == 100
+    assert from_file.buffer_size >= from_file.gym_config["num_envs"]
+    assert load_stream_config("CartPoleRL").gym_config["id"] == "CartPoleRL"
+    assert load_stream_config("CartPole-v1").action_config == {"source": "random"}
+
+
+def test_a_wrong_setting_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "stream.json"
+    path.write_text(json.dumps({"bufer_size": 3, "gym_config": {"id": "ReachRL"}}))
+    with pytest.raises(ConfigError, match="buffer_size"):
+        load_stream_config(path)
+
+
+def test_stream_shows_the_numbers(capfd: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        "stream",
+        "ReachRL",
+        "--duration",
+        "0.6",
+        "--chunk-size",
+        "4",
+        "--buffer_size",
+        "8",
+        "--num_workers",
+        "1",
+    ]
+    assert main(arguments) == 0
+    words = capfd.readouterr().out
+    assert "episodes written" in words
+    assert "success of the episodes" in words
+    chunks = next(line for line in words.splitlines() if "chunks sampled" in line)
+    assert int(chunks.split()[-2].replace(",", "")) >= 32
+
+
+def test_record_writes_a_folder_that_reads_back(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("pyarrow", reason="needs the extra 'data'")
+    pytest.importorskip("av", reason="needs the extra 'data'")
+    out = tmp_path / "reach"
+    assert main(["record", "ReachRL", "--out", str(out), "--episodes", "5", "--read", "--seed", "4"]) == 0
+    words = capfd.readouterr().out
+    assert "read back: 5 episodes" in words
+    assert "numbers identical" in words
+    info = json.loads((out / "meta" / "info.json").read_text())
+    assert info["total_episodes"] == 5
+    assert main(["record", "ReachRL", "--out", str(out), "--episodes", "5"]) == 2  # the folder is in use
+    assert main(["record", "ReachRL", "--out", str(tmp_path / "x"), "--episodes", "0"]) == 2
