@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -30,17 +29,6 @@ def no_waiting() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-@contextmanager
-def to_the_bit() -> Iterator[None]:
-    """Have the same numbers from run to run."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def make_task(id: str = "PushCubeRL", device: str = "cuda", num_envs: int = 64, **changes: object) -> TaskEnv:

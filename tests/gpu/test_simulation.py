@@ -14,10 +14,11 @@ from embodichain.envs.registration import load_gym_config
 from embodichain.envs.task_env import TaskEnv
 from embodichain.envs.tasks import Reach
 from embodichain.errors import ConfigError, SimulationError
-from tests.gpu.gpu import make_task, no_waiting, simulates, to_the_bit
+from tests.gpu.gpu import make_task, no_waiting, simulates
 
 pytestmark = simulates
 TASKS = ["CartPoleRL", "ReachRL", "PushCubeRL", "PickCubeRL"]
+NOISY = {"env": {"observations": {"noise": {"robot/qpos": 0.01}}}}
 RANDOMISED = {"env": {"events": {"randomize_friction": {"scale": [0.5, 2.0]}, "randomize_mass": {"scale": [0.5, 2.0]}}}}
 
 
@@ -25,9 +26,14 @@ def leaves(obs: Any) -> list[Tensor]:
     return [obs[key].cpu() for key in sorted(obs.keys(True, True), key=str)]
 
 
-def difference(a: Any, b: Any) -> Tensor:
+def difference(a: Any, b: Any, velocities: bool = True) -> Tensor:
     """Largest difference of each env's observations ``[num_envs]``."""
-    return torch.stack([(x - y).abs().flatten(1).amax(1) for x, y in zip(leaves(a), leaves(b), strict=True)]).amax(0)
+    pairs = [
+        (a[key].cpu(), b[key].cpu())
+        for key in a.keys(True, True)
+        if velocities or key[-1] not in ("qvel", "linvel", "held")
+    ]
+    return torch.stack([(x - y).abs().flatten(1).amax(1) for x, y in pairs]).amax(0)
 
 
 def actions(env: TaskEnv, count: int) -> Tensor:
@@ -39,16 +45,16 @@ def actions(env: TaskEnv, count: int) -> Tensor:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_trajectories_agree_with_the_cpu(task: str) -> None:
-    """Half of the envs to 1e-4, nine in ten to 2e-2 after 20 steps: contacts amplify the rounding of float32."""
+    """Half of the envs to 1e-5 per step, nine in ten to 1 cm and 0.01 rad: contacts amplify the rounding of float32."""
     with make_task(task, "cpu") as cpu, make_task(task) as gpu:
         running = torch.ones(cpu.num_envs, dtype=torch.bool)
         for step in range(20):
             action = cpu.expert_action()
             _, reward, terminated, truncated, info = cpu.step(action)
             _, reward2, terminated2, truncated2, info2 = gpu.step(action.cuda())
-            error = difference(info["final_observation"], info2["final_observation"])[running]
-            assert error.median() < 1e-4 * (step + 1), step
-            assert error.quantile(0.9) < 2e-2, step
+            error = difference(info["final_observation"], info2["final_observation"], velocities=False)[running]
+            assert error.median() < 1e-5 * (step + 1), step
+            assert error.quantile(0.9) < 1e-2, step
             assert ((reward - reward2.cpu())[running].abs() < 1e-2).float().mean() > 0.9
             assert (terminated == terminated2.cpu())[running].float().mean() > 0.95
             assert torch.equal(truncated, truncated2.cpu())
@@ -68,38 +74,39 @@ def test_episodes_start_as_on_the_cpu(task: str) -> None:
 
 
 def test_seeds_give_the_same_run_twice() -> None:
-    with to_the_bit():
-        runs = []
-        for _ in range(2):
-            with make_task(num_envs=128, max_episode_steps=12) as env:
-                env.reset(seed=1)
-                runs.append([env.step(action.cuda()) for action in actions(env, 30)])
-        for (obs, reward, terminated, _, info), (obs2, reward2, terminated2, _, info2) in zip(*runs, strict=True):
-            assert difference(obs, obs2).max() == 0.0
-            assert difference(info["final_observation"], info2["final_observation"]).max() == 0.0
-            assert torch.equal(reward, reward2)
-            assert torch.equal(terminated, terminated2)
-            assert torch.equal(info["episode_seed"], info2["episode_seed"])
+    """The same episodes to the bit; the same movements up to the order in which contacts are added up."""
+    runs = []
+    for _ in range(2):
+        with make_task(num_envs=128, max_episode_steps=6, **NOISY) as env:
+            env.reset(seed=1)
+            runs.append([env.step(action.cuda()) for action in actions(env, 14)])
+    for (obs, _, _, truncated, info), (obs2, _, _, truncated2, info2) in zip(*runs, strict=True):
+        begins = truncated.cpu()
+        assert torch.equal(info["episode_seed"], info2["episode_seed"])
+        assert torch.equal(truncated, truncated2)
+        assert (difference(obs, obs2)[begins] == 0.0).all()
+        assert difference(info["final_observation"], info2["final_observation"]).quantile(0.9) < 1e-4
 
 
-@pytest.mark.parametrize("changes", [{}, RANDOMISED, {"env": {"observations": {"noise": {"robot/qpos": 0.01}}}}])
+@pytest.mark.parametrize("changes", [{}, RANDOMISED, NOISY])
 def test_a_recorded_step_is_the_ordinary_step(changes: dict[str, Any]) -> None:
-    with (
-        to_the_bit(),
-        make_task(max_episode_steps=7, **changes) as plain,
-        make_task(max_episode_steps=7, **changes) as recorded,
-    ):
+    with make_task(max_episode_steps=7, **changes) as plain, make_task(max_episode_steps=7, **changes) as recorded:
         plain._advance = plain._advance._parts  # type: ignore[attr-defined]
         for action in actions(plain, 25):
+            recorded.set_state(plain.get_state())
             a, b = plain.step(action.cuda()), recorded.step(action.cuda())
-            assert difference(a[0], b[0]).max() == 0.0
-            assert difference(a[4]["final_observation"], b[4]["final_observation"]).max() == 0.0
-            for x, y in zip(a[1:4], b[1:4], strict=True):
-                assert torch.equal(x, y)
+            assert difference(a[0], b[0]).max() < 1e-4
+            assert difference(a[4]["final_observation"], b[4]["final_observation"]).max() < 1e-4
+            torch.testing.assert_close(a[1], b[1], rtol=1e-4, atol=1e-4)
+            assert torch.equal(a[2], b[2])
+            assert torch.equal(a[3], b[3])
             assert torch.equal(a[4]["episode_seed"], b[4]["episode_seed"])
         assert recorded._advance._replay is not None  # type: ignore[attr-defined]
         state, state2 = plain.get_state(), recorded.get_state()
-        assert (state == state2).all()
+        for key in ("streams", "step"):
+            assert torch.equal(state[key], state2[key])
+        for key in state["model"].keys():  # noqa: SIM118 - a TensorDict iterates over its rows
+            assert torch.equal(state["model", key], state2["model", key])
 
 
 @pytest.mark.parametrize("changes", [{}, RANDOMISED])
@@ -125,18 +132,21 @@ def test_what_was_returned_stays() -> None:
 
 
 @pytest.mark.parametrize("changes", [{}, RANDOMISED])
-def test_a_state_is_restored_to_the_bit(changes: dict[str, Any]) -> None:
-    with to_the_bit(), make_task(max_episode_steps=9, **changes) as env:
-        given = actions(env, 20).cuda()
+def test_a_state_is_restored(changes: dict[str, Any]) -> None:
+    with make_task(max_episode_steps=9, **changes) as env:
+        given = actions(env, 16).cuda()
         for action in given[:6]:
             env.step(action)
         state = env.get_state()
         first = [env.step(action) for action in given[6:]]
         env.set_state(state)
+        assert (env.get_state() == state).all()
         second = [env.step(action) for action in given[6:]]
         for a, b in zip(first, second, strict=True):
-            assert difference(a[0], b[0]).max() == 0.0
-            assert torch.equal(a[1], b[1])
+            assert difference(a[4]["final_observation"], b[4]["final_observation"]).quantile(0.9) < 1e-4
+            assert torch.equal(a[4]["episode_seed"], b[4]["episode_seed"])
+        env.set_state(state[:3], env_ids=[5, 6, 7])
+        assert (env.get_state()[5:8] == state[:3]).all()
 
 
 def test_friction_and_mass_are_drawn_per_env_and_act() -> None:
@@ -189,6 +199,8 @@ def test_errors_say_what_to_change() -> None:
     with pytest.raises(ConfigError, match="this machine has"):
         make_task(device="cuda:99")
     with pytest.raises(SimulationError, match="use fewer num_envs"):
-        make_task(num_envs=200_000_000)
+        make_task(num_envs=20_000_000)
+    with pytest.raises(SimulationError, match="use fewer num_envs"):
+        make_task(num_envs=2_000_000_000)
     with make_task(num_envs=8) as env:  # and the device still works
         env.step(torch.zeros(8, 6, device="cuda"))

@@ -17,6 +17,7 @@ from torch import Tensor
 from embodichain.envs.physics.base import Physics
 from embodichain.envs.physics.warp_capacity import capacity
 from embodichain.envs.physics.warp_device import find_device, out_of_memory
+from embodichain.envs.physics.warp_memory import Workspace
 from embodichain.errors import ConfigError
 from embodichain.extras import require
 
@@ -28,8 +29,8 @@ _TOO_LARGE = 1e10  # MuJoCo's own bound of a sane state
 class MujocoWarpPhysics(Physics):
     """``num_envs`` worlds on one device (``cuda``, ``cuda:1``; ``cpu`` works too and is slow).
 
-    With ``torch.use_deterministic_algorithms(True)`` at the time it is made, the same actions give the same bits; else
-    sums over contacts may be added up in another order from run to run.
+    The same actions give the same trajectories up to rounding: contacts come in another order from run to run, and sums
+    over them are added up in that order.
     """
 
     def __init__(self, model: mujoco.MjModel, num_envs: int, device: str = "cuda") -> None:
@@ -41,11 +42,10 @@ class MujocoWarpPhysics(Physics):
             with self._wp.ScopedDevice(self._wp.device_from_torch(self.device)):
                 self._model = self._mjw.put_model(model)
                 self._data = self._mjw.make_data(model, nworld=num_envs, naconmax=room.contacts, njmax=room.rows)
-        except (NotImplementedError, ValueError) as error:
+        except NotImplementedError as error:
             raise ConfigError(f"device: MuJoCo Warp cannot simulate this model ({error}); use device 'cpu'") from error
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             raise out_of_memory(error, num_envs, self.device) from error
-        self._model.opt.deterministic = torch.are_deterministic_algorithms_enabled()
         arrays = {name: getattr(self._data, name) for name in _STATE_FIELDS}
         self._arrays = {name: self._wp.to_torch(array) for name, array in arrays.items() if array.size}
         empty = torch.zeros(num_envs, 0, device=self.device)
@@ -55,6 +55,7 @@ class MujocoWarpPhysics(Physics):
         self._all = torch.arange(num_envs, device=self.device)
         self._fields: dict[str, Tensor] = {}
         self._graphs: dict[int, Any] = {}
+        self._workspace = Workspace(self.device)
         self._diverged = torch.zeros(num_envs, dtype=torch.bool, device=self.device)
 
     # --- simulating -----------------------------------------------------------------------------------------------
@@ -87,7 +88,7 @@ class MujocoWarpPhysics(Physics):
     def _record(self, work: Callable[[], None]) -> Any:
         """Return a graph of ``work``, run once before to compile and load its kernels; the state is as before."""
         saved = self.state()
-        with self._side_stream() as stream:
+        with self._side_stream() as stream, self._wp.ScopedAllocator(stream.device, self._workspace):
             work()
             with self._wp.ScopedCapture(stream=stream) as capture:
                 work()

@@ -52,10 +52,14 @@ def _check_driver(warp: Any) -> None:
         )
 
 
-def out_of_memory(error: RuntimeError, num_envs: int, device: torch.device) -> Exception:
+_SIGNS = ("alloc", "out of memory", "maximum representable")
+"""Words in errors of Warp where worlds are too many: for the memory, or for numbering what is in them."""
+
+
+def out_of_memory(error: Exception, num_envs: int, device: torch.device) -> Exception:
     """Return the error to raise where worlds were to be made: one that says what to change, if memory ran out."""
     message = str(error)
-    if isinstance(error, torch.OutOfMemoryError) or "alloc" in message or "out of memory" in message:
+    if isinstance(error, torch.OutOfMemoryError) or any(sign in message for sign in _SIGNS):
         free = f", {torch.cuda.mem_get_info(device)[0] / _GIB:.1f} GiB of it free" if device.type == "cuda" else ""
         return SimulationError(
             f"{num_envs} worlds do not fit into the memory of {device}{free}: use fewer num_envs, or end other "
