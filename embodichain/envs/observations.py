@@ -38,11 +38,11 @@ class ObservationBuilder:
             }
         return _to_tensordict(tree, env_ids.numel(), self._env.device)
 
-    def merge(self, obs: TensorDict, rows: TensorDict, env_ids: Tensor) -> TensorDict:
-        """Return a new observation that is ``rows`` at ``env_ids`` and ``obs`` elsewhere."""
-        if env_ids.numel() == self._env.num_envs:
+    def merge(self, obs: TensorDict, rows: Any, env_ids: Tensor) -> TensorDict:
+        """Return a new observation that is ``rows`` (nested by name) at ``env_ids`` and ``obs`` elsewhere."""
+        if isinstance(rows, TensorDict) and env_ids.numel() == self._env.num_envs:
             return rows
-        return _zip_map(obs, rows, lambda old, new: old.index_copy(0, env_ids, new))
+        return _with_rows(obs, rows, env_ids)
 
     def space(self, obs: TensorDictBase) -> gym.spaces.Dict:
         """Return the space of one env's observation."""
@@ -86,13 +86,16 @@ def _copied(tree: dict[str, Any]) -> dict[str, Any]:
     return {key: _copied(value) if isinstance(value, dict) else value.clone() for key, value in tree.items()}
 
 
-def _zip_map(a: TensorDict, b: TensorDict, function: Any) -> TensorDict:
-    old = a._tensordict  # the leaves themselves: indexing a TensorDict checks the key each time
+def _with_rows(obs: TensorDict, rows: Any, env_ids: Tensor) -> TensorDict:
+    old = obs._tensordict  # the leaves themselves: indexing a TensorDict checks the key each time
+    new = rows._tensordict if isinstance(rows, TensorDictBase) else rows
     source = {
-        key: _zip_map(old[key], value, function) if isinstance(value, TensorDictBase) else function(old[key], value)
-        for key, value in b._tensordict.items()
+        key: _with_rows(old[key], value, env_ids)
+        if isinstance(value, dict | TensorDictBase)
+        else old[key].index_copy(0, env_ids, value)
+        for key, value in new.items()
     }
-    return TensorDict._new_unsafe(source, batch_size=a.batch_size, device=a.device)
+    return TensorDict._new_unsafe(source, batch_size=obs.batch_size, device=obs.device)
 
 
 def _get(tree: dict[str, Any], path: tuple[str, ...]) -> Any:

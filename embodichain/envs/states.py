@@ -1,13 +1,50 @@
-"""Whether a saved simulation state fits the environment it is to be put into."""
+"""The whole state of a simulated environment by row, and whether a saved one fits."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from embodichain.envs.domain import DomainRandomization
+from embodichain.envs.physics import Physics
+from embodichain.envs.random import RandomStreams
 from embodichain.errors import EnvContractError
+
+
+@dataclass(frozen=True)
+class LiveState:
+    """Everything of an environment that changes while it simulates; the tensors are the environment's own."""
+
+    physics: Physics
+    streams: RandomStreams
+    step: Tensor
+    """Steps taken in the present episodes, ``[num_envs]``."""
+    variables: dict[str, Tensor]
+    """The task's own values, such as goals, ``[num_envs, ...]``."""
+    domain: DomainRandomization
+
+    def read(self) -> dict[str, Any]:
+        """Return copies of all rows, nested by name."""
+        return {
+            "physics": self.physics.state(),
+            "streams": self.streams.state.clone(),
+            "step": self.step.clone(),
+            "variables": {name: value.clone() for name, value in self.variables.items()},
+            "model": self.domain.state(),
+        }
+
+    def write(self, env_ids: Tensor, rows: Any) -> None:
+        """Put rows of what :meth:`read` returned, as a nested dict or TensorDict, into these envs."""
+        self.physics.set_state(env_ids, rows["physics"])
+        self.streams.state[env_ids] = rows["streams"]
+        self.step[env_ids] = rows["step"]
+        for name, value in self.variables.items():
+            value[env_ids] = rows["variables"][name]
+        if self.domain.active:
+            self.domain.set_state(env_ids, dict(rows["model"].items()))
 
 
 def check_state(state: Any, template: TensorDictBase, count: int) -> None:

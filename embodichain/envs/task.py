@@ -66,7 +66,7 @@ class Task(ABC):
 
     @abstractmethod
     def sample_start(self, env_ids: Tensor, streams: RandomStreams) -> Start:
-        """Draw the start of one episode for each of ``env_ids``."""
+        """Draw the start of one episode for each of ``env_ids``, from the streams alone: starts are drawn ahead."""
 
     @abstractmethod
     def read(self, env_ids: Tensor | None = None) -> Scene:

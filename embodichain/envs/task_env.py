@@ -23,7 +23,8 @@ from embodichain.envs.physics import Physics
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.rendering import Cameras, Load, Quality
 from embodichain.envs.robot import Robot
-from embodichain.envs.states import check_state
+from embodichain.envs.starts import StartStore
+from embodichain.envs.states import LiveState, check_state
 from embodichain.envs.task import Scene, Start, Task
 from embodichain.envs.vec_env import Action, EnvIds, StepResult, VecEnv
 from embodichain.errors import ConfigError, nearest
@@ -52,6 +53,8 @@ class TaskEnv(VecEnv):
         self._all = torch.arange(self.num_envs, device=self.device)
         self._cameras = Cameras(physics.model, cfg.env.observations.cameras)
         self._observations = ObservationBuilder(cfg.env.observations, self)
+        self._live = LiveState(physics, self._streams, self._step, self.task.variables, self._domain)
+        self._starts = StartStore(self._live, self._begin_and_observe)
         self._begin(self._all)
         self._scene: Scene | None = None
         self._obs: TensorDict = self._observations.build(self._look(), self._all)
@@ -150,29 +153,12 @@ class TaskEnv(VecEnv):
         return Moment(parts, reward, terminated, truncated, metrics)
 
     def get_state(self) -> TensorDict:
-        return TensorDict(
-            {
-                "physics": self.physics.state(),
-                "streams": self._streams.state.clone(),
-                "step": self._step.clone(),
-                "variables": {name: value.clone() for name, value in self.task.variables.items()},
-                "model": self._domain.state(),
-            },
-            batch_size=[self.num_envs],
-            device=self.device,
-        )
+        return TensorDict(self._live.read(), batch_size=[self.num_envs], device=self.device)
 
     def set_state(self, state: TensorDictBase, env_ids: EnvIds = None) -> TensorDict:
         ids = self.resolve_ids(env_ids)
         check_state(state, self.get_state(), ids.numel())
-        state = state.to(self.device)
-        self.physics.set_state(ids, state["physics"])
-        self._streams.state[ids] = state["streams"]
-        self._step[ids] = state["step"]
-        for name, value in self.task.variables.items():
-            value[ids] = state["variables", name]
-        if self._domain.active:
-            self._domain.set_state(ids, dict(state["model"].items()))
+        self._live.write(ids, state.to(self.device))
         self._refresh(ids)
         return self._obs
 
@@ -227,14 +213,18 @@ class TaskEnv(VecEnv):
             self.task.variables[name][env_ids] = value
         self._step[env_ids] = 0
 
+    def _begin_and_observe(self, env_ids: Tensor) -> TensorDict:
+        self._begin(env_ids)
+        return self._observations.build(self.task.read(env_ids), env_ids)
+
     def _restart(self, done: Tensor, drawn: tuple[Start, Tensor] | None = None) -> None:
         """Start the next episode where ``done`` ``[num_envs]`` holds: by index on the CPU, by mask on a GPU."""
         drawn = drawn or self._draw_next()
         if drawn is None:
             ended = torch.nonzero(done).reshape(-1)
             if ended.numel():
-                self._begin(ended)
-                self._refresh(ended)
+                self._obs = self._observations.merge(self._obs, self._starts.enter(ended), ended)
+                self._scene = None
             return
         start, streams = drawn
         rows = done.unsqueeze(1)
