@@ -45,7 +45,7 @@ def draw_curves(
             paper.dots(x, y, _pale(color))
         grid, mean = mean_curve(entry.runs)
         paper.curve(grid, mean, color, 3)
-        paper.label(number, f"{entry.name} ({len(entry.runs)} seeds)", color)
+        paper.label(number, f"{entry.name} ({len(entry.runs)} run{'s' * (len(entry.runs) > 1)})", color)
     path.parent.mkdir(parents=True, exist_ok=True)
     paper.image.resize(_SIZE, Image.Resampling.LANCZOS).save(path)
 
