@@ -6,6 +6,7 @@ actions into controls for a robot.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,9 +42,9 @@ class ActionManager:
         if self.num_choices:
             return self._check_choice(value)
         value = value.detach().to(self.device, torch.float32)  # no gradient passes through the simulation
-        # One reduction instead of isfinite().all(): x * 0 is NaN exactly where x is not finite. On a GPU this check
-        # would wait for the device, so there the simulation guards itself.
-        if value.device.type == "cpu" and value.numel() and torch.isnan((value * 0).sum()):
+        # What is not finite makes the sum so, too; only then is it worth a closer look. On a GPU this would wait for
+        # the device, so there the simulation guards itself.
+        if value.device.type == "cpu" and not math.isfinite(float(value.sum())) and not torch.isfinite(value).all():
             self._raise_not_finite(value, step)
         return value
 

@@ -1,8 +1,8 @@
 """Batched kinematics of a serial arm in torch: forward kinematics, Jacobian, differential inverse kinematics.
 
 A row's result does not depend on how many rows are computed with it, so env i sees the same bits whatever
-``num_envs`` is: sums over the last dimension are written out in a fixed order, and products of small matrices go
-through ``torch.bmm``, which handles each of them on its own.
+``num_envs`` is: sums over a short last dimension take each row by itself, and so does ``torch.bmm`` with products of
+small matrices.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from embodichain.errors import AssetError
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
-    """Inner product over a last dimension of 2 or 3, added in a fixed order."""
-    total = a[..., 0] * b[..., 0] + a[..., 1] * b[..., 1]
-    return total + a[..., 2] * b[..., 2] if a.shape[-1] == 3 else total
+    """Inner product over the last dimension."""
+    return (a * b).sum(dim=-1)
 
 
 def length(a: Tensor) -> Tensor:
-    """Euclidean length over a last dimension of 2 or 3."""
-    return torch.sqrt(dot(a, a))
+    """Euclidean length over the last dimension."""
+    return torch.linalg.vector_norm(a, dim=-1)
 
 
 def rotation_error(target: Tensor, current: Tensor) -> Tensor:

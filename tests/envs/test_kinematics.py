@@ -133,7 +133,16 @@ def test_rotation_error_is_axis_times_sine(angle):
 def test_dot_and_length(size):
     a, b = torch.rand(2, 50, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     torch.testing.assert_close(dot(a, b), (a * b).sum(dim=1))
-    torch.testing.assert_close(length(a), a.norm(dim=1))
+    torch.testing.assert_close(length(a), (a * a).sum(dim=1).sqrt())
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_dot_and_length_take_each_row_by_itself(size, dtype):
+    a, b = torch.rand(2, 5000, size + 2, generator=torch.Generator().manual_seed(0), dtype=dtype)[..., 1 : 1 + size]
+    for count in (1, 2, 3, 4, 7, 8, 9, 31, 64, 1000):
+        assert torch.equal(dot(a[:count].clone(), b[:count].clone()), dot(a, b)[:count])
+        assert torch.equal(length(a[:count].clone()), length(a)[:count])
 
 
 def test_a_site_that_is_not_there_is_named(arm):
