@@ -82,7 +82,7 @@ def interleave(
 ) -> Rounds:
     """Time all candidates in turn; ``units`` is the work that one call of each does.
 
-    ``patience`` is how many seconds in all may go into measuring disturbed windows again.
+    ``patience`` is how many seconds in all may go into waiting for others, and into measuring disturbed windows again.
     """
     result = Rounds({name: [] for name in candidates}, min_quiet=min(5, rounds))
     for call in candidates.values():
@@ -91,15 +91,26 @@ def interleave(
     for number in range(rounds):
         shift = number % len(names)  # nobody always comes first
         for name in names[shift:] + names[:shift]:
+            patience -= _wait_for_quiet(result.max_foreign, patience)
             measured = _time(candidates[name], units[name], window)
             while measured.foreign > result.max_foreign and patience > 0:
-                start = time.perf_counter()
-                time.sleep(window)
+                patience -= window + _wait_for_quiet(result.max_foreign, patience)
                 measured = _time(candidates[name], units[name], window)
-                patience -= time.perf_counter() - start
             result.windows[name].append(measured)
             on_window()
     return result
+
+
+def _wait_for_quiet(max_foreign: float, patience: float, sample: float = 0.25) -> float:
+    """Sleep until nobody else uses the machine, at most ``patience`` seconds; return how long it took."""
+    start = time.perf_counter()
+    while time.perf_counter() - start < patience:
+        own, busy, begin = own_cpu(), total_cpu(), time.perf_counter()
+        time.sleep(sample)
+        foreign = (total_cpu() - busy) - (own_cpu() - own)
+        if foreign <= max_foreign * cores() * (time.perf_counter() - begin):
+            break
+    return time.perf_counter() - start
 
 
 def _time(call: Callable[[], object], units: float, window: float) -> Window:
