@@ -66,7 +66,7 @@ class ObservationBuilder:
             node[path[-1]] = node[path[-1]] + std * drawn
 
     def _check_paths(self, tree: dict[str, Any]) -> None:
-        known = ["/".join(path) for path in _paths(tree)]
+        known = ["/".join(path) for path in _paths(tree) if _get(tree, path).is_floating_point()]
         wrong = ["/".join(path) for path in self._noise if "/".join(path) not in known]
         if wrong:
             raise ConfigError(

@@ -54,6 +54,11 @@ def test_noise_on_what_is_not_observed_is_refused_by_name():
         small("PushCubeRL", env={"observations": {"noise": {"robot/qpo": 0.1}}})
 
 
+def test_noise_on_bytes_is_refused():
+    with pytest.raises(ConfigError, match=r"noise\.instruction: no such observation"):
+        small("PushCubeLanguageRL", env={"observations": {"noise": {"instruction": 0.1}}})
+
+
 # --- starts -----------------------------------------------------------------------------------------------------------
 
 
