@@ -53,26 +53,28 @@ class SerialChain:
         skew = np.zeros((self.num_joints, 4, 4))
         skew[:, :3, :3] = np.cross(np.eye(3)[None], axes[:, None, :])
         # Rodrigues: L(q) = F (I + sin q K + (1 - cos q) K^2) = (F + F K^2) + sin q F K - cos q F K^2
+        parts = np.stack((fixed + fixed @ skew @ skew, fixed @ skew, -fixed @ skew @ skew))[:, :, None]
+        with_tip = parts.copy()
+        with_tip[:, -1] = parts[:, -1] @ tip
         as_tensor = lambda x: torch.tensor(np.asarray(x), dtype=torch.float32, device=device)  # noqa: E731
-        self._constant = as_tensor(fixed + fixed @ skew @ skew)
-        self._sine = as_tensor(fixed @ skew)
-        self._cosine = as_tensor(-fixed @ skew @ skew)
+        self._links, self._links_with_tip = as_tensor(parts), as_tensor(with_tip)  # [3, num_joints, 1, 4, 4]
         self._axes = as_tensor(axes)
-        self._tip = as_tensor(tip)
+        self._tip = as_tensor(tip[:, 3:])
 
     def pose(self, qpos: Tensor) -> tuple[Tensor, Tensor]:
         """Return the site's position ``[n, 3]`` and rotation matrix ``[n, 3, 3]`` in the world."""
-        tip = self._walk(qpos)[-1]
+        tip = _walk(self._links_with_tip, qpos)[-1]
         return tip[:, :3, 3], tip[:, :3, :3]
 
     def jacobian(self, qpos: Tensor) -> Tensor:
         """Return how the site moves with each joint, ``[n, 6, num_joints]`` (three linear rows, three angular)."""
-        frames = self._walk(qpos)
-        joints = torch.stack(frames[:-1], dim=1)  # [n, num_joints, 4, 4]
+        frames = _walk(self._links, qpos)
+        tip = torch.bmm(frames[-1], self._tip.expand(qpos.shape[0], 4, 1))
+        joints = torch.stack(frames, dim=1)  # [n, num_joints, 4, 4]
         rotation = joints[..., :3, :3]
         axis = self._axes.unsqueeze(-1)
         axes = rotation[..., 0] * axis[:, 0] + rotation[..., 1] * axis[:, 1] + rotation[..., 2] * axis[:, 2]
-        arm = frames[-1][:, None, :3, 3] - joints[..., :3, 3]
+        arm = tip[:, None, :3, 0] - joints[..., :3, 3]
         return torch.cat((torch.linalg.cross(axes, arm), axes), dim=-1).transpose(1, 2)
 
     def inverse_step(self, qpos: Tensor, twist: Tensor, damping: float = 0.05) -> Tensor:
@@ -84,15 +86,16 @@ class SerialChain:
         gram = torch.bmm(jacobian, jacobian.transpose(1, 2)) + damping**2 * torch.eye(6, device=qpos.device)
         return torch.bmm(jacobian.transpose(1, 2), solve_spd(gram, twist).unsqueeze(-1)).squeeze(-1)
 
-    def _walk(self, qpos: Tensor) -> list[Tensor]:
-        """Return the frames ``[n, 4, 4]`` of every joint, and of the site last."""
-        angle = qpos[..., None, None]
-        local = self._constant + torch.sin(angle) * self._sine + torch.cos(angle) * self._cosine
-        frames = [local[:, 0]]
-        for i in range(1, self.num_joints):
-            frames.append(torch.bmm(frames[-1], local[:, i]))
-        frames.append(torch.bmm(frames[-1], self._tip.expand_as(frames[-1])))
-        return frames
+
+def _walk(links: Tensor, qpos: Tensor) -> list[Tensor]:
+    """Return the frames ``[n, 4, 4]`` at the end of every link, for joint positions ``[n, num_joints]``."""
+    constant, sine, cosine = links.unbind(0)
+    angle = qpos.t()[:, :, None, None]
+    first, *others = (constant + torch.sin(angle) * sine + torch.cos(angle) * cosine).unbind(0)
+    frames = [first]
+    for link in others:
+        frames.append(torch.bmm(frames[-1], link))
+    return frames
 
 
 def solve_spd(matrix: Tensor, right: Tensor) -> Tensor:
@@ -103,10 +106,9 @@ def solve_spd(matrix: Tensor, right: Tensor) -> Tensor:
     size = right.shape[-1]
     a = torch.cat((matrix, right.unsqueeze(-1)), dim=-1).permute(1, 2, 0).contiguous()  # [k, k + 1, n]
     for i in range(size):
-        a[i] /= a[i, i].clone()
-        for j in range(size):
-            if j != i:
-                a[j] -= a[j, i].clone() * a[i]
+        row = a[i] / a[i, i]
+        a = a - a[:, i : i + 1] * row
+        a[i] = row
     return a[:, size].transpose(0, 1)
 
 
