@@ -163,6 +163,8 @@ class EnvCfg(Config):
 
     substeps: Annotated[int, Field(ge=1, le=1000)] = 10
     """Physics steps per environment step."""
+    timestep: Annotated[float, Field(gt=0, le=0.02)] | None = None
+    """Seconds per physics step; default: the model's own. Twice as long with half the substeps is twice as fast."""
     success_threshold: Positive = 0.05
     """Distance to the goal, in metres, below which the task counts as solved."""
     terminate_on_success: bool = True

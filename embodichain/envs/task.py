@@ -62,7 +62,10 @@ class Task(ABC):
     @classmethod
     def build_model(cls, cfg: GymCfg) -> mujoco.MjModel:
         """Compile the scene with the configured robot in it."""
-        return build_model(cls.scene_file, cfg.robot)
+        model = build_model(cls.scene_file, cfg.robot)
+        if cfg.env.timestep is not None:
+            model.opt.timestep = cfg.env.timestep
+        return model
 
     @abstractmethod
     def sample_start(self, env_ids: Tensor, streams: RandomStreams) -> Start:
