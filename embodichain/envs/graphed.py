@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -117,14 +117,14 @@ def recording(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
 
 def _copy(tree: Any) -> Any:
     """Copy all tensors of a nested structure in a few kernels."""
-    leaves: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    leaves: list[Tensor] = []
     twins: dict[int, Tensor] = {}
 
     def visit(node: Any) -> Any:
         if isinstance(node, Tensor):
             if id(node) not in twins:
                 twins[id(node)] = torch.empty_like(node)
-                leaves[node.dtype].append(node)
+                leaves.append(node)
             return twins[id(node)]
         if isinstance(node, TensorDictBase):
             source = {key: visit(value) for key, value in node.items()}
@@ -136,6 +136,16 @@ def _copy(tree: Any) -> Any:
         return node
 
     copied = visit(tree)
-    for group in leaves.values():
-        torch._foreach_copy_([twins[id(leaf)] for leaf in group], group)
+    copy_together([twins[id(leaf)] for leaf in leaves], leaves)
     return copied
+
+
+def copy_together(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy tensors to others of the same shapes, all of a type in one kernel."""
+    groups: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
+    for target, source in zip(targets, sources, strict=True):
+        group = groups[target.dtype, source.dtype]
+        group[0].append(target)
+        group[1].append(source)
+    for group in groups.values():
+        torch._foreach_copy_(*group)

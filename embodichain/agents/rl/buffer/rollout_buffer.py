@@ -12,6 +12,7 @@ from torch import Tensor
 from embodichain.agents.rl.buffer.layout import OPTIONAL_KEYS, check_rollout
 from embodichain.agents.rl.buffer.minibatches import Minibatches
 from embodichain.agents.rl.utils.observations import Observation, flatten_dict_observation, sorted_leaves
+from embodichain.envs.graphed import copy_together
 from embodichain.errors import RolloutError, nearest
 
 Estimator = Callable[[TensorDictBase], tuple[Tensor, Tensor]]
@@ -90,13 +91,12 @@ class RolloutBuffer:
         parts.update(more)
         obs = self._begin_step(obs, parts)
         t = self.step
-        for name, part in parts.items():
-            self._rows[name][t].copy_(part)  # type: ignore[arg-type]
+        pairs: list[tuple[Tensor, Any]] = [(self._rows[name][t], part) for name, part in parts.items()]
         if isinstance(obs, Tensor):
-            self._rows["observation"][t].copy_(obs)
+            pairs.append((self._rows["observation"][t], obs))
         else:
-            for path, rows in self._observation_rows:
-                rows[t].copy_(obs.get(path))
+            pairs += [(rows[t], obs.get(path)) for path, rows in self._observation_rows]
+        _write(pairs)
         self.step = t + 1
 
     def add_rollout(self, rollout: TensorDictBase) -> None:
@@ -265,3 +265,16 @@ class RolloutBuffer:
             self._observation_rows = [(path, leaf.unbind(0)) for path, leaf in sorted_leaves(stacked)]
         self._rows = {name: part.unbind(0) for name, part in parts.items() if isinstance(part, Tensor)}
         self.storage = TensorDict(parts, batch_size=shape, device=self.device)
+
+
+def _write(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Copy one step into its rows; on a GPU all parts of a type go together, as each copy is a launch there."""
+    if not pairs[0][0].is_cuda:
+        for row, part in pairs:
+            row.copy_(part)
+        return
+    alike = [(row, part) for row, part in pairs if part.shape == row.shape and part.device == row.device]
+    copy_together([row for row, _ in alike], [part for _, part in alike])
+    for row, part in pairs:
+        if part.shape != row.shape or part.device != row.device:
+            row.copy_(part)

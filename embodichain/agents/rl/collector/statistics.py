@@ -52,17 +52,27 @@ class EpisodeTracker:
 
 
 class InfoAverages:
-    """Averages ``info["rewards"]`` and ``info["metrics"]`` over a rollout: one in-place addition per part and step."""
+    """Averages ``info["rewards"]`` and ``info["metrics"]`` over a rollout: one in-place addition per part and step.
+
+    On a GPU, where many small additions cost more than one large one, they are kept until they are asked for.
+    """
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
         self._ends: dict[str, Tensor] = {}
         self._episodes: Tensor | None = None
         self._steps = 0
+        self._kept: list[tuple[Mapping[str, Any], Tensor]] = []
 
     def add(self, info: Mapping[str, Any], done: Tensor) -> None:
         """Take in one step's info and which envs ended an episode, ``[num_envs]``."""
-        self._steps += 1
+        if done.is_cuda:
+            self._kept.append(({key: info[key] for key in ("rewards", "metrics") if key in info}, done))
+        else:
+            self._add(info, done)
+            self._steps += 1
+
+    def _add(self, info: Mapping[str, Any], done: Tensor) -> None:
         for name, part in info.get("rewards", {}).items():
             self._accumulate(self._sums, f"rewards/{name}", part)
         metrics = info.get("metrics", {})
@@ -75,6 +85,12 @@ class InfoAverages:
 
     def means(self) -> dict[str, Tensor]:
         """Return the mean of every part over steps and envs, and of every metric at the end of finished episodes."""
+        if self._kept:
+            infos, dones = zip(*self._kept, strict=True)
+            first = infos[0]
+            joined = {key: {n: torch.cat([i[key][n] for i in infos]) for n in parts} for key, parts in first.items()}
+            self._add(joined, torch.cat(dones))  # one long step; a mean over steps and envs is the same
+            self._steps, self._kept = 1, []
         means = {name: total.mean() / self._steps for name, total in self._sums.items()}
         if self._episodes is not None:
             count = self._episodes.sum()

@@ -19,6 +19,7 @@ from embodichain.agents.rl.collector.base import (
     collection_threads,
     result_to,
 )
+from embodichain.agents.rl.collector.graphed import GraphedPolicy
 from embodichain.agents.rl.collector.pipeline import Pipeline
 from embodichain.agents.rl.collector.statistics import EpisodeTracker, InfoAverages
 from embodichain.agents.rl.models.policy import Policy
@@ -79,6 +80,7 @@ class SyncCollector(BaseCollector):
         self.before_step: Callable[[], None] | None = None
         """Called before every decision: the moment in which a policy may change, or collection may be broken off."""
         self._pipeline = None if pipeline_stages == 1 else Pipeline(env, self.device, pipeline_stages)
+        self._graphed: GraphedPolicy | None = None
         self._averages = InfoAverages()
         self._cut: list[tuple[Observation, Tensor | None]] = []
         self._final_value: list[Tensor] = []
@@ -177,7 +179,19 @@ class SyncCollector(BaseCollector):
 
     def decide(self, obs: Observation, state: Tensor | None) -> Decision:
         """Let the policy choose the actions of some envs."""
+        if self._replays():
+            return Decision(obs, state, *self._graphs().act(obs), None)
         return Decision(obs, state, *self.policy.act(obs, state))
+
+    def _replays(self) -> bool:
+        """Tell whether the policy may be replayed: its weights stay where they are and nobody keeps what it returns."""
+        alone = self.callback is None and self.before_step is None and self._pipeline is None
+        return alone and self.device.type == "cuda" == self.env.device.type and not self.policy.is_recurrent
+
+    def _graphs(self) -> GraphedPolicy:
+        if self._graphed is None:
+            self._graphed = GraphedPolicy(self.policy)
+        return self._graphed
 
     def record(self, decision: Decision, result: StepResult, num_steps: int, version: Tensor) -> Observation:
         """Write what came of the decisions for all envs; return the next observation."""
@@ -207,7 +221,8 @@ class SyncCollector(BaseCollector):
         """Set aside the last observation of episodes that a time limit ended, to be valued at the end."""
         if self.policy.has_critic and self.env.device.type == "cuda":
             final = info["final_observation"].to(self.device)
-            self._final_value.append(self.policy.state_value(final, state))
+            replayed = self._graphs().state_value(final).clone() if self._replays() else None
+            self._final_value.append(self.policy.state_value(final, state) if replayed is None else replayed)
         elif self.policy.has_critic and bool(cut.any()):
             rows = cut.nonzero().squeeze(-1)
             final = info["final_observation"][rows.to(self.env.device)].to(self.device)
