@@ -26,7 +26,7 @@ from embodichain.agents.rl.training.run_folder import RunFolder
 from embodichain.agents.rl.training.run_log import RunLog
 from embodichain.agents.rl.training.schedule import Every
 from embodichain.agents.rl.training.signals import StopSignals
-from embodichain.agents.rl.training.state import Counters, Run
+from embodichain.agents.rl.training.state import Collector, Counters, Run
 from embodichain.agents.rl.training.threads import update_threads
 from embodichain.agents.rl.utils.evaluation import Evaluation, evaluate
 from embodichain.agents.rl.utils.threads import torch_threads
@@ -64,13 +64,17 @@ class Trainer:
         folder: RunFolder,
         eval_env: VecEnv | None = None,
         console: Console | None = None,
+        collector: Collector | None = None,
     ) -> None:
-        """Prepare a run; ``cfg`` is complete (see ``training.config``), ``eval_env`` is needed to evaluate."""
+        """Prepare a run; ``cfg`` is complete (see ``training.config``), ``eval_env`` is needed to evaluate.
+
+        Without a ``collector``, rollouts are collected synchronously.
+        """
         algorithm.check_num_envs(env.num_envs)
         settings = cfg.trainer
         self.cfg, self.env, self.eval_env, self.folder = cfg, env, eval_env, folder
         self.algorithm, self.policy = algorithm, algorithm.policy
-        self.collector = SyncCollector(
+        self.collector: Collector = collector or SyncCollector(
             env,
             self.policy,
             algorithm.device,
@@ -160,7 +164,7 @@ class Trainer:
             "time/total_seconds": self._tell_time(),
         }
         self.log.write(self.global_step, statistics | {f"update/{k}": v for k, v in measures.items()} | times)
-        self.counters.note(self.collector.episodes["return"].tolist(), statistics.get("episode/success"))
+        self.counters.note(statistics)
         self.view.show(self._standing())
 
     def _stop_reason(self, signals: StopSignals) -> StopReason | None:

@@ -24,9 +24,10 @@ from embodichain.agents.rl.training.progress import ProgressView, Standing
 from embodichain.agents.rl.training.run_folder import RunFolder
 from embodichain.agents.rl.training.run_log import read_metrics
 from embodichain.agents.rl.training.schedule import Every
+from embodichain.agents.rl.training.state import Counters
 from embodichain.agents.rl.training.threads import update_threads
 from embodichain.agents.rl.utils.checkpoint import find_checkpoint, list_checkpoints, load_checkpoint
-from embodichain.envs.registration import make
+from embodichain.envs.registration import load_gym_config, make
 from embodichain.errors import ConfigError, MissingExtraError, NotFiniteError
 from embodichain.extras import available
 from tests.agents.rl.test_checkpoint import same
@@ -100,7 +101,7 @@ def test_resolved_config_starts_the_same_run_again(tmp_path):
     train_from_config(write_config(tmp_path / "c.json", tmp_path / "run"))
     resolved = json.loads((tmp_path / "run" / "train_config.json").read_text())
     assert resolved["algorithm"]["cfg"]["gamma"] == 0.99  # a default is written out
-    assert resolved["trainer"]["gym_config"]["env"]["substeps"] == 10
+    assert resolved["trainer"]["gym_config"]["env"]["substeps"] == load_gym_config("CartPoleRL").env.substeps
     again = tmp_path / "again.json"
     again.write_text(json.dumps(resolved))
     train_from_config(again, ["--trainer.run_dir", str(tmp_path / "again")])
@@ -285,6 +286,20 @@ def test_progress_line_tells_speed_and_time_left(monkeypatch):
         now[0] += 50.0
         view.show(Standing(step=100_000, done=0.25, mean_return=-3.5, success=0.5))
     assert page.getvalue().splitlines()[-1] == "push: 100k steps | return -3.50 | success 50% | 2k steps/s | 2:30 left"
+
+
+def test_recent_episodes_are_weighted_by_their_number():
+    counters = Counters()
+    counters.note({"episode/count": 0.0})
+    assert counters.mean_return is None
+    counters.note({"episode/count": 80.0, "episode/return": 1.0, "episode/success": 0.0})
+    counters.note({"episode/count": 20.0, "episode/return": 6.0, "episode/success": 1.0})
+    assert counters.mean_return == pytest.approx(2.0)
+    assert counters.success_rate == pytest.approx(0.2)
+    counters.note({"episode/count": 90.0, "episode/return": 5.0})  # the first 80 are no longer recent
+    assert counters.mean_return == pytest.approx((20 * 6.0 + 90 * 5.0) / 110)
+    assert counters.success_rate == pytest.approx(1.0)
+    assert Counters.from_data(counters.to_data()) == counters
 
 
 def test_small_networks_learn_on_one_thread():

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
+
+from tensordict import TensorDictBase
 
 from embodichain.agents.rl.algo.base import BaseAlgorithm
-from embodichain.agents.rl.collector.sync_collector import SyncCollector
 from embodichain.agents.rl.training.config import TrainCfg
 from embodichain.agents.rl.utils.checkpoint import load_weights
 from embodichain.agents.rl.utils.random_state import get_random_state, set_random_state
@@ -17,6 +18,7 @@ from embodichain.envs.vec_env import VecEnv
 from embodichain.errors import CheckpointError
 
 _RECENT = 100
+"""Episodes that say how good a policy is at present."""
 
 
 @dataclass
@@ -33,41 +35,55 @@ class Counters:
     """Score of the best evaluation."""
     evaluated_at: int = -1
     """Step of the last evaluation."""
-    returns: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
-    """Returns of recent episodes."""
-    successes: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_RECENT))
-    """Success rate and number of the episodes of recent rollouts."""
+    recent: deque[tuple[int, float, float | None]] = field(default_factory=deque)
+    """Of recent rollouts: number of episodes that ended, their mean return, and their success rate if it is known."""
 
     @property
     def mean_return(self) -> float | None:
         """Mean return of recent episodes."""
-        return sum(self.returns) / len(self.returns) if self.returns else None
+        return _weighted([(count, value) for count, value, _ in self.recent])
 
     @property
     def success_rate(self) -> float | None:
         """Share of recent episodes that ended in success, where the task tells."""
-        count = sum(number for _, number in self.successes)
-        return sum(rate * number for rate, number in self.successes) / count if count else None
+        return _weighted([(count, value) for count, _, value in self.recent if value is not None])
 
-    def note(self, returns: list[float], success_rate: float | None) -> None:
+    def note(self, statistics: Mapping[str, float]) -> None:
         """Take in the episodes that ended in a rollout."""
-        self.returns.extend(returns)
-        if success_rate is not None:
-            self.successes.append((success_rate, len(returns)))
-            while sum(number for _, number in self.successes) - self.successes[0][1] >= _RECENT:
-                self.successes.popleft()
+        if "episode/return" not in statistics:
+            return
+        count = int(statistics["episode/count"])
+        self.recent.append((count, statistics["episode/return"], statistics.get("episode/success")))
+        while sum(number for number, *_ in self.recent) - self.recent[0][0] >= _RECENT:
+            self.recent.popleft()
 
     def to_data(self) -> dict[str, Any]:
         """Return plain data."""
-        return {**vars(self), "returns": list(self.returns), "successes": list(self.successes)}
+        return {**vars(self), "recent": list(self.recent)}
 
     @staticmethod
     def from_data(data: Mapping[str, Any]) -> Counters:
         """Return the counters that ``to_data`` was called on."""
-        counters = Counters(**{**data, "returns": deque(maxlen=_RECENT), "successes": deque(maxlen=_RECENT)})
-        counters.returns.extend(data["returns"])
-        counters.successes.extend(data["successes"])
-        return counters
+        return Counters(**{**data, "recent": deque(data["recent"])})
+
+
+class Collector(Protocol):
+    """What a run needs of a collector."""
+
+    def collect(self, num_steps: int) -> TensorDictBase:
+        """Return a rollout ``[num_envs, num_steps]``."""
+
+    def statistics(self) -> dict[str, float]:
+        """Return averages of the last rollout."""
+
+    def reset(self, seed: int | None = None) -> None:
+        """Begin with new episodes in all envs."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the next rollout depends on."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what ``state_dict`` returned."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +93,7 @@ class Run:
     cfg: TrainCfg
     env: VecEnv
     algorithm: BaseAlgorithm
-    collector: SyncCollector
+    collector: Collector
 
     def state(self, counters: Counters) -> dict[str, Any]:
         """Return the content of a checkpoint; see ``utils/checkpoint.py``."""
@@ -114,3 +130,8 @@ class Run:
             self.collector.reset(seed=self.cfg.trainer.seed + counters.iteration)
         set_random_state(state["random"])
         return counters
+
+
+def _weighted(counted: list[tuple[int, float]]) -> float | None:
+    total = sum(count for count, _ in counted)
+    return sum(count * value for count, value in counted) / total if total else None
