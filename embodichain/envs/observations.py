@@ -32,10 +32,7 @@ class ObservationBuilder:
         if self._noise:
             self._add_noise(tree, env_ids)
         if self._cfg.cameras:
-            tree["image"] = {
-                camera.name: torch.from_numpy(self._env.render(env_ids, camera.name, None, "lean")).to(self._env.device)
-                for camera in self._cfg.cameras
-            }
+            tree["image"] = self._env.pictures(env_ids)
         return _to_tensordict(tree, env_ids.numel(), self._env.device)
 
     def merge(self, obs: TensorDict, rows: Any, env_ids: Tensor) -> TensorDict:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import mujoco
 import torch
 
+from embodichain.envs.camera_mounts import mount_cameras
 from embodichain.envs.env_cfg import RobotCfg
 from embodichain.envs.kinematics import SerialChain
+from embodichain.envs.rendering import CameraCfg
 from embodichain.errors import AssetError, ConfigError, UnknownNameError, nearest
 
 ASSETS = Path(__file__).parent / "assets"
@@ -51,8 +54,11 @@ def read_spec(path: Path) -> mujoco.MjSpec:
         raise AssetError(f"{path.name} is no valid MJCF model: {error}") from error
 
 
-def build_model(scene: str | Path, robot: RobotCfg) -> mujoco.MjModel:
-    """Put the robot with its tool into the scene (a file of ``assets/``, or a path) and compile the model."""
+def build_model(scene: str | Path, robot: RobotCfg, cameras: Sequence[CameraCfg] = ()) -> mujoco.MjModel:
+    """Put the robot with its tool into the scene (a file of ``assets/``, or a path) and compile the model.
+
+    ``cameras`` become cameras of the model, for renderers that know no others.
+    """
     spec, arm = read_spec(ASSETS / scene), read_spec(ASSETS / _robot_spec(robot).asset)
     flange = _robot_spec(robot).flange
     if robot.tool is not None:
@@ -61,7 +67,7 @@ def build_model(scene: str | Path, robot: RobotCfg) -> mujoco.MjModel:
         arm.attach(read_spec(ASSETS / _tool_spec(robot.tool).asset), site=flange, prefix="tool/")
     spec.attach(arm, frame=spec.worldbody.add_frame(), prefix=_PREFIX)
     try:
-        return spec.compile()
+        return mount_cameras(spec, cameras) if cameras else spec.compile()
     except ValueError as error:
         raise AssetError(
             f"{scene} with robot {robot.uid!r} and tool {robot.tool!r} does not compile: {error}"

@@ -62,7 +62,8 @@ class Task(ABC):
     @classmethod
     def build_model(cls, cfg: GymCfg) -> mujoco.MjModel:
         """Compile the scene with the configured robot in it."""
-        model = build_model(cls.scene_file, cfg.robot)
+        on_gpu = cfg.device != "cpu"  # where pictures are drawn by the simulation itself, which knows its own cameras
+        model = build_model(cls.scene_file, cfg.robot, cfg.env.observations.cameras if on_gpu else ())
         if cfg.env.timestep is not None:
             model.opt.timestep = cfg.env.timestep
         return model

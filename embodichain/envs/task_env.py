@@ -52,6 +52,7 @@ class TaskEnv(VecEnv):
         self._step = torch.zeros(self.num_envs, dtype=torch.int64, device=self.device)
         self._all = torch.arange(self.num_envs, device=self.device)
         self._cameras = Cameras(physics.model, cfg.env.observations.cameras)
+        self._pictures = physics.open_cameras(cfg.env.observations.cameras)
         self._observations = ObservationBuilder(cfg.env.observations, self)
         self._live = LiveState(physics, self._streams, self._step, self.task.variables, self._domain)
         self._starts = StartStore(self._live, self._begin_and_observe)
@@ -173,6 +174,14 @@ class TaskEnv(VecEnv):
             self._loader(), self.resolve_ids(env_ids).tolist(), camera or self.task.camera, size, quality
         )
 
+    def pictures(self, env_ids: Tensor) -> dict[str, Tensor]:
+        """Return what the configured cameras see, uint8 ``[len(env_ids), height, width, 3]`` each."""
+        if self._pictures is not None:
+            taken = self._pictures.take(self.task.markers())
+            return taken if env_ids is self._all else {name: frames[env_ids] for name, frames in taken.items()}
+        names = self._cameras.cfgs
+        return {name: torch.from_numpy(self.render(env_ids, name, None, "lean")).to(self.device) for name in names}
+
     def close(self) -> None:
         self._cameras.close()
         self.physics.close()
@@ -226,6 +235,8 @@ class TaskEnv(VecEnv):
                 self._obs = self._observations.merge(self._obs, self._starts.enter(ended), ended)
                 self._scene = None
             return
+        if self._cameras.cfgs and not bool(done.any()):
+            return  # to find that out is faster than to draw all pictures again
         start, streams = drawn
         rows = done.unsqueeze(1)
         self.physics.set_where(done, start.qpos, start.qvel)

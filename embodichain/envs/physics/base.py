@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import mujoco
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from embodichain.envs.rendering import CameraCfg
+
+
+class PictureTaker(Protocol):
+    """Draws the configured cameras of all envs at once."""
+
+    def take(self, markers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return uint8 pictures ``[num_envs, height, width, 3]`` by name, with mocap bodies at these positions."""
 
 
 class Physics(ABC):
@@ -67,6 +79,10 @@ class Physics(ABC):
     @abstractmethod
     def load(self, data: mujoco.MjData, env: int) -> None:
         """Copy the state of one env into an ``MjData`` (for drawing, or for any function of MuJoCo)."""
+
+    def open_cameras(self, cfgs: Sequence[CameraCfg]) -> PictureTaker | None:
+        """Return what draws these cameras; ``None`` if this backend cannot, and they are drawn env by env instead."""
+        return None
 
     def close(self) -> None:  # noqa: B027 - a backend may hold nothing
         """Release threads and memory; calling it twice is fine."""

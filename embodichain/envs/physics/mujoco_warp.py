@@ -6,7 +6,8 @@ device. Numbers are float32, so trajectories agree with the CPU backend within a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,13 +15,16 @@ import mujoco
 import torch
 from torch import Tensor
 
-from embodichain.envs.physics.base import Physics
+from embodichain.envs.physics.base import Physics, PictureTaker
+from embodichain.envs.physics.warp_cameras import WarpCameras
 from embodichain.envs.physics.warp_capacity import capacity
 from embodichain.envs.physics.warp_device import find_device, out_of_memory
 from embodichain.envs.physics.warp_memory import Workspace
+from embodichain.envs.rendering import CameraCfg
 from embodichain.errors import ConfigError
 from embodichain.extras import require
 
+_LOG = logging.getLogger(__name__)
 _STATE_FIELDS = ("time", "qpos", "qvel", "act", "qacc_warmstart", "ctrl")
 _MASS_CONSTANTS = ("body_subtreemass", "dof_invweight0", "body_invweight0", "tendon_invweight0", "actuator_acc0")
 _TOO_LARGE = 1e10  # MuJoCo's own bound of a sane state
@@ -157,6 +161,16 @@ class MujocoWarpPhysics(Physics):
         data.qvel[:] = self.qvel[env].cpu().numpy()
         data.ctrl[:] = self.ctrl[env].cpu().numpy()
         data.time = float(self._arrays["time"][env])
+
+    # --- pictures -------------------------------------------------------------------------------------------------
+
+    def open_cameras(self, cfgs: Sequence[CameraCfg]) -> PictureTaker | None:
+        parts = (self._wp, self._mjw, self._model, self._data)
+        try:
+            return WarpCameras(self.model, parts, cfgs, self._torch_stream) if cfgs else None
+        except (NotImplementedError, ValueError) as error:
+            _LOG.warning("cameras are drawn on the CPU, which costs speed: %s", error)
+            return None
 
     # --- the model ------------------------------------------------------------------------------------------------
 
