@@ -1,0 +1,88 @@
+"""Pictures on a GPU: things are seen where the laws of perspective put them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from embodichain.envs.task_env import TaskEnv
+from tests.gpu.gpu import make_task, simulates
+
+pytestmark = simulates
+OVER = {"name": "over", "pos": [0.6, 0.3, 1.2], "lookat": [0.55, 0.0, 0.0], "fovy": 50.0, "width": 160, "height": 120}
+SIDE = {"name": "side", "width": 120, "height": 96}
+
+
+def with_cameras(*cameras: dict[str, Any], **changes: Any) -> TaskEnv:
+    return make_task(num_envs=8, env={"observations": {"cameras": list(cameras)}}, **changes)
+
+
+def project(points: Tensor, pos: np.ndarray, axes: np.ndarray, fovy: float, height: int, width: int) -> np.ndarray:
+    """Return the pixels (row, column) ``[n, 2]`` of points ``[n, 3]``; ``axes`` are the camera's right, up and back."""
+    local = (points.cpu().double().numpy() - pos) @ axes
+    scale = 0.5 * height / math.tan(math.radians(fovy) / 2)
+    column = 0.5 * width + scale * local[:, 0] / -local[:, 2]
+    row = 0.5 * height - scale * local[:, 1] / -local[:, 2]
+    return np.stack((row, column), axis=1).astype(int)
+
+
+def colours(frames: Tensor, pixels: np.ndarray) -> np.ndarray:
+    return np.stack([frames[env, row, column].cpu().numpy() for env, (row, column) in enumerate(pixels)]).astype(int)
+
+
+def test_things_are_seen_where_they_are() -> None:
+    with with_cameras(OVER, SIDE) as env:
+        obs, _ = env.reset(seed=5)
+        goal = torch.cat((obs["goal", "pos"], torch.zeros(8, 1, device="cuda")), dim=1)
+        ahead = np.subtract(OVER["lookat"], OVER["pos"])
+        ahead = ahead / np.linalg.norm(ahead)
+        right = np.cross(ahead, [0.0, 0.0, 1.0])
+        right /= np.linalg.norm(right)
+        axes = np.stack((right, np.cross(right, ahead), -ahead), axis=1)
+        camera = env.physics.model.camera("side")
+        views = {
+            "over": (np.array(OVER["pos"]), axes, 50.0),
+            "side": (camera.pos, _matrix(camera.quat), float(camera.fovy[0])),
+        }
+        for name, (pos, orientation, fovy) in views.items():
+            frames = obs["image", name]
+            assert frames.dtype == torch.uint8
+            assert frames.device.type == "cuda"
+            size = frames.shape[1:3]
+            red = colours(frames, project(obs["object", "pos"], pos, orientation, fovy, *size))
+            assert (red[:, 0] > 2 * red[:, 1]).mean() > 0.7, name  # the arm may hide it from one of the cameras
+            green = colours(frames, project(goal, pos, orientation, fovy, *size))
+            assert (green[:, 1] > 1.3 * green[:, 0]).mean() > 0.7, name
+
+
+def _matrix(quat: np.ndarray) -> np.ndarray:
+    w, x, y, z = quat
+    return np.array(
+        [
+            [1 - 2 * (y * y + z * z), 2 * (x * y - w * z), 2 * (x * z + w * y)],
+            [2 * (x * y + w * z), 1 - 2 * (x * x + z * z), 2 * (y * z - w * x)],
+            [2 * (x * z - w * y), 2 * (y * z + w * x), 1 - 2 * (x * x + y * y)],
+        ]
+    )
+
+
+def test_the_last_picture_of_an_episode_is_not_the_first_of_the_next() -> None:
+    with with_cameras(SIDE, max_episode_steps=4) as env:
+        generator = torch.Generator("cuda").manual_seed(0)
+        for step in range(1, 9):
+            before = env._obs["image", "side"].clone()
+            obs, _, _, truncated, info = env.step(torch.rand(8, 6, device="cuda", generator=generator) * 2 - 1)
+            final = info["final_observation"]["image", "side"]
+            assert not torch.equal(final, before)
+            assert bool(truncated.all()) == (step % 4 == 0)
+            assert torch.equal(final, obs["image", "side"]) == (step % 4 != 0)
+
+
+def test_a_camera_that_is_not_there_is_named() -> None:
+    with pytest.raises(LookupError, match="no camera 'nowhere'"):
+        with_cameras({"name": "nowhere"})
