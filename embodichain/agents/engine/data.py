@@ -16,12 +16,13 @@ from tensordict import TensorDict
 
 from embodichain.agents.engine.config import OnlineDataEngineCfg
 from embodichain.agents.engine.episode import EpisodeInfo
+from embodichain.agents.engine.mirror import DeviceMirror
 from embodichain.agents.engine.progress import fill_progress
 from embodichain.agents.engine.reader import Generator, StreamReader
 from embodichain.agents.engine.shared_buffer import Control
 from embodichain.agents.engine.stats import StatsCounter, StreamStats
 from embodichain.agents.engine.supervisor import Supervisor
-from embodichain.errors import EngineStateError
+from embodichain.errors import ConfigError, EngineStateError
 
 __all__ = ["OnlineDataEngine", "OnlineDataEngineCfg"]
 
@@ -38,12 +39,13 @@ class OnlineDataEngine:
         self.cfg = cfg
         self.buffer_size = cfg.buffer_size
         """Number of episodes in the shared buffer."""
-        self.device = torch.device(cfg.buffer_device)
-        """Where batches come from."""
+        self.device = _usable_device(cfg.buffer_device)
+        """Where batches come from in this process; in others they always come from the shared memory."""
         self._creator: int | None = os.getpid()
         self._supervisor: Supervisor | None = None
         self._reader: StreamReader | None = None
         self._stats: StatsCounter | None = None
+        self._mirror: DeviceMirror | None = None
 
     # --- life -----------------------------------------------------------------------------------------------------
 
@@ -58,6 +60,8 @@ class OnlineDataEngine:
         supervisor.start()
         try:
             self._wait_for_first_fill(supervisor)
+            if self.device.type != "cpu" and supervisor.buffer is not None:
+                self._mirror = DeviceMirror(supervisor.buffer, self.device)
         except BaseException:  # Ctrl-C included: nothing may be left running
             supervisor.stop()
             raise
@@ -67,6 +71,9 @@ class OnlineDataEngine:
         self._check_creator("stop")
         if self._supervisor is not None:
             self._supervisor.stop()
+        if self._mirror is not None:
+            self._mirror.close()
+            self._mirror = None
 
     def __enter__(self) -> Self:
         if self._supervisor is None or not self._supervisor.is_alive():
@@ -108,7 +115,13 @@ class OnlineDataEngine:
         Raises ``ChunkSizeError`` (a ``ValueError``) if ``chunk_size`` exceeds ``max_episode_steps`` or the longest
         stored episode, and ``WorkerError`` once a worker has failed for good.
         """
-        return self._sampling().sample(batch_size, chunk_size, generator, reuse_outputs)
+        reader, mirror = self._sampling(), self._mirror
+        if mirror is None or os.getpid() != self._creator:
+            return reader.sample(batch_size, chunk_size, generator, reuse_outputs)
+        reader.prepare(batch_size, chunk_size)
+        batch, rows = mirror.sample(reader.generator(generator), batch_size, chunk_size)
+        reader.count(rows)
+        return batch
 
     def episode_info(self, row: int) -> EpisodeInfo:
         """Return where the episode in a row of the buffer came from."""
@@ -130,7 +143,7 @@ class OnlineDataEngine:
 
     @property
     def shared_buffer(self) -> TensorDict:
-        """The shared memory itself, ``[buffer_size, max_episode_steps]``: rows change while you look at them.
+        """The shared memory itself ``[buffer_size, max_episode_steps]``, on the CPU: rows change as you look at them.
 
         Frames beyond an episode's length (``episode_info(row).length``) mean nothing. ``sample_batch`` reads safely.
         """
@@ -155,7 +168,16 @@ class OnlineDataEngine:
     def __getstate__(self) -> dict[str, Any]:
         """Pickle what sampling needs: another process attaches to the same memory."""
         self._sampling()
-        return {**self.__dict__, "_creator": None, "_supervisor": None, "_stats": None}
+        return {**self.__dict__, "_creator": None, "_supervisor": None, "_stats": None, "_mirror": None}
+
+
+def _usable_device(name: str) -> torch.device:
+    """Return the device of this name; ConfigError if batches cannot come from there."""
+    kind = name.partition(":")[0]
+    if kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
+        problem = f"buffer_device: expected 'cpu', or 'cuda' on a machine with a CUDA device and torch, got {name!r}"
+        raise ConfigError(problem, "OnlineDataEngineCfg")
+    return torch.device(name)
 
 
 def _stop_in(pid: int, supervisor: Supervisor) -> None:

@@ -60,7 +60,7 @@ class StreamReader:
         """Draw ``[batch_size, chunk_size]``; see ``OnlineDataEngine.sample_batch``."""
         self.prepare(batch_size, chunk_size)
         own = self._own()
-        source = numpy_generator(generator) or own.generator
+        source = self.generator(generator)
         if reuse_outputs:
             output = own.ring.get(batch_size, chunk_size)
             rows, redrawn = own.sampler.draw(source, output.flat, batch_size, chunk_size)
@@ -69,8 +69,15 @@ class StreamReader:
             flat = own.pool.get(batch_size, chunk_size)
             rows, redrawn = own.sampler.draw(source, flat, batch_size, chunk_size)
             batch = assemble(self.buffer.layout, flat, batch_size, chunk_size)
-        self._count(own, rows, redrawn)
+        self.count(rows, redrawn)
         return batch
+
+    def generator(self, given: Generator | None) -> np.random.Generator:
+        """Return a numpy generator determined by the given one, or this thread's own."""
+        if isinstance(given, torch.Generator):
+            seed = torch.empty((), dtype=torch.int64, device=given.device).random_(generator=given)
+            return np.random.default_rng(int(seed))
+        return self._own().generator if given is None else given
 
     def prepare(self, batch_size: int, chunk_size: int) -> None:
         """Check the request, the state of the engine, and wait if readers are ahead of a limit."""
@@ -93,8 +100,9 @@ class StreamReader:
             raise EngineStateError("the engine was stopped: nothing can be sampled any more")
         raise EngineStateError("the buffer is still being filled for the first time: wait until is_init is True")
 
-    def _count(self, own: _PerThread, rows: Ints, redrawn: int) -> None:
+    def count(self, rows: Ints, redrawn: int = 0) -> None:
         """Count a batch towards the refill, and now and then note how old it was."""
+        own = self._own()
         own.batches += 1
         if own.batches % _AGE_EVERY != 1:
             self._slot.add(len(rows), redrawn)
@@ -112,11 +120,3 @@ class StreamReader:
                 self._pid = pid
             own = self._local.own = _PerThread(self.buffer, self._slot.new_stream(self._cfg.seed))
         return own
-
-
-def numpy_generator(generator: Generator | None) -> np.random.Generator | None:
-    """Return a numpy generator that is determined by the given one."""
-    if isinstance(generator, torch.Generator):
-        seed = torch.empty((), dtype=torch.int64, device=generator.device).random_(generator=generator)
-        return np.random.default_rng(int(seed))
-    return generator
