@@ -1,0 +1,113 @@
+"""Who acts: a trained policy from a checkpoint, an expert with noise, chance."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from stream_envs import gym_config, stream_settings
+from tensordict import TensorDict
+
+from embodichain.agents.engine import OnlineDataEngineCfg
+from embodichain.agents.engine.shared_buffer import SharedBuffer
+from embodichain.agents.engine.sources import EpisodeSource, open_source, stream_seed
+from embodichain.agents.engine.worker import Worker
+from embodichain.agents.rl.models import build_policy
+from embodichain.agents.rl.utils.checkpoint import load_policy, save_checkpoint
+from embodichain.agents.rl.utils.spaces import space_to_data
+from embodichain.envs.registration import make
+from embodichain.errors import CheckpointError, ConfigError
+
+TASK = {"id": "CartPoleRL", "num_envs": 4, "max_episode_steps": 30, "num_threads": 1}
+POLICY = {"name": "actor_critic", "actor": {"type": "mlp", "network_cfg": {"hidden_sizes": [8]}}}
+
+
+def episodes(source: EpisodeSource, count: int) -> list[tuple[dict, int, int]]:
+    """Return copies of the frames, seeds and policy versions of the next episodes."""
+    found: list[tuple[dict, int, int]] = []
+    while len(found) < count:
+        for episode in source.advance():
+            frames = {key: torch.cat(pieces) for key, pieces in episode.frames.items()}
+            found.append((frames, episode.seed, episode.policy_version))
+    source.close()
+    return found[:count]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    env = make(TASK)
+    policy = build_policy({**POLICY, "critic": POLICY["actor"]}, env.observation_space, env.action_space, "cpu")
+    policy.version.fill_(17)
+    spaces = {"observation": space_to_data(env.observation_space), "action": space_to_data(env.action_space)}
+    config = {"trainer": {}, "policy": {**POLICY, "critic": POLICY["actor"]}}
+    return save_checkpoint(tmp_path / "policy", {"config": config, "spaces": spaces, "policy": policy.state_dict()})
+
+
+def test_a_policy_acts_as_its_checkpoint_says(checkpoint: Path) -> None:
+    action = {"source": "policy", "path": str(checkpoint), "deterministic": True}
+    cfg = OnlineDataEngineCfg(gym_config=TASK, action_config=action)
+    policy = load_policy(checkpoint)
+    for frames, _, version in episodes(open_source(cfg), 3):
+        assert version == 17
+        # The observation of every frame, through the policy, gives the action of that frame.
+        observation = TensorDict(
+            {key[1:]: value for key, value in frames.items() if key[0] == "observation"},
+            batch_size=[len(frames[("action",)])],
+        )
+        expected = policy.get_action(observation, deterministic=True)[0].clamp(-1, 1)
+        assert torch.allclose(frames[("action",)], expected, atol=1e-6)
+
+
+def test_a_checkpoint_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    cfg = OnlineDataEngineCfg(gym_config=TASK, action_config={"source": "policy", "path": str(tmp_path / "none")})
+    with pytest.raises(CheckpointError):
+        open_source(cfg)
+
+
+def test_the_stored_action_is_the_one_before_the_noise() -> None:
+    """A disturbed expert: the stored actions are the expert's for the stored observations, not those executed."""
+    cfg = OnlineDataEngineCfg(gym_config={**TASK, "id": "ReachRL"}, action_config={"noise_std": 0.3})
+    env = make({**TASK, "id": "ReachRL", "num_envs": 1})
+    differs = 0
+    for frames, seed, _ in episodes(open_source(cfg), 3):
+        obs, _ = env.reset(seed=torch.tensor([seed]))
+        assert torch.equal(obs["robot", "qpos"][0], frames[("observation", "robot", "qpos")][0])
+        assert torch.allclose(env.expert_action()[0], frames[("action",)][0], atol=1e-6)
+        obs, *_ = env.step(frames[("action",)][:1])
+        differs += int(not torch.allclose(obs["robot", "qpos"][0], frames[("observation", "robot", "qpos")][1]))
+    assert differs == 3
+
+
+def test_the_same_seed_gives_the_same_episodes() -> None:
+    cfg = OnlineDataEngineCfg(**stream_settings(gym_config=gym_config(num_envs=2)))
+    first, again, other = (
+        [seed for _, seed, _ in episodes(open_source(cfg, worker, incarnation), 6)]
+        for worker, incarnation in ((0, 0), (0, 0), (0, 1))
+    )
+    assert first == again
+    assert not set(first) & set(other)
+
+
+def test_workers_and_their_replacements_have_seeds_of_their_own() -> None:
+    seeds = {
+        stream_seed(seed, worker, incarnation) for seed in range(3) for worker in range(4) for incarnation in range(4)
+    }
+    assert len(seeds) == 48
+    assert all(0 <= seed < 2**62 for seed in seeds)
+
+
+def test_only_success_needs_an_environment_that_tells() -> None:
+    cfg = OnlineDataEngineCfg(
+        gym_config={"id": "CartPole-v1"}, action_config={"source": "random", "only_success": True}
+    )
+    source = open_source(cfg)
+    buffer = SharedBuffer.create(source.layout, cfg.buffer_size, source.max_steps, 1)
+    worker = Worker(cfg, 0, source, buffer, os.getppid())
+    while not (ended := source.advance()):
+        pass
+    assert ended[0].frames[("action",)][0].dtype == torch.int64
+    with pytest.raises(ConfigError, match="do not say whether they succeeded"):
+        worker.take(ended[0])
+    source.close()
