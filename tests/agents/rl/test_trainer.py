@@ -149,6 +149,44 @@ def test_wandb_is_asked_for_only_by_flag(tmp_path):
         train_from_config(config)
 
 
+WANDB = """
+import json, types
+from pathlib import Path
+told = Path(__file__).with_name("told.jsonl")
+util = types.SimpleNamespace(generate_id=lambda: f"id{len(told.read_text()) if told.exists() else 0}")
+
+class Run:
+    def log(self, values, step): tell(log=sorted(values), step=step)
+    def finish(self): tell(finish=True)
+
+def tell(**what):
+    with told.open("a") as lines: lines.write(json.dumps(what) + "\\n")
+
+def init(id, resume, project, config, **rest):
+    tell(init=id, resume=resume, project=project, seed=config["trainer"]["seed"])
+    return Run()
+"""
+
+
+def test_wandb_gets_every_scalar_and_the_same_run_again(tmp_path, monkeypatch):
+    stand_in = tmp_path / "stand_in"
+    stand_in.mkdir()
+    (stand_in / "wandb.py").write_text(WANDB)
+    monkeypatch.syspath_prepend(str(stand_in))
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    settings = {"use_wandb": True, "iterations": 2, "seed": 5, "wandb_project": "mine"}
+    train_from_config(write_config(tmp_path / "c.json", tmp_path / "run", trainer=settings))
+    resume_training(tmp_path / "run", ["--trainer.iterations", "3"])
+    sys.modules.pop("wandb", None)
+    told = [json.loads(line) for line in (stand_in / "told.jsonl").read_text().splitlines()]
+    opened = [entry for entry in told if "init" in entry]
+    assert opened == [{"init": "id0", "resume": "allow", "project": "mine", "seed": 5}] * 2
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    expected = [{"log": sorted(set(line) - {"step"}), "step": line["step"]} for line in lines]
+    assert [entry for entry in told if "log" in entry] == expected
+    assert sum("finish" in entry for entry in told) == 2
+
+
 # --- how it ends --------------------------------------------------------------------------------------------------
 
 
