@@ -1,0 +1,92 @@
+"""The environment on a GPU alone, with its cameras, and together with learning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from benchmarks.gpu_peers import BareWarp, RslRl
+from benchmarks.gpu_turns import ENVS, LEARNING, POLICY, STEPS, Row, Turn, make_env, nothing, report, take_turns
+from embodichain.agents.rl.algo.ppo import PPO, PPOCfg
+from embodichain.agents.rl.collector.sync_collector import SyncCollector
+from embodichain.agents.rl.models import build_policy
+from embodichain.envs.task_env import TaskEnv
+from embodichain.extras import available
+
+LONGER = {"timestep": 0.004, "substeps": 5}
+"""The same 20 ms per action in half as many physics steps."""
+
+
+def env(rounds: int) -> list[Row]:
+    """Measure the environment alone."""
+    rows, count = [], 24
+    for num_envs in (1024, 4096, 16384):
+        ours = make_env(num_envs)
+        actions = torch.rand(count, num_envs, ours.action_manager.action_dim, device="cuda") * 2 - 1
+        for action in actions:  # away from the first moment, in which all envs are alike
+            ours.step(action)
+        state, physics, commands = ours.get_state(), ours.physics.state(), []
+        for action in actions:
+            ours.step(action)
+            commands.append(ours.physics.ctrl.clone())
+        bare = BareWarp(ours, commands, physics)
+
+        def steps(ours: TaskEnv = ours, actions: torch.Tensor = actions) -> None:
+            for action in actions:
+                ours.step(action)
+
+        def rewind(ours: TaskEnv = ours, state: TensorDict = state) -> None:
+            ours.set_state(state)
+
+        times = take_turns({"bare": (bare.rewind, bare.run), "ours": (rewind, steps)}, rounds)
+        share = times["bare"] / times["ours"]
+        bar = f"{100 * share:.0f}% of it{' (bar: 80%)' if num_envs >= 4096 else ''}"
+        rows.append(report("env", f"mujoco_warp alone, {num_envs} worlds", times["bare"] / count, num_envs))
+        rows.append(report("env", f"PushCubeRL, {num_envs} envs", times["ours"] / count, num_envs, bar))
+        ours.close()
+    return rows
+
+
+def cameras(rounds: int) -> list[Row]:
+    """Measure observations with pictures."""
+    rows = []
+    for num_envs, size in ((256, 96), (1024, 96), (1024, 224)):
+        camera = {"name": "side", "width": size, "height": size}
+        ours = make_env(num_envs, env={"observations": {"cameras": [camera]}})
+        take = ours._pictures
+        action = torch.zeros(num_envs, ours.action_manager.action_dim, device="cuda")
+        contenders: dict[str, Turn] = {"step": (nothing, lambda ours=ours, action=action: ours.step(action))}
+        if take is not None:
+            contenders["pictures"] = (nothing, lambda take=take, ours=ours: take.take(ours.task.markers()))
+        for name, seconds in take_turns(contenders, rounds).items():
+            rows.append(report("cameras", f"{name}, {num_envs} envs x {size}x{size}", seconds, num_envs))
+        ours.close()
+    return rows
+
+
+def iteration(rounds: int) -> list[Row]:
+    """Measure collecting and learning together, with the physics as it is and with longer steps."""
+    return [*_iteration(rounds, "10 x 2 ms", {}), *_iteration(rounds, "5 x 4 ms", {"env": LONGER})]
+
+
+def _iteration(rounds: int, label: str, changes: dict[str, Any]) -> list[Row]:
+    ours = make_env(ENVS, **changes)
+    contenders: dict[str, Turn] = {}
+    for name, settings in {"ours": {}, "ours, tf32": {"mixed_precision": "tf32"}}.items():
+        policy = build_policy(POLICY, ours.observation_space, ours.action_space, "cuda")
+        algorithm, collector = PPO(PPOCfg.from_dict(LEARNING | settings), policy), SyncCollector(ours, policy)
+        contenders[name] = (nothing, lambda a=algorithm, c=collector: a.update(c.collect(STEPS)))
+    contenders["ours, collecting alone"] = (nothing, lambda: collector.collect(STEPS))
+    if available("rsl_rl"):
+        obs_dim = sum(leaf.shape[1] for leaf in ours.reset()[0].values(True, True))
+        peer = RslRl(ENVS, STEPS, obs_dim, ours.action_manager.action_dim)
+        contenders["rsl_rl, collecting alone"] = (peer.ppo.storage.clear, lambda: peer.collect(ours))
+        contenders["rsl_rl"] = (peer.ppo.storage.clear, lambda: (peer.collect(ours), peer.update()))
+    times = take_turns(contenders, rounds)
+    ours.close()
+    best = times.get("rsl_rl")
+    bars = {name: f"{best / times[name]:.2f}x rsl_rl (bar: 2x)" if best else "" for name in ("ours", "ours, tf32")}
+    rows = times.items()
+    return [report("iteration", f"{label}: {name}", s, ENVS * STEPS, bars.get(name, "")) for name, s in rows]
