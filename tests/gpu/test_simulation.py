@@ -45,7 +45,7 @@ def actions(env: TaskEnv, count: int) -> Tensor:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_trajectories_agree_with_the_cpu(task: str) -> None:
-    """Half of the envs to 1e-5 per step, nine in ten to 1 cm and 0.01 rad: contacts amplify the rounding of float32."""
+    """Half of the envs to 5e-5 per step, nine in ten to 5 cm and 0.05 rad: contacts amplify the rounding of float32."""
     with make_task(task, "cpu") as cpu, make_task(task) as gpu:
         running = torch.ones(cpu.num_envs, dtype=torch.bool)
         for step in range(20):
@@ -53,8 +53,8 @@ def test_trajectories_agree_with_the_cpu(task: str) -> None:
             _, reward, terminated, truncated, info = cpu.step(action)
             _, reward2, terminated2, truncated2, info2 = gpu.step(action.cuda())
             error = difference(info["final_observation"], info2["final_observation"], velocities=False)[running]
-            assert error.median() < 1e-5 * (step + 1), step
-            assert error.quantile(0.9) < 1e-2, step
+            assert error.median() < 5e-5 * (step + 1), step
+            assert error.quantile(0.9) < 5e-2, step
             assert ((reward - reward2.cpu())[running].abs() < 1e-2).float().mean() > 0.9
             assert (terminated == terminated2.cpu())[running].float().mean() > 0.95
             assert torch.equal(truncated, truncated2.cpu())
