@@ -61,6 +61,14 @@ class SerialChain:
         self._axes = as_tensor(axes)
         self._tip = as_tensor(tip[:, 3:])
 
+    def position(self, qpos: Tensor) -> Tensor:
+        """Return the site's position ``[n, 3]`` in the world; cheaper than the whole pose."""
+        *links, last = _transforms(self._links_with_tip, qpos)
+        point = last[:, :, 3:]
+        for link in reversed(links):
+            point = torch.bmm(link, point)
+        return point[:, :3, 0]
+
     def pose(self, qpos: Tensor) -> tuple[Tensor, Tensor]:
         """Return the site's position ``[n, 3]`` and rotation matrix ``[n, 3, 3]`` in the world."""
         tip = _walk(self._links_with_tip, qpos)[-1]
@@ -87,11 +95,16 @@ class SerialChain:
         return torch.bmm(jacobian.transpose(1, 2), solve_spd(gram, twist).unsqueeze(-1)).squeeze(-1)
 
 
-def _walk(links: Tensor, qpos: Tensor) -> list[Tensor]:
-    """Return the frames ``[n, 4, 4]`` at the end of every link, for joint positions ``[n, num_joints]``."""
+def _transforms(links: Tensor, qpos: Tensor) -> tuple[Tensor, ...]:
+    """Return the transform ``[n, 4, 4]`` of every link, for joint positions ``[n, num_joints]``."""
     constant, sine, cosine = links.unbind(0)
     angle = qpos.t()[:, :, None, None]
-    first, *others = (constant + torch.sin(angle) * sine + torch.cos(angle) * cosine).unbind(0)
+    return (constant + torch.sin(angle) * sine + torch.cos(angle) * cosine).unbind(0)
+
+
+def _walk(links: Tensor, qpos: Tensor) -> list[Tensor]:
+    """Return the frames ``[n, 4, 4]`` at the end of every link, in the world."""
+    first, *others = _transforms(links, qpos)
     frames = [first]
     for link in others:
         frames.append(torch.bmm(frames[-1], link))

@@ -37,7 +37,7 @@ class StartStore:
 
     def _origins(self) -> Tensor:
         """What the next episode of each env follows from, ``[num_envs, 2]``."""
-        return self._live.streams.state[:, [KEY, EPISODE]]
+        return self._live.streams.state[:, KEY : EPISODE + 1]
 
     def _draw(self) -> None:
         """Draw the starts that are missing or used, and leave the envs as they were."""

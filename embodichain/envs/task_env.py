@@ -46,6 +46,7 @@ class TaskEnv(VecEnv):
         )
         self.action_space = self.action_manager.space
         self._weights = _reward_weights(cfg, task_class)
+        self._weight_row = torch.tensor(list(self._weights.values()), device=self.device)
         self._domain = DomainRandomization(cfg.env.events, physics, task_class.object_body)
         self.seed = secrets.randbits(61) if cfg.seed is None else cfg.seed
         self._streams = RandomStreams(self.num_envs, self.device, self.seed)
@@ -284,12 +285,11 @@ class TaskEnv(VecEnv):
         if self.cfg.env.rewards.mode == "sparse":
             reward = success.to(torch.float32)
             return {"success": reward.clone()}, reward
+        if not self._weights:
+            return {}, torch.zeros(self.num_envs, device=self.device)
         terms = self.task.reward_terms(scene, action)
-        parts = {name: weight * terms[name] for name, weight in self._weights.items()}
-        reward = torch.zeros(self.num_envs, device=self.device)
-        for part in parts.values():
-            reward = reward + part
-        return parts, reward
+        parts = self._weight_row * torch.stack([terms[name] for name in self._weights], dim=1)
+        return dict(zip(self._weights, parts.unbind(1), strict=True)), parts.sum(dim=1)
 
     def _loader(self) -> Load:
         """Return what puts one env's state, goal markers included, into an ``MjData``."""

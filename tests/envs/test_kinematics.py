@@ -47,6 +47,7 @@ def test_pose_and_jacobian_equal_mujoco(model):
     assert positions.shape == (50, 3)
     assert rotations.shape == (50, 3, 3)
     assert jacobians.shape == (50, 6, 6)
+    torch.testing.assert_close(chain.position(qpos), positions, rtol=0, atol=1e-6)
     for i in range(50):
         position, rotation, jacobian = mujoco_pose(model, qpos[i])
         np.testing.assert_allclose(positions[i], position, atol=2e-6)
@@ -98,6 +99,7 @@ def test_a_row_does_not_depend_on_the_others(arm, count):
     part = qpos[:count].clone()
     for whole, alone in zip(chain.pose(qpos), chain.pose(part), strict=True):
         assert torch.equal(whole[:count], alone)
+    assert torch.equal(chain.position(qpos)[:count], chain.position(part))
     assert torch.equal(chain.jacobian(qpos)[:count], chain.jacobian(part))
     assert torch.equal(chain.inverse_step(qpos, twist)[:count], chain.inverse_step(part, twist[:count].clone()))
 

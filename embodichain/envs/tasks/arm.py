@@ -28,16 +28,15 @@ class ArmTask(Task):
         self._down = _DOWN.to(physics.device)
 
     def read_arm(self, qpos: Tensor, qvel: Tensor) -> Scene:
-        """Return the robot's joints and the pose of its tool, for full states ``[n, nq]`` and ``[n, nv]``."""
-        joints = own(qpos[:, self.robot.qpos])
-        pos, rotation = self.chain.pose(joints[:, : self.robot.num_joints])
-        speeds = own(qvel[:, self.robot.qvel])
-        return {"qpos": joints, "qvel": speeds, "ee_pos": pos.contiguous(), "ee_rot": rotation}
+        """Return the robot's joints and the place of its tool, for full states ``[n, nq]`` and ``[n, nv]``."""
+        joints = qpos[:, self.robot.qpos]
+        place = self.chain.position(joints[:, : self.robot.num_joints])
+        return {"qpos": joints, "qvel": qvel[:, self.robot.qvel], "ee_pos": place}
 
     def state_of(self, env_ids: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return positions and velocities of these envs (default: all)."""
+        """Return float32 copies of the positions and velocities of these envs (default: all)."""
         qpos, qvel = self.physics.qpos, self.physics.qvel
-        return (qpos, qvel) if env_ids is None else (qpos[env_ids], qvel[env_ids])
+        return (own(qpos), own(qvel)) if env_ids is None else (own(qpos[env_ids]), own(qvel[env_ids]))
 
     def variable(self, name: str, env_ids: Tensor | None) -> Tensor:
         """Return a task variable of these envs (default: all)."""
@@ -54,14 +53,14 @@ class ArmTask(Task):
     ) -> Tensor:
         """Return the action that moves the tool by ``by`` ``[n, 3]``, pointing down with a heading."""
         target = self._down if yaw is None else torch.bmm(_about_z(yaw), self._down.expand(yaw.shape[0], 3, 3))
-        turn = rotation_error(target, scene["ee_rot"]).clamp(-_MAX_TURN, _MAX_TURN)
+        rotation = self.chain.pose(scene["qpos"][:, : self.robot.num_joints])[1]
+        turn = rotation_error(target, rotation).clamp(-_MAX_TURN, _MAX_TURN)
         return actions.encode(scene["qpos"], torch.cat((_GAIN * by, turn), dim=-1), grip)
 
 
 def read_cube(qpos: Tensor, qvel: Tensor) -> Scene:
     """Return the pose and velocity of the free cube, which comes first in the state."""
-    cube = own(qpos[:, :7])
-    return {"cube_pos": cube[:, :3], "cube_quat": cube[:, 3:], "cube_vel": own(qvel[:, :3])}
+    return {"cube_pos": qpos[:, :3], "cube_quat": qpos[:, 3:7], "cube_vel": qvel[:, :3]}
 
 
 def place_cube(qpos: Tensor, pose: Tensor) -> None:
