@@ -110,6 +110,7 @@ class ExportError(EmbodiChainError, RuntimeError):
 class DatasetError(EmbodiChainError, ValueError):
     """A recorded dataset cannot be read or written."""
 
+
 class WeightsError(EmbodiChainError, RuntimeError):
     """Weights on their way to a collector were changed, mixed up, too old, or never arrived."""
 
