@@ -33,6 +33,6 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     """Go on drawing from where ``get_random_state`` was called."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])  # noqa: NPY002
-    torch.set_rng_state(state["torch"])
+    torch.set_rng_state(state["torch"].clone())  # a view would be read from the beginning of its memory
     for index, generator in enumerate(state.get("cuda", [])[: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(generator, index)
