@@ -61,7 +61,9 @@ class OnlineDataset(IterableDataset[TensorDictBase]):
     def _draw(self, generator: np.random.Generator) -> TensorDictBase:
         size = self._next_chunk_size()
         if self.batch_size is not None:
-            batch = self.engine.sample_batch(self.batch_size, size, generator=generator)
+            # In a DataLoader worker the batch is copied to be sent, so its own memory can be used again at once.
+            reuse = self.transform is None and get_worker_info() is not None
+            batch = self.engine.sample_batch(self.batch_size, size, generator=generator, reuse_outputs=reuse)
             return ready_to_send(batch if self.transform is None else self.transform(batch))
         chunk: TensorDictBase = self.engine.sample_batch(1, size, generator=generator)[0]
         if self.transform is not None:

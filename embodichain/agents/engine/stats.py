@@ -36,14 +36,18 @@ class StatsCounter:
 
     def __init__(self, buffer: SharedBuffer) -> None:
         self._buffer = buffer
-        self._last = (time.monotonic(), 0, 0, 0)
+        self._last = (time.monotonic(), *self._totals())
+
+    def _totals(self) -> tuple[int, int, int]:
+        work = self._buffer.workers.sum(axis=0)
+        return int(work[Work.WRITTEN]), int(work[Work.FRAMES]), self._buffer.samples
 
     def snapshot(self) -> StreamStats:
         """Return the statistics of this moment."""
         buffer, now = self._buffer, time.monotonic()
         work, read = buffer.workers.sum(axis=0), buffer.readers.sum(axis=0)
-        episodes, frames, samples = int(work[Work.WRITTEN]), int(work[Work.FRAMES]), int(read[Read.SAMPLES])
         then, *before = self._last
+        episodes, frames, samples = self._totals()
         self._last = (now, episodes, frames, samples)
         rates = [(new - old) / max(now - then, 1e-9) for new, old in zip(self._last[1:], before, strict=True)]
         aged, judged = max(read[Read.AGED], 1.0), int(work[Work.JUDGED])

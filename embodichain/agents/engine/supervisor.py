@@ -56,7 +56,8 @@ class Supervisor(threading.Thread):
     def stop(self) -> None:
         """Stop the workers, gracefully, then firmly, and wait until they are gone."""
         self._stopping.set()
-        if self.is_alive():
+        # The garbage collector may call this from any thread, this one included.
+        if self.is_alive() and threading.current_thread() is not self:
             self.join()
 
     def run(self) -> None:
@@ -66,7 +67,7 @@ class Supervisor(threading.Thread):
                 self._spawn(index, incarnation=0)
             while not self._stopping.is_set():
                 self._watch()
-        except EmbodiChainError as error:
+        except (EmbodiChainError, OSError) as error:
             self.error = error
         finally:
             self._end_workers()
@@ -157,7 +158,10 @@ class Supervisor(threading.Thread):
         log.warning(
             "simulation worker %d %s; replacing it (%s)\n%s", worker.index, report.what, count, report.traceback
         )
-        self._spawn(worker.index, worker.incarnation + 1)
+        try:
+            self._spawn(worker.index, worker.incarnation + 1)
+        except OSError as error:
+            self._give_up(FailureReport(worker.index, f"{report.what} and could not be replaced ({error})"))
 
     def _give_up(self, report: FailureReport) -> None:
         if self.buffer is not None:

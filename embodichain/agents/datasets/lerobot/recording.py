@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,8 +17,10 @@ from embodichain.agents.datasets.lerobot.reader import LeRobotReader
 from embodichain.agents.datasets.lerobot.writer import LeRobotWriter
 from embodichain.agents.engine.episode import Episode
 from embodichain.agents.engine.layout import Key
-from embodichain.agents.engine.sources import EpisodeSource
 from embodichain.errors import DatasetError
+
+if TYPE_CHECKING:
+    from embodichain.agents.engine.sources import EpisodeSource
 
 _KEPT_PICTURES = 256 << 20
 """Bytes of original pictures that are kept for the comparison."""
