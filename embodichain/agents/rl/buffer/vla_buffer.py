@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from tensordict import TensorDictBase
@@ -18,6 +18,19 @@ from embodichain.errors import BufferWaitError, RolloutError
 # either way, the size of the last entry, and microseconds of waiting. What is inside follows from the first two alone,
 # so that a process that dies between two of them leaves nothing that contradicts itself.
 _FIRST, _NEXT, _TAKEN, _DROPPED, _LAST_SIZE, _ADD_WAIT, _GET_WAIT, _COUNTS = range(8)
+
+
+class Producer(Protocol):
+    """A collector that fills a buffer; the consumer's thread calls these."""
+
+    def before_get(self) -> None:
+        """Learn that the consumer is about to take something, so that it is busy with nothing else."""
+
+    def after_get(self, taken: Sequence[tuple[int, TensorDictBase]]) -> None:
+        """Learn what was taken: numbers and entries."""
+
+    def raise_failure(self) -> None:
+        """Raise what keeps the collector from going on, if anything does."""
 
 
 class VLABuffer:
@@ -43,8 +56,8 @@ class VLABuffer:
         if buffer_size < 1:
             raise RolloutError(f"buffer_size must be at least 1 transition, got {buffer_size}")
         self.buffer_size, self.device, self.overwrite = buffer_size, torch.device(device), overwrite
-        self.before_get: Callable[[], None] | None = None
-        """Called by ``get``, in the thread of its caller, before it looks: a collector publishes new weights then."""
+        self.producer: Producer | None = None
+        """The collector that fills it, if it wants to know when something is taken."""
         self._creator = os.getpid()
         self._guard: Guard
         self._shelf: Shelf
@@ -121,8 +134,8 @@ class VLABuffer:
 
     def take(self, everything: bool = False, timeout: float | None = 0.0) -> list[tuple[int, TensorDictBase]]:
         """Remove the oldest rollout, or ``everything`` (always, for single transitions); return numbers and entries."""
-        if self.before_get is not None:
-            self.before_get()
+        if self.producer is not None:
+            self.producer.before_get()
         counts = self._counts()
         began = time.monotonic()
         with self._guard:
@@ -138,12 +151,29 @@ class VLABuffer:
                 counts[_TAKEN] += entry.numel()
                 taken.append((number, entry))
             self._guard.notify_all()
-        return [(number, entry.to(self.device)) for number, entry in taken]
+        taken = [(number, entry.to(self.device)) for number, entry in taken]
+        if self.producer is not None:
+            self.producer.after_get(taken)
+        return taken
+
+    @property
+    def first(self) -> int:
+        """Number of the oldest entry: so many went out."""
+        with self._guard:
+            return int(self._counts()[_FIRST])
+
+    @property
+    def next(self) -> int:
+        """Number of the next entry to be added: so many came in."""
+        with self._guard:
+            return int(self._counts()[_NEXT])
 
     # --- how it stands --------------------------------------------------------------------------------------------
 
     def is_full(self) -> bool:
         """Tell whether there is no room for another entry like the last one."""
+        if self.producer is not None:
+            self.producer.raise_failure()
         counts = self._counts()
         with self._guard:
             return bool(counts[_NEXT] > counts[_FIRST]) and not self._has_room(int(counts[_LAST_SIZE]))
@@ -231,7 +261,7 @@ class VLABuffer:
         """Pickle the way to the shared memory: another process uses the same queue."""
         if isinstance(self._shelf, LocalShelf):
             raise RolloutError("a buffer that processes share is made with example=..., an entry like those to come")
-        return {**self.__dict__, "before_get": None}
+        return {**self.__dict__, "producer": None}
 
 
 def _copied(entry: TensorDictBase, device: torch.device) -> TensorDictBase:

@@ -176,11 +176,17 @@ class WeightStore:
                 )
             self._acknowledged.add(version)
 
-    def check_stamps(self, versions: Iterable[int]) -> None:
-        """Check that every version that transitions are stamped with was really adopted."""
+    def trust(self, versions: Iterable[int]) -> None:
+        """Take versions for acknowledged that were so in a run that is resumed."""
         with self._lock:
-            unknown = sorted(set(versions) - self._acknowledged)
-            self._acknowledged = {v for v in self._acknowledged if v >= min(self._kept, default=0)}
+            self._acknowledged.update(versions)
+
+    def check_stamps(self, versions: Iterable[int]) -> None:
+        """Check that every version that transitions are stamped with was really adopted; they come in order."""
+        stamped = set(versions)
+        with self._lock:
+            unknown = sorted(stamped - self._acknowledged)
+            self._acknowledged = {v for v in self._acknowledged if v >= min(stamped)}
         if unknown:
             raise WeightsError(f"transitions are stamped with versions {unknown}, which no collector acknowledged")
 

@@ -1,0 +1,135 @@
+"""A collecting process: build the environment, then do what the learner's process orders."""
+
+from __future__ import annotations
+
+import copy
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from embodichain.agents.engine.boot import die_with_parent
+from embodichain.agents.engine.failure import FailureReport
+from embodichain.agents.engine.segment import Segment
+from embodichain.agents.rl.collector.background.child_process import lead_a_group
+from embodichain.agents.rl.collector.background.loop import (
+    CollectionLoop,
+    Command,
+    Delivery,
+    NewWeights,
+    Order,
+    Stopped,
+    Ticket,
+)
+from embodichain.agents.rl.collector.background.parcel import Channel, pack, unpack
+from embodichain.agents.rl.collector.background.station import Setup, Station
+from embodichain.agents.rl.collector.weights import WeightSnapshot
+from embodichain.envs.vec_env import VecEnv
+
+LAST_BEAT, WORKING, STEPS, NUM_PULSES = range(4)
+"""Places in the pulse, int64: time of the last sign of life in ns, whether a step is under way, steps begun."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a collecting process is to do."""
+
+    make_env: Callable[[], VecEnv]
+    setup: Setup
+    num_steps: int
+
+    def for_another_process(self) -> Job:
+        """Return the job with a policy that can be sent: a copy, on the CPU."""
+        policy = copy.deepcopy(self.setup.policy).cpu()
+        return replace(self, setup=replace(self.setup, policy=policy))
+
+
+def main(job: Job, device: str, connection: socket.socket, pulse: Segment, parent: int) -> None:
+    """Collect until told to stop; ``device`` is where the policy belongs."""
+    die_with_parent(parent)
+    lead_a_group()  # whatever the environment starts can be ended together with this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    torch.set_num_threads(job.setup.cfg.num_threads or 1)
+    channel = Channel(connection)
+    try:
+        job.setup.policy.to(device).device = torch.device(device)
+        env = job.make_env()
+        try:
+            station = Station(env, job.setup)
+            _begin(station, channel)
+            channel.send({"event": "ready", "num_envs": env.num_envs}, patient=True)
+            CollectionLoop(station, ProcessLink(channel, pulse), job.num_steps).run()
+        finally:
+            env.close()
+    except EOFError:
+        return  # the learner is gone
+    except Exception as error:  # noqa: BLE001 - whatever it is, the learner must hear of it
+        channel.send({"event": "failed", "report": FailureReport.of_exception(0, error).to_json()}, patient=True)
+
+
+def _begin(station: Station, channel: Channel) -> None:
+    """Begin the episodes that the first message asks for."""
+    received = channel.receive(None)
+    if received is None:
+        raise EOFError
+    message, memory = received
+    begun = memory is not None and station.load(unpack(message, memory))
+    if not begun and message["seed"] is not None:
+        station.reset(message["seed"])
+
+
+class ProcessLink:
+    """The loop's connection with the learner's process."""
+
+    def __init__(self, channel: Channel, pulse: Segment) -> None:
+        self._channel = channel
+        self._pulse = pulse.view(0, torch.int64, (NUM_PULSES,)).numpy()
+
+    def receive(self, timeout: float | None) -> Order | None:
+        """Return the next order, waiting for it at most so long."""
+        try:
+            received = self._channel.receive(timeout)
+        except EOFError:
+            raise Stopped from None
+        if received is None:
+            return None
+        message, memory = received
+        if message["order"] == "ticket":
+            random = None if memory is None else unpack(message, memory)
+            return Ticket(message["number"], message["version"], random)
+        if message["order"] == "weights" and memory is not None:
+            return NewWeights(WeightSnapshot(message["version"], message["digest"], memory.bytes, memory))
+        return Command(message["order"])
+
+    def beat(self, working: bool) -> None:
+        """Show a sign of life."""
+        self._pulse[STEPS] += working
+        self._pulse[LAST_BEAT] = time.monotonic_ns()
+        self._pulse[WORKING] = working
+
+    def adopted(self, version: int, digest: int) -> None:
+        """Acknowledge weights."""
+        self._channel.send({"event": "adopted", "version": version, "digest": digest}, patient=True)
+
+    def deliver(self, delivery: Delivery) -> None:
+        """Hand over a rollout."""
+        words, memory = pack(
+            {
+                "steps": delivery.rollout.transpose(0, 1),  # in the order in which it lies in memory
+                "episodes": delivery.episodes,
+                "statistics": delivery.statistics,
+                "seconds": delivery.seconds,
+                "waited": delivery.waited,
+                "random": delivery.random,
+            }
+        )
+        self._channel.send({"event": "rollout", "number": delivery.number, **words}, memory, patient=True)
+
+    def standing(self, state: dict[str, Any] | None) -> None:
+        """Report that nothing moves until further notice."""
+        words, memory = pack(state)
+        self._channel.send({"event": "standing", **words}, memory, patient=True)

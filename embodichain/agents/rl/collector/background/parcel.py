@@ -1,0 +1,95 @@
+"""Nested data with tensors in it on its way to another process: a piece of shared memory, and words that describe it.
+
+The words are JSON and the memory is known by its descriptor alone; both travel in one message (``SOCK_SEQPACKET``), so
+a message is there as a whole or not at all. Nothing is pickled, and nothing is left over if either side is killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from embodichain.agents.engine.segment import Segment
+from embodichain.agents.rl.utils.tree import put_together, take_apart
+
+_ALIGNMENT = 64
+_LARGEST = 1 << 20
+
+
+def pack(value: Any) -> tuple[dict[str, Any], Segment]:
+    """Copy a nest of dicts, lists, numbers and tensors into shared memory; return its description and the memory."""
+    data, tensors = take_apart(value)
+    places, end = [], 0
+    for name, tensor in tensors.items():
+        places.append([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), end])
+        end += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
+    segment = Segment.create(max(end, _ALIGNMENT), "what a collector sends")
+    for view, tensor in zip(_views(segment, places).values(), tensors.values(), strict=True):
+        view.copy_(tensor)
+    return {"data": data, "places": places, "nbytes": segment.nbytes}, segment
+
+
+def unpack(words: dict[str, Any], segment: Segment, copy: bool = True) -> Any:
+    """Return what was packed; without ``copy`` tensors lie in the shared memory, which lives as long as they do."""
+    views = _views(segment, words["places"])
+    return put_together(words["data"], {name: view.clone() for name, view in views.items()} if copy else views)
+
+
+def _views(segment: Segment, places: list[list[Any]]) -> dict[str, Tensor]:
+    return {name: segment.view(at, getattr(torch, dtype), tuple(shape)) for name, dtype, shape, at in places}
+
+
+class Channel:
+    """One end of a connection between two processes that send each other messages."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self._arrivals = select.poll()  # select() cannot watch descriptors beyond 1024
+        self._arrivals.register(connection, select.POLLIN)
+
+    @staticmethod
+    def pair() -> tuple[Channel, Channel]:
+        """Return the two ends of a new connection."""
+        mine, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        return Channel(mine), Channel(other)
+
+    def send(self, message: dict[str, Any], segment: Segment | None = None, patient: bool = False) -> bool:
+        """Send a message; tell whether somebody was there to take it.
+
+        Who does not read for so long that the queue is full is as good as dead, unless one is ``patient``.
+        """
+        descriptors = [] if segment is None else [segment.fd]
+        flags = 0 if patient else socket.MSG_DONTWAIT
+        try:
+            socket.send_fds(self.socket, [json.dumps(message).encode()], descriptors, flags)
+        except (BlockingIOError, BrokenPipeError, ConnectionResetError):
+            return False
+        return True
+
+    def receive(self, timeout: float | None) -> tuple[dict[str, Any], Segment | None] | None:
+        """Return the next message and the memory that came with it, ``None`` if none came in time.
+
+        ``EOFError`` says that nobody is at the other end any more.
+        """
+        if not self._arrivals.poll(None if timeout is None else 1000.0 * timeout):
+            return None
+        try:
+            content, descriptors, _, _ = socket.recv_fds(self.socket, _LARGEST, 1)
+        except ConnectionResetError:
+            content, descriptors = b"", []
+        if not content:
+            raise EOFError("the other process has hung up")
+        message = json.loads(content)
+        if not descriptors:
+            return message, None
+        return message, Segment(descriptors[0], os.fstat(descriptors[0]).st_size)
+
+    def close(self) -> None:
+        """Hang up; calling it twice is fine."""
+        self.socket.close()

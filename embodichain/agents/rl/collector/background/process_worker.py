@@ -1,0 +1,219 @@
+"""Collection in a process of its own, which is replaced when it dies or hangs."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from embodichain.agents.engine.failure import FailureReport
+from embodichain.agents.engine.segment import Segment
+from embodichain.agents.rl.collector.background.child import LAST_BEAT, NUM_PULSES, STEPS, WORKING, Job, main
+from embodichain.agents.rl.collector.background.child_process import ChildProcess
+from embodichain.agents.rl.collector.background.loop import Command, Delivery, NewWeights, Order, Ticket
+from embodichain.agents.rl.collector.background.parcel import Channel, pack, unpack
+from embodichain.agents.rl.collector.background.worker import FIRST_STEPS, STOP_SECONDS, Learner, Reports
+from embodichain.agents.rl.collector.weights import WeightSnapshot
+from embodichain.envs.random import combine
+from embodichain.errors import BufferWaitError, CollectorError, EnvironmentHungError
+
+log = logging.getLogger("embodichain.collector")
+
+_LOOK_SECONDS = 0.05
+_ROOM_SECONDS = 0.2
+_GRACE_SECONDS = STOP_SECONDS - 1.0
+
+
+class ProcessWorker:
+    """A thread that starts the collecting process, hears what it says, and replaces it.
+
+    What the process was told and has not done yet is remembered, so that the next one can be told the same: a rollout
+    that was half collected is collected again, from new episodes, and nothing of the half one is ever seen.
+    """
+
+    def __init__(self, job: Job, learner: Learner, state: Mapping[str, Any] | None, seed: int | None) -> None:
+        self.num_envs, self.restarts = 0, 0
+        self._job, self._cfg, self._learner = job.for_another_process(), job.setup.cfg, learner
+        self._device = str(job.setup.policy.device)
+        self._state, self._seed = state, seed
+        self._lock = threading.Lock()
+        self._channel: Channel | None = None
+        self._process: ChildProcess | None = None
+        self._pulse = Segment.create(8 * NUM_PULSES, "a pulse")
+        self._beats = self._pulse.view(0, torch.int64, (NUM_PULSES,)).numpy()
+        self._started = 0.0
+        self._weights: dict[int, WeightSnapshot] = {}
+        self._tickets: dict[int, Ticket] = {}
+        self._command: Command | None = None
+        self._failure: Exception | None = None
+        self._ready, self._stopping = threading.Event(), threading.Event()
+        self._reports = Reports(self.check)
+        self._thread = threading.Thread(target=self._run, name="embodichain-collector", daemon=True)
+        self._thread.start()
+
+    # --- the learner's side ---------------------------------------------------------------------------------------
+
+    def wait_until_ready(self) -> None:
+        """Wait until the environment is there."""
+        while not self._ready.wait(_LOOK_SECONDS):
+            self.check()
+
+    def send(self, order: Order) -> None:
+        """Give an order; it is remembered until it is done."""
+        with self._lock:
+            if isinstance(order, Ticket):
+                self._tickets[order.number] = order
+            elif isinstance(order, NewWeights):
+                if self._cfg.adopt != "lockstep":
+                    self._weights.clear()
+                self._weights[order.snapshot.version] = order.snapshot
+            else:
+                self._command = order
+                self._reports.clear()
+            self._transmit(order)
+
+    def check(self) -> None:
+        """Raise what keeps it from going on."""
+        if self._failure is not None:
+            raise self._failure
+
+    def wait_until_standing(self, timeout: float) -> dict[str, Any] | None:
+        """Wait for it to stand still; return its state after ``save``."""
+        return self._reports.wait(timeout)
+
+    def stop(self) -> None:
+        """End the process, gracefully, then firmly."""
+        self._stopping.set()
+        self._thread.join()
+
+    # --- the thread -----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        """Start the process and watch over it until told to stop, or until it fails for good."""
+        try:
+            self._spawn()
+            while not self._stopping.is_set():
+                self._watch()
+        except Exception as error:  # noqa: BLE001 - it is raised in the learner's thread
+            self._failure = error
+            self._stopping.set()
+        finally:
+            if self._channel is not None and self._process is not None:
+                self._channel.send({"order": "stop"})
+                if self._failure is None:
+                    self._process.wait(_GRACE_SECONDS)
+                self._process.kill()
+
+    def _spawn(self) -> None:
+        mine, other = Channel.pair()
+        self._beats[:] = 0
+        self._started = time.monotonic()
+        self._process = ChildProcess(main, (self._job, self._device, other.socket, self._pulse, os.getpid()))
+        other.close()
+        words, memory = ({}, None) if self._state is None else pack(dict(self._state))
+        with self._lock:
+            self._channel = mine
+            mine.send({"seed": self._seed, **words}, memory)
+            for snapshot in self._weights.values():
+                self._transmit(NewWeights(snapshot))
+            for number in sorted(self._tickets):
+                self._transmit(self._tickets[number])
+            if self._command is not None and self._command.name in ("pause", "save"):
+                self._transmit(self._command)
+
+    def _transmit(self, order: Order) -> None:
+        """Send an order, the lock being held; a process that does not take it will be replaced."""
+        channel = self._channel
+        if channel is None:
+            return
+        if isinstance(order, NewWeights):
+            snapshot = order.snapshot
+            words = {"order": "weights", "version": snapshot.version, "digest": snapshot.digest}
+            channel.send(words, snapshot.segment)
+        elif isinstance(order, Ticket):
+            words, memory = ({}, None) if order.random is None else pack(order.random)
+            channel.send({"order": "ticket", "number": order.number, "version": order.version, **words}, memory)
+        else:
+            channel.send({"order": order.name})
+
+    def _watch(self) -> None:
+        if self._channel is None or self._process is None:
+            raise CollectorError("there is no collecting process")
+        try:
+            received = self._channel.receive(_LOOK_SECONDS)
+        except EOFError:
+            return self._replace(self._process.exit_words())
+        if received is not None:
+            self._hear(*received)
+        words = self._hung_words()
+        if words is not None:
+            self._replace(words, hung=True)
+
+    def _hear(self, message: dict[str, Any], memory: Segment | None) -> None:
+        event = message["event"]
+        if event == "ready":
+            self.num_envs = message["num_envs"]
+            self._ready.set()
+        elif event == "adopted":
+            self._learner.on_adopted(message["version"], message["digest"])
+        elif event == "rollout" and memory is not None:
+            self._deliver(message["number"], unpack(message, memory, copy=False))
+        elif event == "standing" and memory is not None:
+            self._reports.put(unpack(message, memory))
+        elif event == "failed":
+            report = FailureReport.from_json(message["report"])
+            raise CollectorError(
+                f"the collecting process {report.what}: {report.message}\n\nIn the process:\n{report.traceback}"
+            ) from report.original()
+
+    def _deliver(self, number: int, content: dict[str, Any]) -> None:
+        steps = content.pop("steps")
+        delivery = Delivery(number, steps.transpose(0, 1), **content)
+        while not self._stopping.is_set():
+            try:
+                self._learner.on_delivery(delivery, _ROOM_SECONDS)
+                break
+            except BufferWaitError:
+                continue
+        with self._lock:
+            ticket = self._tickets.pop(number)
+            for old in [v for v in self._weights if v < ticket.version]:
+                del self._weights[old]
+
+    # --- its life -------------------------------------------------------------------------------------------------
+
+    def _hung_words(self) -> str | None:
+        """Return what is wrong with a process that shows no sign of life."""
+        now, cfg = time.monotonic(), self._cfg
+        if not self._beats[LAST_BEAT]:
+            late = now - self._started > cfg.start_timeout
+            return f"did not build its environment within start_timeout ({cfg.start_timeout:g} s)" if late else None
+        limit = cfg.step_timeout if self._beats[STEPS] > FIRST_STEPS else cfg.start_timeout
+        if self._beats[WORKING] and now - self._beats[LAST_BEAT] / 1e9 > limit:
+            return f"hung: it has not come back from a step for {limit:g} s"
+        return None
+
+    def _replace(self, what: str, hung: bool = False) -> None:
+        """Put a new process in the place of one that died or hung, or give up."""
+        with self._lock:
+            if self._channel is not None:
+                self._channel.close()
+            self._channel = None
+        if self._process is not None:
+            self._process.kill()
+        if self._stopping.is_set():
+            return
+        if not self._ready.is_set() or self.restarts >= self._cfg.max_restarts:
+            after = f", after {self.restarts} replacements" if self.restarts else ""
+            raise (EnvironmentHungError if hung else CollectorError)(f"the collecting process {what}{after}")
+        self.restarts += 1
+        log.warning("the collecting process %s; replacing it (%d of %d)", what, self.restarts, self._cfg.max_restarts)
+        self._state = None  # it begins new episodes, others than the first one began
+        if self._seed is not None:
+            self._seed = int(combine(torch.tensor(self._seed), torch.tensor(self.restarts))) % 2**31
+        self._spawn()
