@@ -27,7 +27,7 @@ from benchmarks.timing import Rounds, cores, interleave, machine
 from embodichain.errors import RenderingError
 
 OURS, ROLLOUT, BATCH, LOOP = "embodichain", "mujoco.rollout.Rollout", "mujoco.batch.Batch", "Python loop of mj_step"
-SYNC, ASYNC = "Gymnasium SyncVectorEnv", "Gymnasium AsyncVectorEnv"
+SYNC, ASYNC, BARE = "Gymnasium make_vec, sync", "Gymnasium make_vec, async", "Gymnasium sync, bare"
 PACKAGES = ("embodichain-agents", "mujoco", "torch", "gymnasium", "numpy", "tensordict")
 
 
@@ -76,8 +76,9 @@ def measure(task: str, num_envs: int, args: Args, progress: Progress) -> Rounds:
     recording = candidates.record(env)
     made = {OURS: candidates.embodichain_env(env)}
     if num_envs <= args.max_gymnasium:
-        made[ASYNC] = candidates.gymnasium_vector(task, env, num_envs, asynchronous=True)
-        made[SYNC] = candidates.gymnasium_vector(task, env, num_envs, asynchronous=False)
+        made[ASYNC] = candidates.gymnasium_vector(task, env, "async")  # first: it forks
+        made[SYNC] = candidates.gymnasium_vector(task, env, "sync")
+        made[BARE] = candidates.bare_vector(task, env)
     made[ROLLOUT] = candidates.raw_rollout(recording, cores())
     made[BATCH] = candidates.raw_batch(recording, cores())
     made[LOOP] = candidates.python_loop(recording)

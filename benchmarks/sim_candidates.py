@@ -7,8 +7,10 @@ sent while it was recorded, so that they meet the same contacts; the environment
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import gymnasium as gym
 import mujoco
@@ -17,7 +19,7 @@ import torch
 from mujoco import batch, rollout
 
 from benchmarks.plain_envs import PLAIN, SUBSTEPS, PlainEnv
-from embodichain.envs.registration import make
+from embodichain.envs.registration import list_envs, load_gym_config, make
 from embodichain.envs.task_env import TaskEnv
 from embodichain.errors import EnvContractError
 
@@ -51,7 +53,11 @@ class Candidate:
 
 def make_env(task: str, num_envs: int) -> TaskEnv:
     """Return the environment, in the midst of its episodes: at every step some of them end."""
-    env = make(task, num_envs=num_envs, seed=0, env={"substeps": SUBSTEPS})
+    cfg = load_gym_config(task, num_envs=num_envs, seed=0)
+    task_class = next(spec.task for spec in list_envs() if spec.id == task)
+    # A step takes as long as the task's own, in ten substeps.
+    step = task_class.build_model(cfg).opt.timestep * cfg.env.substeps
+    env = make(cfg, env={"substeps": SUBSTEPS, "timestep": step / SUBSTEPS})
     if not isinstance(env, TaskEnv):
         raise TypeError(f"{task} is no task of this package")
     state = env.get_state()
@@ -160,48 +166,39 @@ def python_loop(recording: Recording) -> Candidate:
     return Candidate(step, count, lambda: None)
 
 
-def gymnasium_vector(task: str, env: TaskEnv, num_envs: int, asynchronous: bool) -> Candidate:
-    """Gymnasium's vector environments of the plain task, staggered like the package's own."""
+def gymnasium_vector(task: str, env: TaskEnv, mode: Literal["sync", "async"]) -> Candidate:
+    """What ``gymnasium.make_vec`` makes of the plain task, in the ordinary way."""
+    name = f"benchmark/{task}-v0"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about a name that is taken again
+        gym.register(name, lambda: plain_env(task, env, flat=False), max_episode_steps=PLAIN[task].limit)
+        vector = gym.make_vec(name, env.num_envs, vectorization_mode=mode)
+    return _vector(vector, env, "_elapsed_steps")
 
-    def one(index: int) -> Callable[[], PlainEnv]:
-        return lambda: _staggered(task, env, index, num_envs)
 
-    makers = [one(index) for index in range(num_envs)]
-    vector = gym.vector.AsyncVectorEnv(makers) if asynchronous else gym.vector.SyncVectorEnv(makers)
+def bare_vector(task: str, env: TaskEnv) -> Candidate:
+    """``SyncVectorEnv`` of the plain task with a flat observation and none of Gymnasium's wrappers."""
+    return _vector(gym.vector.SyncVectorEnv([lambda: plain_env(task, env, flat=True)] * env.num_envs), env, "steps")
+
+
+def _vector(vector: gym.vector.VectorEnv, env: TaskEnv, counter: str) -> Candidate:
+    """Start all envs, staggered like the package's own."""
     vector.reset(seed=0)
+    vector.set_attr(counter, [i * env.max_episode_steps // env.num_envs for i in range(env.num_envs)])
     cycle = itertools.cycle([action.numpy() for action in actions(env, 16)])
     for _ in range(20):
         vector.step(next(cycle))
-    return Candidate(lambda: vector.step(next(cycle)), num_envs, vector.close)
+    return Candidate(lambda: vector.step(next(cycle)), env.num_envs, vector.close)
 
 
-def plain_env(task: str, env: TaskEnv) -> PlainEnv:
+def plain_env(task: str, env: TaskEnv, flat: bool) -> PlainEnv:
     """Return the task as a plain Gymnasium environment."""
-    return PLAIN[task](env.physics.model, env.robot.init_qpos.numpy())
-
-
-def _staggered(task: str, env: TaskEnv, index: int, num_envs: int) -> PlainEnv:
-    """Return an env whose first episode is shorter, so that not all of them end at once."""
-    plain = plain_env(task, env)
-    full = plain.limit
-    plain.limit = max(1, full * (index + 1) // num_envs)
-    reset = plain.reset
-
-    def first_reset(**options: int | None) -> object:
-        plain.reset = second_reset  # type: ignore[method-assign, assignment]
-        return reset(**options)  # type: ignore[arg-type]
-
-    def second_reset(**options: int | None) -> object:
-        plain.limit = full
-        return reset(**options)  # type: ignore[arg-type]
-
-    plain.reset = first_reset  # type: ignore[method-assign, assignment]
-    return plain
+    return PLAIN[task](env.physics.model, env.robot.init_qpos.numpy(), flat)
 
 
 def check_same_task(task: str, env: TaskEnv, steps: int = 8) -> None:
     """Raise unless the plain task does what the package's own does: same states, observations and rewards."""
-    plain, state = plain_env(task, env), env.get_state()
+    plain, state = plain_env(task, env, flat=True), env.get_state()
     plain.reset(seed=0)
     for i in range(min(4, env.num_envs)):
         env.set_state(state)
