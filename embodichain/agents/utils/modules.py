@@ -11,6 +11,8 @@ from pathlib import Path
 
 from embodichain.errors import UnknownNameError, UntrustedModuleError
 
+_allowed: set[str] = set()
+
 
 def module_name(entry: str) -> str:
     """Return the module that a trusted entry means: ``mine`` for ``mine`` as well as for ``some/where/mine.py``."""
@@ -42,6 +44,12 @@ def import_trusted(trusted: Iterable[str], folders: Iterable[Path] = ()) -> None
         elif top not in sys.modules and importlib.util.find_spec(top) is None:
             _import_from(top, places)
         importlib.import_module(name)
+        _allowed.add(name)
+
+
+def allowed_modules() -> frozenset[str]:
+    """Return the modules that the caller allowed in this process so far."""
+    return frozenset(_allowed)
 
 
 def _import_from(name: str, folders: list[Path]) -> None:

@@ -17,6 +17,8 @@ from embodichain.agents.rl.models.registry import (
     get_registered_policy_names,
     register_policy,
 )
+from embodichain.agents.rl.models.vla import load_vla_model, register_vla_model
+from embodichain.agents.rl.models.vla_policy import VLAPolicy
 
 __all__ = [
     "MLP",
@@ -30,9 +32,12 @@ __all__ = [
     "Policy",
     "PolicyCfg",
     "RunningNormalizer",
+    "VLAPolicy",
     "build_mlp_from_cfg",
     "build_policy",
     "get_policy_class",
     "get_registered_policy_names",
+    "load_vla_model",
     "register_policy",
+    "register_vla_model",
 ]

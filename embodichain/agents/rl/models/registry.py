@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+import gymnasium as gym
 import torch
 from torch import nn
 
@@ -12,11 +13,12 @@ from embodichain.agents.rl.models.actor_critic import ActorCritic
 from embodichain.agents.rl.models.actor_only import ActorOnly
 from embodichain.agents.rl.models.distributions import action_dimension
 from embodichain.agents.rl.models.policy import Policy
+from embodichain.agents.rl.models.vla_policy import VLAPolicy
 from embodichain.errors import ConfigError, UnknownNameError, nearest
 
 P = TypeVar("P", bound=type[Policy])
 
-_POLICIES: dict[str, type[Policy]] = {"actor_critic": ActorCritic, "actor_only": ActorOnly}
+_POLICIES: dict[str, type[Policy]] = {"actor_critic": ActorCritic, "actor_only": ActorOnly, "vla": VLAPolicy}
 
 
 def register_policy(name: str, policy_cls: P | None = None) -> P | Callable[[P], P]:
@@ -72,7 +74,8 @@ def build_policy(
 
 
 def _check_action_dim(given: object, action_space: Any) -> None:
-    actual = action_dimension(action_space)
+    is_chunked = isinstance(action_space, gym.spaces.Box) and len(action_space.shape) == 2
+    actual = int(action_space.shape[-1]) if is_chunked else action_dimension(action_space)
     if given is not None and given != actual:
         problem = f"action_dim is {given!r}, but the environment's action space {action_space} has {actual}"
         raise ConfigError(f"{problem}; correct the number or leave it out", "policy")

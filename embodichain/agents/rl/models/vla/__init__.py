@@ -1,0 +1,35 @@
+"""Vision-language-action models: pictures, an instruction and the robot's own state in, chunks of actions out.
+
+``model.py`` says what such a model is, ``tiny_vla.py`` is one that fits a CPU, ``hf_backbone.py`` builds one on a
+vision-language model of the transformers library, ``loading.py`` reads and writes checkpoints.
+"""
+
+from __future__ import annotations
+
+from embodichain.agents.rl.models.vla.hf_backbone import HFBackboneVLA, HFBackboneVLACfg
+from embodichain.agents.rl.models.vla.loading import load_vla_model, save_vla_model
+from embodichain.agents.rl.models.vla.lora import LoRACfg, apply_lora, merge_lora
+from embodichain.agents.rl.models.vla.model import VLAModel, VLAModelCfg
+from embodichain.agents.rl.models.vla.registry import (
+    get_registered_vla_model_names,
+    get_vla_model_class,
+    register_vla_model,
+)
+from embodichain.agents.rl.models.vla.tiny_vla import TinyVLA, TinyVLACfg
+
+__all__ = [
+    "HFBackboneVLA",
+    "HFBackboneVLACfg",
+    "LoRACfg",
+    "TinyVLA",
+    "TinyVLACfg",
+    "VLAModel",
+    "VLAModelCfg",
+    "apply_lora",
+    "get_registered_vla_model_names",
+    "get_vla_model_class",
+    "load_vla_model",
+    "merge_lora",
+    "register_vla_model",
+    "save_vla_model",
+]

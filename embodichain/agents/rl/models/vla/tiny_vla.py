@@ -1,0 +1,157 @@
+"""``TinyVLA``: a vision-language-action model of about two million parameters, fit for a CPU.
+
+Patches of all cameras and the bytes of the instruction are what is seen and said; one query per action of the chunk,
+one for the value and one for proprioception look at them, layer by layer, and become the chunk and the value. The cost
+is that of the few queries, not of all patches with each other.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Annotated, ClassVar
+
+import torch
+import torch.nn.functional as F
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+
+from embodichain.agents.rl.models.vla.model import VLAModel, VLAModelCfg
+from embodichain.agents.rl.models.vla.registry import register_vla_model
+from embodichain.agents.rl.models.vla.tokenizer import ByteTokenizer
+from embodichain.agents.rl.utils.config import Count
+from embodichain.config import Field, configclass
+from embodichain.errors import ConfigError
+
+
+@configclass
+class TinyVLACfg(VLAModelCfg):
+    """Settings of ``TinyVLA``."""
+
+    width: Count = 192
+    """Numbers per token."""
+    depth: Count = 3
+    """Layers of the decoder."""
+    num_heads: Count = 4
+    """Attention heads; they divide the width."""
+    patch_size: Annotated[int, Field(ge=2, multiple_of=2)] = 8
+    """Pixels along a side of one patch; it divides height and width of every picture."""
+    bytes_per_token: Count = 4
+    """Bytes of the instruction that make one token."""
+
+
+class PatchEncoder(nn.Module):
+    """Turns a picture into one token per patch, each with its place: ``[batch, C, H, W]`` to ``[batch, n, width]``.
+
+    Overlapping convolutions, each halving the picture, make the patches; beside the colours they are given the pixels'
+    coordinates, so that where something is can be read off as easily as what it is.
+    """
+
+    pixels: Tensor
+
+    def __init__(self, shape: tuple[int, int, int], width: int, patch_size: int) -> None:
+        super().__init__()
+        height, across, channels = shape
+        if height % patch_size or across % patch_size:
+            raise ConfigError(
+                f"patch_size: {patch_size} does not divide a picture of {height}x{across}", "model_config"
+            )
+        halvings = patch_size.bit_length() - 1
+        widths = [channels + 2, *(max(16, width >> (halvings - i)) for i in range(1, halvings)), width]
+        layers: list[nn.Module] = []
+        for before, after in pairwise(widths):
+            layers += [nn.Conv2d(before, after, kernel_size=3, stride=2, padding=1), nn.GELU()]
+        self.embed = nn.Sequential(*layers[:-1])
+        self.num_tokens = (height // patch_size) * (across // patch_size)
+        self.place = nn.Parameter(torch.randn(self.num_tokens, width) * 0.02)
+        grid = torch.meshgrid(torch.linspace(-1, 1, height), torch.linspace(-1, 1, across), indexing="ij")
+        self.register_buffer("pixels", torch.stack(grid), persistent=False)
+
+    def forward(self, picture: Tensor) -> Tensor:
+        """Return tokens ``[batch, num_tokens, width]``."""
+        placed = torch.cat((picture, self.pixels.expand(picture.shape[0], -1, -1, -1)), dim=1)
+        return self.embed(placed).flatten(2).transpose(1, 2) + self.place
+
+
+class Attention(nn.Module):
+    """Multi-head attention of queries ``[batch, q, width]`` over ``[batch, n, width]``."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.query, self.key_value = nn.Linear(width, width), nn.Linear(width, 2 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, seen: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return what each query takes from ``seen``; ``mask`` ``[batch, n]`` tells what there is to see."""
+        query = self.query(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        key, value = self.key_value(seen).unflatten(-1, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        allowed = None if mask is None else mask[:, None, None, :]
+        taken = F.scaled_dot_product_attention(query, key, value, attn_mask=allowed)
+        return self.out(taken.transpose(1, 2).flatten(2))
+
+
+class Layer(nn.Module):
+    """Queries look at what is seen and said, then at each other, then think."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.look, self.talk = Attention(width, num_heads), Attention(width, num_heads)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3))
+        self.think = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor, seen: Tensor, mask: Tensor) -> Tensor:
+        """Return the queries ``[batch, q, width]`` after this layer."""
+        x = x + self.look(self.norms[0](x), seen, mask)
+        own = self.norms[1](x)
+        x = x + self.talk(own, own)
+        return x + self.think(self.norms[2](x))
+
+
+@register_vla_model("tiny_vla")
+class TinyVLA(VLAModel):
+    """Patch encoder, byte tokens, proprioception, a small decoder, an action-chunk head and a value head."""
+
+    cfg_type: ClassVar[type[VLAModelCfg]] = TinyVLACfg
+    cfg: TinyVLACfg
+
+    def __init__(self, **settings: object) -> None:
+        super().__init__(**settings)
+        cfg, width = self.cfg, self.cfg.width
+        if width % (2 * cfg.num_heads):
+            raise ConfigError(f"width: expected a multiple of 2 * num_heads = {2 * cfg.num_heads}, got {width}")
+        self.eyes = nn.ModuleDict({name: PatchEncoder(s, width, cfg.patch_size) for name, s in cfg.cameras.items()})
+        length = cfg.instruction_length
+        self.words = ByteTokenizer(length, width, cfg.bytes_per_token) if length else None
+        self.meaning = nn.Linear(self.words.num_tokens * width, width) if self.words is not None else None
+        proprio = sum(cfg.proprio.values())
+        self.body = nn.Linear(proprio, width) if proprio else None
+        self.queries = nn.Parameter(torch.randn(cfg.chunk_size + 2, width) * 0.02)
+        self.seen_norm, self.out_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.layers = nn.ModuleList(Layer(width, cfg.num_heads) for _ in range(cfg.depth))
+        self.to_action, self.to_value = self.make_heads(width)
+
+    def decode(self, obs: TensorDictBase) -> tuple[Tensor, Tensor]:
+        """Return the chunk's mean ``[batch, chunk_size, action_dim]`` and the value ``[batch]``."""
+        seen, mask, said = self._perceive(obs)
+        x = self.queries.expand(seen.shape[0], -1, -1)
+        if said is not None:
+            x = x + said.unsqueeze(1)
+        if self.body is not None and self.normalizer is not None:
+            # Every query knows where the robot is; the last one is there to be looked at by the others.
+            x = x + self.body(self.normalizer(self.proprioception(obs))).unsqueeze(1)
+        for layer in self.layers:
+            x = layer(x, seen, mask)
+        x = self.out_norm(x)
+        return self.to_action(x[:, : self.chunk_size]).float(), self.to_value(x[:, -2]).squeeze(-1).float()
+
+    def _perceive(self, obs: TensorDictBase) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the tokens of all pictures and of the instruction, and which of them mean something."""
+        tokens = [self.eyes[name](self.picture(obs, name)) for name in self.cfg.cameras]
+        seen = torch.cat(tokens, dim=1)
+        mask = torch.ones(seen.shape[:2], dtype=torch.bool, device=seen.device)
+        if self.words is None or self.meaning is None:
+            return self.seen_norm(seen), mask, None
+        said, is_text = self.words(self.instruction(obs))
+        whole = (F.gelu(said) * is_text.unsqueeze(-1)).flatten(1)
+        seen, mask = torch.cat((seen, said), dim=1), torch.cat((mask, is_text), dim=1)
+        return self.seen_norm(seen), mask, self.meaning(whole)
