@@ -151,7 +151,8 @@ class TaskEnv(VecEnv):
             terminated = terminated | failed
         terminated = terminated | self.physics.diverged
         truncated = self._step >= self.max_episode_steps
-        metrics = {"success": success.to(torch.float32), **self.task.metrics(scene)}
+        measures = {name: value.clone() for name, value in self.task.metrics(scene).items()}
+        metrics = {"success": success.to(torch.float32), **measures}
         return Moment(parts, reward, terminated, truncated, metrics)
 
     def get_state(self) -> TensorDict:

@@ -89,7 +89,8 @@ def test_writing_to_an_observation_does_not_reach_the_simulation():
         theirs, their_reward, _, _, info = spoiled.step(spoiled.expert_action())
         assert torch.equal(reward, their_reward)
         assert torch.equal(obs["object", "pos"], theirs["object", "pos"])
-        for leaf in (*dict(flat_live(theirs)).values(), their_reward, *info["rewards"].values()):
+        named = (*info["rewards"].values(), *info["metrics"].values())
+        for leaf in (*dict(flat_live(theirs)).values(), their_reward, *named):
             leaf.fill_(100.0)
         theirs["mine"] = torch.zeros(4)
     spoiled.reset(env_ids=[1])
