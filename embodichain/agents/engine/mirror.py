@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from embodichain.agents.engine.shared_buffer import Control, Ints, SharedBuffer,
 from embodichain.errors import ChunkSizeError, StreamStalledError
 
 _SLOTS = 4
+_INDEX_SLOTS = 16
 _IDLE_SECONDS = 0.002
 _FIRST_SECONDS = 60.0
 
@@ -53,7 +55,8 @@ class DeviceMirror:
         """Sequence number of each row that was last sent on its way."""
         self._is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._is_cuda else None
-        self._last_use: torch.cuda.Event | None = None
+        self._last_use = torch.cuda.Event() if self._is_cuda else None
+        self._index = _IndexSender(device)
         self._empty: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
         self._arrived: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
         for _ in range(_SLOTS):
@@ -75,22 +78,18 @@ class DeviceMirror:
             u = generator.random((2, batch_size))
             chosen = rows[(u[0] * len(rows)).astype(np.int64)]
             starts = (u[1] * (self._length[chosen] - (chunk_size - 1))).astype(np.int64)
-            index = torch.from_numpy(chosen * self._buffer.max_steps + starts)
-            if self._is_cuda:
-                index = index.pin_memory().to(self._device, non_blocking=True)
-            return self._gather(index, batch_size, chunk_size), chosen
+            index = chosen * self._buffer.max_steps + starts
+            return self._gather(self._index.send(index), batch_size, chunk_size), chosen
 
     @contextlib.contextmanager
     def _in_turn(self) -> Iterator[None]:
         """Order what is done to the mirror after what was done before, should another thread use another stream."""
-        if not self._is_cuda:
+        if self._last_use is None:
             yield
             return
         stream = torch.cuda.current_stream(self._device)
-        if self._last_use is not None:
-            stream.wait_event(self._last_use)
+        stream.wait_event(self._last_use)
         yield
-        self._last_use = torch.cuda.Event()
         self._last_use.record(stream)
 
     def close(self) -> None:
@@ -105,7 +104,7 @@ class DeviceMirror:
         for leaf in self._buffer.layout.leaves:
             windows = self._frames[leaf.key].as_strided((count, chunk_size * leaf.elements), (leaf.elements, 1))
             batch[leaf.key] = windows.index_select(0, index).view(batch_size, chunk_size, *leaf.shape)
-        return TensorDict(unflatten(batch), batch_size=[batch_size, chunk_size], device=self._device)
+        return _nested(unflatten(batch), torch.Size([batch_size, chunk_size]), self._device)
 
     def _take_in(self) -> None:
         """Put the rows that have arrived into the mirror; the first time, wait until all have."""
@@ -184,3 +183,36 @@ class DeviceMirror:
         host = {k: torch.empty(shape, dtype=dtypes[k], pin_memory=self._is_cuda) for k, shape in shapes.items()}
         device = {k: torch.empty(shape, dtype=dtypes[k], device=self._device) for k, shape in shapes.items()}
         return _Slot(host, device)
+
+
+class _IndexSender:
+    """Takes small indices to the device through pinned memory that is taken once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._slots: list[tuple[Tensor, torch.cuda.Event]] = []
+        self._next = 0
+
+    def send(self, index: Ints) -> Tensor:
+        """Return the index on the device, without waiting for it."""
+        if self._device.type != "cuda":
+            return torch.from_numpy(index)
+        if not self._slots or self._slots[0][0].numel() < len(index):
+            host = [torch.empty(2 * len(index), dtype=torch.int64, pin_memory=True) for _ in range(_INDEX_SLOTS)]
+            self._slots = [(memory, torch.cuda.Event()) for memory in host]
+        memory, sent = self._slots[self._next % _INDEX_SLOTS]
+        self._next += 1
+        sent.synchronize()  # it was, long ago, unless the device is many batches behind
+        memory = memory[: len(index)]
+        memory.numpy()[:] = index
+        found = memory.to(self._device, non_blocking=True)
+        sent.record(torch.cuda.current_stream(self._device))
+        return found
+
+
+def _nested(tree: dict[str, Any], batch_size: torch.Size, device: torch.device) -> TensorDict:
+    """Build nested TensorDicts; the shapes are ours, and the public constructor's checks take longer than the rest."""
+    source = {
+        key: _nested(value, batch_size, device) if isinstance(value, dict) else value for key, value in tree.items()
+    }
+    return TensorDict._new_unsafe(source, batch_size=batch_size, device=device)

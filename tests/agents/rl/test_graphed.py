@@ -38,13 +38,23 @@ def test_data_stay_where_they_are_from_update_to_update() -> None:
     assert store.take(second)
     assert {path: part.data_ptr() for path, part in store._parts.items()} == places
     chosen = torch.tensor([3, 0, 17])
-    assert (store.data.gather(chosen) == second.gather(chosen)).all()
+    assert (store.gather(chosen) == second.gather(chosen)).all()
     assert not store.take(Minibatches(rollout(0, num_steps=5), 8))
     assert not store.take(Minibatches(rollout(0).exclude("action"), 8))
 
 
+def test_sequences_are_gathered_from_the_table_too() -> None:
+    data = rollout(0)
+    data["done"], data["hidden"] = data["valid"], torch.randn(ENVS, STEPS, 2, 5)
+    minibatches = Minibatches(data, 8, sequence_length=2)
+    store, chosen = _Store(minibatches, own=False), minibatches.draw()[0]
+    assert store.gather(chosen).batch_size == (2, chosen.numel())
+    assert (store.gather(chosen) == minibatches.gather(chosen)).all()
+
+
 def test_large_data_are_looked_up_where_they_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("embodichain.agents.rl.algo.graphed._SMALL", 100)
+    monkeypatch.setattr("embodichain.agents.rl.algo.graphed._NARROW", 1)
     data = rollout(0)
     store = _Store(Minibatches(data, 8), own=False)
     assert store._parts["action",].data_ptr() == data["action"].data_ptr()

@@ -8,7 +8,6 @@ are filled up with transitions of no weight, and one size does for all.
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from embodichain.envs.graphed import recording
 
 _LOG = logging.getLogger(__name__)
 _WARM_UP = 3  # ordinary steps before recording: libraries load and Adam makes its moments in them
+_NARROW = 256  # columns up to which a part of the data goes into the common table
 _SMALL = 1 << 26  # bytes up to which data are copied rather than looked up where they are
 
 Step = Callable[[TensorDictBase], dict[str, Tensor]]
@@ -91,7 +91,7 @@ class GraphedSteps:
         """Do a step by its graph, if it has one or can be given one."""
         if self._off or self._steps <= _WARM_UP:
             return False
-        size = chosen.numel() if self._validity_key is None else self._data().largest
+        size = chosen.numel() if self._validity_key is None else self._loaded().largest
         if size not in self._graphs and not self._record(size):
             return False
         recorded = self._graphs[size]
@@ -102,7 +102,7 @@ class GraphedSteps:
         return True
 
     def _record(self, size: int) -> bool:
-        chosen = torch.zeros(size, dtype=torch.int64, device=self._data().device)
+        chosen = torch.zeros(size, dtype=torch.int64, device=self._optimizer.parameters[0].device)
         graph = torch.cuda.CUDAGraph()
         pool = next(iter(self._graphs.values())).graph.pool() if self._graphs else None
         try:
@@ -130,8 +130,8 @@ class GraphedSteps:
     def _gather(self, chosen: Tensor) -> TensorDict:
         """Return a minibatch; items that stand for none are there, but do not count."""
         if self._validity_key is None:
-            return self._data().gather(chosen)
-        batch = self._data().gather(chosen.clamp(min=0))
+            return self._loaded().gather(chosen)
+        batch = self._loaded().gather(chosen.clamp(min=0))
         batch[self._validity_key] = batch[self._validity_key] & (chosen >= 0)
         return batch
 
@@ -150,40 +150,60 @@ class GraphedSteps:
             self._store = _Store(minibatches, own=self._store is not None)
             self._graphs.clear()
 
-    def _data(self) -> Minibatches:
+    def _loaded(self) -> _Store:
         if self._store is None:
             raise RuntimeError("no data were loaded")
-        return self._store.data
+        return self._store
 
 
 class _Store:
-    """The data of one update at fixed addresses: small parts in memory of its own, large ones where they came from."""
+    """The data of one update at fixed addresses: small parts in memory of its own, large ones where they came from.
+
+    Numbers are kept side by side, one row per transition, so that one gather fetches all of them.
+    """
 
     def __init__(self, minibatches: Minibatches, own: bool) -> None:
         """Take the data; with ``own`` large parts are copied too, because they keep moving."""
         self.minibatches = minibatches
+        leaves = dict(sorted_leaves(minibatches.rows))
+        self._columns = _side_by_side(leaves)
+        width = max((columns.stop for columns in self._columns.values()), default=0)
+        self._table = torch.empty(minibatches.rows.batch_size[0], width, device=minibatches.device)
         self._parts: dict[tuple[str, ...], Tensor] = {}
-        self._owned: set[tuple[str, ...]] = set()
-        rows = TensorDict({}, batch_size=minibatches.rows.batch_size, device=minibatches.device)
-        for path, leaf in sorted_leaves(minibatches.rows):
-            if own or leaf.numel() * leaf.element_size() <= _SMALL:
-                leaf = leaf.clone()
+        self._owned = set(self._columns)
+        for path, leaf in leaves.items():
+            if path in self._columns:
+                self._parts[path] = self._table[:, self._columns[path]].view(leaf.shape)
+                self._parts[path].copy_(leaf)
+            elif own or _nbytes(leaf) <= _SMALL:
                 self._owned.add(path)
-            self._parts[path] = leaf
-            rows.set(path, leaf)
-        self.data = copy.copy(minibatches)
-        self.data.rows = rows
+                self._parts[path] = leaf.clone()
+            else:
+                self._parts[path] = leaf
+
+    @property
+    def largest(self) -> int:
+        """Items of a minibatch at most."""
+        return self.minibatches.largest
+
+    def gather(self, chosen: Tensor) -> TensorDict:
+        """Return the minibatch of these items."""
+        index, shape = self.minibatches.locate(chosen)
+        batch = TensorDict({}, batch_size=shape, device=chosen.device)
+        table = self._table.index_select(0, index) if self._columns else None
+        for path, part in self._parts.items():
+            columns = self._columns.get(path)
+            if columns is None or table is None:
+                rows = part.index_select(0, index)
+            else:
+                rows = table[:, columns] if part.ndim > 1 else table[:, columns.start]
+            batch.set(path, rows if len(shape) == 1 else rows.unflatten(0, shape))
+        return batch
 
     def take(self, minibatches: Minibatches) -> bool:
         """Take the data of the next update, if they have the same shapes and those that were not copied stay put."""
         leaves = dict(sorted_leaves(minibatches.rows))
-        same = (self.data.num_envs, self.data.num_steps, self.data.sequence_length, self.data.largest) == (
-            minibatches.num_envs,
-            minibatches.num_steps,
-            minibatches.sequence_length,
-            minibatches.largest,
-        )
-        if not same or leaves.keys() != self._parts.keys():
+        if _layout(minibatches) != _layout(self.minibatches) or leaves.keys() != self._parts.keys():
             return False
         for path, part in self._parts.items():
             leaf = leaves[path]
@@ -195,6 +215,28 @@ class _Store:
             self._parts[path].copy_(leaves[path])
         self.minibatches = minibatches
         return True
+
+
+def _side_by_side(leaves: dict[tuple[str, ...], Tensor]) -> dict[tuple[str, ...], slice]:
+    """Return the columns of a table for all narrow parts of numbers, vectors first: those stay aligned."""
+    narrow = [p for p, x in leaves.items() if x.dtype == torch.float32 and x.ndim <= 2 and _width(x) <= _NARROW]
+    columns, first = {}, 0
+    for path in sorted(narrow, key=lambda path: -_width(leaves[path])):
+        columns[path] = slice(first, first + _width(leaves[path]))
+        first += _width(leaves[path])
+    return columns
+
+
+def _width(leaf: Tensor) -> int:
+    return leaf.shape[1] if leaf.ndim > 1 else 1
+
+
+def _nbytes(leaf: Tensor) -> int:
+    return leaf.numel() * leaf.element_size()
+
+
+def _layout(minibatches: Minibatches) -> tuple[int, int, int | None, int]:
+    return minibatches.num_envs, minibatches.num_steps, minibatches.sequence_length, minibatches.largest
 
 
 def _first_line(error: Exception) -> str:

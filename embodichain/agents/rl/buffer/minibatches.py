@@ -74,12 +74,17 @@ class Minibatches:
 
     def gather(self, chosen: Tensor) -> TensorDict:
         """Return the minibatch of these items."""
-        if self.sequence_length is None:
-            return self.rows.apply(lambda leaf: leaf.index_select(0, chosen), batch_size=[chosen.numel()])
-        steps = torch.arange(self.sequence_length, device=chosen.device) * self.num_envs
-        index = (steps.unsqueeze(1) + chosen).reshape(-1)
-        shape = [self.sequence_length, chosen.numel()]
+        index, shape = self.locate(chosen)
+        if len(shape) == 1:
+            return self.rows.apply(lambda leaf: leaf.index_select(0, index), batch_size=shape)
         return self.rows.apply(lambda leaf: leaf.index_select(0, index).unflatten(0, shape), batch_size=shape)
+
+    def locate(self, chosen: Tensor) -> tuple[Tensor, list[int]]:
+        """Return the rows that these items consist of, in a line, and the batch size they have together."""
+        if self.sequence_length is None:
+            return chosen, [chosen.numel()]
+        steps = torch.arange(self.sequence_length, device=chosen.device) * self.num_envs
+        return (steps.unsqueeze(1) + chosen).reshape(-1), [self.sequence_length, chosen.numel()]
 
 
 def episode_starts(done: Tensor) -> Tensor:
