@@ -8,6 +8,7 @@ small matrices.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import mujoco
 import numpy as np
@@ -15,6 +16,9 @@ import torch
 from torch import Tensor
 
 from embodichain.errors import AssetError
+
+Links: TypeAlias = tuple[Tensor, ...]
+"""What does not depend on the angle, and the factors of its sine and cosine, ``[num_joints, 1, 4, 4]`` each."""
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
@@ -57,7 +61,7 @@ class SerialChain:
         with_tip = parts.copy()
         with_tip[:, -1] = parts[:, -1] @ tip
         as_tensor = lambda x: torch.tensor(np.asarray(x), dtype=torch.float32, device=device)  # noqa: E731
-        self._links, self._links_with_tip = as_tensor(parts), as_tensor(with_tip)  # [3, num_joints, 1, 4, 4]
+        self._links, self._links_with_tip = as_tensor(parts).unbind(0), as_tensor(with_tip).unbind(0)
         self._axes = as_tensor(axes)
         self._tip = as_tensor(tip[:, 3:])
 
@@ -95,14 +99,14 @@ class SerialChain:
         return torch.bmm(jacobian.transpose(1, 2), solve_spd(gram, twist).unsqueeze(-1)).squeeze(-1)
 
 
-def _transforms(links: Tensor, qpos: Tensor) -> tuple[Tensor, ...]:
+def _transforms(links: Links, qpos: Tensor) -> tuple[Tensor, ...]:
     """Return the transform ``[n, 4, 4]`` of every link, for joint positions ``[n, num_joints]``."""
-    constant, sine, cosine = links.unbind(0)
+    constant, sine, cosine = links
     angle = qpos.t()[:, :, None, None]
     return (constant + torch.sin(angle) * sine + torch.cos(angle) * cosine).unbind(0)
 
 
-def _walk(links: Tensor, qpos: Tensor) -> list[Tensor]:
+def _walk(links: Links, qpos: Tensor) -> list[Tensor]:
     """Return the frames ``[n, 4, 4]`` at the end of every link, in the world."""
     first, *others = _transforms(links, qpos)
     frames = [first]
