@@ -44,10 +44,10 @@ def _mix_array(x: np.ndarray) -> np.ndarray:
 
 
 def combine(a: Tensor, b: Tensor) -> Tensor:
-    """Hash two int64 tensors of at least one dimension into one, in an order-sensitive way."""
+    """Hash two int64 tensors into one, in an order-sensitive way."""
     if a.device.type == "cpu":  # a few numbers at a time: numpy takes a fifth of the time per call
         hashed = _mix_array(_mix_array(a.numpy().view(np.uint64)) + (b.numpy().view(np.uint64) + _U1) * _UGAMMA)
-        return torch.from_numpy(hashed.view(np.int64))
+        return torch.from_numpy(np.asarray(hashed).view(np.int64))  # numpy makes scalars of 0-d results
     return mix(mix(a) + (b + 1) * _GAMMA)
 
 
