@@ -45,9 +45,9 @@ def _mix_array(x: np.ndarray) -> np.ndarray:
 
 def combine(a: Tensor, b: Tensor) -> Tensor:
     """Hash two int64 tensors into one, in an order-sensitive way."""
-    if a.device.type == "cpu":  # a few numbers at a time: numpy takes a fifth of the time per call
+    if a.device.type == "cpu" and a.dim():  # a few numbers at a time: numpy takes a fifth of the time per call
         hashed = _mix_array(_mix_array(a.numpy().view(np.uint64)) + (b.numpy().view(np.uint64) + _U1) * _UGAMMA)
-        return torch.from_numpy(np.asarray(hashed).view(np.int64))  # numpy makes scalars of 0-d results
+        return torch.from_numpy(hashed.view(np.int64))
     return mix(mix(a) + (b + 1) * _GAMMA)
 
 
