@@ -15,12 +15,14 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 help:  ## Say what can be made
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
 	@echo
-	@echo '  ARGS="..."       more arguments for demo or test, such as make test ARGS="tests/config -k files"'
+	@echo '  ARGS="..."       more arguments for embodichain demo or pytest, such as make test ARGS="tests/config -k files"'
 	@echo '  PYTHON=...       the Python (3.11 or later) to make .venv with'
 	@echo '  TORCH_INDEX=URL  a package index to take torch from, such as the one with its CPU builds'
 
 demo: $(STAMP)  ## Watch the product do its main job in small, on the CPU
 	@$(BIN)/embodichain demo $(ARGS)
+	@echo 'Now a policy learns from a live stream of such demonstrations.'
+	@$(BIN)/python examples/agents/datasets/train_from_stream.py --output outputs/demo/trained_policy.mp4
 
 test: $(STAMP)  ## Run the test suite
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
