@@ -48,8 +48,8 @@ class GRUMemory(nn.Module):
         ``start`` ``[num_steps, batch]`` marks observations that begin an episode: the row's state is cleared before
         them.
         """
-        # Between two times at which any row starts anew, the GRU runs in one call. Finding these times would mean to wait
-        # for a GPU, which runs it step by step instead.
+        # Between two times at which any row starts anew, the GRU runs in one call. Finding these times would mean to
+        # wait for a GPU, which runs it step by step instead.
         starts = range(1, x.shape[0]) if x.is_cuda else (start[1:].any(dim=1).nonzero().flatten() + 1).tolist()
         cuts = [0, *starts, x.shape[0]]
         hidden = state.transpose(0, 1)
