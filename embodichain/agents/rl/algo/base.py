@@ -12,7 +12,7 @@ from tensordict import TensorDictBase
 from embodichain.agents.rl.buffer.layout import check_rollout, flatten_time_major
 from embodichain.agents.rl.buffer.rollout_buffer import RolloutBuffer
 from embodichain.agents.rl.collector.base import StepCallback
-from embodichain.agents.rl.collector.sync_collector import SyncCollector
+from embodichain.agents.rl.collector.sync_collector import RolloutStart, SyncCollector
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils.config import AlgorithmCfg
 from embodichain.agents.rl.utils.observations import Observation
@@ -34,6 +34,8 @@ class BaseAlgorithm(ABC):
     """Where the policy is trained."""
     cfg_type: ClassVar[type[AlgorithmCfg]] = AlgorithmCfg
     """Class of the settings, so that a config can be checked before anything is built."""
+    one_version_per_rollout: ClassVar[bool] = False
+    """Whether all transitions of a rollout must come from one version of the policy."""
 
     def __init__(self, cfg: AlgorithmCfg, policy: Policy) -> None:
         self.cfg = cfg
@@ -55,6 +57,11 @@ class BaseAlgorithm(ABC):
 
     def start_rollout(self, env: VecEnv) -> Observation | None:
         """Prepare the environment for a rollout; collectors call it before each. By default it just goes on."""
+        return None
+
+    @property
+    def rollout_start(self) -> RolloutStart | None:
+        """What ``start_rollout`` does, as something that can be sent to a collecting process; ``None`` if nothing."""
         return None
 
     def check_num_envs(self, num_envs: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -17,11 +18,13 @@ from embodichain.agents.rl.algo.chunks import (
     per_decision,
     reward_and_discount,
 )
+from embodichain.agents.rl.algo.decoupled import Proximal, decouple, scalars
 from embodichain.agents.rl.algo.gae import compute_gae
 from embodichain.agents.rl.algo.minibatch import Meter, MinibatchAlgorithm
 from embodichain.agents.rl.algo.optimizer import Precision
 from embodichain.agents.rl.algo.reference import FrozenReference
 from embodichain.agents.rl.buffer.minibatches import Minibatches
+from embodichain.agents.rl.collector.sync_collector import RolloutStart
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils.config import AlgorithmCfg, Count, NotNegative, Positive
 from embodichain.agents.rl.utils.observations import Observation
@@ -62,6 +65,10 @@ class GRPOCfg(AlgorithmCfg):
     """For policies that choose chunks of actions: one probability ratio per chunk, or one for each action in it."""
     cuda_graphs: bool = True
     """On a GPU: record the gradient step once as a CUDA graph and replay it; the log says where that cannot be."""
+    correction: Literal["none", "decoupled"] = "none"
+    """For rollouts older than the policy: the plain loss, or the decoupled one, which weighs them by their age."""
+    max_importance_weight: Positive = 5.0
+    """Bound of that weight."""
 
 
 class GRPO(MinibatchAlgorithm):
@@ -70,6 +77,7 @@ class GRPO(MinibatchAlgorithm):
     cfg_type: ClassVar[type[AlgorithmCfg]] = GRPOCfg
     cfg: GRPOCfg
     validity_key = "valid"
+    one_version_per_rollout = True  # members of a group are compared: they must come from one policy
 
     def __init__(self, cfg: GRPOCfg, policy: Policy) -> None:
         super().__init__(cfg, policy, cfg.mixed_precision, cfg.cuda_graphs)
@@ -84,13 +92,12 @@ class GRPO(MinibatchAlgorithm):
     def start_rollout(self, env: VecEnv) -> Observation | None:
         """Start new episodes, the same one in all envs of a group."""
         self.check_num_envs(env.num_envs)
-        if not self.cfg.reset_every_rollout:
-            return None
-        _, info = env.reset()
-        leader = torch.arange(env.num_envs, device=env.device) // self.cfg.group_size * self.cfg.group_size
-        if env.supports_state:
-            return env.set_state(env.get_state()[leader])
-        return env.reset(seed=info["episode_seed"][leader])[0]
+        return GroupStart(self.cfg.group_size)(env) if self.cfg.reset_every_rollout else None
+
+    @property
+    def rollout_start(self) -> RolloutStart | None:
+        """What ``start_rollout`` does, without the algorithm: a collecting process can be sent this."""
+        return GroupStart(self.cfg.group_size) if self.cfg.reset_every_rollout else None
 
     def update(self, rollout: TensorDictBase | None = None) -> dict[str, float]:
         """Improve the policy by a rollout ``[num_envs, num_steps]``; adds ``advantage`` and ``return`` to it."""
@@ -105,7 +112,11 @@ class GRPO(MinibatchAlgorithm):
         valid = until_first_done(done) if cfg.truncate_at_first_done else torch.ones_like(done)
         rollout["advantage"], spread = group_advantage(rollout["return"], valid, cfg)
         valid = valid & spread.repeat_interleave(cfg.group_size).unsqueeze(1)
-        minibatches = self._minibatches(rollout, valid)
+        proximal = None
+        if cfg.correction == "decoupled":
+            with self.optimizer.autocast():
+                proximal = Proximal.of(self.policy, rollout, cfg.batch_size)
+        minibatches = self._minibatches(rollout, valid, proximal)
 
         meter = Meter()
         if len(minibatches):
@@ -115,14 +126,18 @@ class GRPO(MinibatchAlgorithm):
 
         groups = torch.stack([(~spread).sum(), valid.sum()]).tolist()
         metrics = meter.means() | {"learning_rate": self.optimizer.learning_rate}
+        metrics |= {} if proximal is None else scalars(proximal.measures())
         self._finish_update(rollout)
         return metrics | {"skipped_groups": float(groups[0]), "transitions_used": float(groups[1])}
 
-    def _minibatches(self, rollout: TensorDictBase, valid: Tensor) -> Minibatches:
+    def _minibatches(self, rollout: TensorDictBase, valid: Tensor, proximal: Proximal | None) -> Minibatches:
+        """Select what the loss needs."""
         data = rollout.select("observation", "action", "sample_log_prob", "advantage", *loss_keys(rollout))
         data["valid"] = valid
         if self.reference is not None:
             data["reference_log_prob"] = self.reference.log_prob(rollout)
+        if proximal is not None:
+            decouple(data, proximal, self.cfg.max_importance_weight, self.cfg.log_prob_per)
         if not self.policy.is_recurrent:
             return Minibatches(data, self.cfg.batch_size, valid=valid)
         data.update(rollout.select("hidden", "done"))
@@ -171,6 +186,21 @@ class GRPO(MinibatchAlgorithm):
         super().load_state_dict(state)
         if self.reference is not None:
             self.reference.policy.load_state_dict(state["reference"])
+
+
+@dataclass(frozen=True)
+class GroupStart:
+    """Starts new episodes, the same one in all envs of a group."""
+
+    group_size: int
+
+    def __call__(self, env: VecEnv) -> Observation:
+        """Return the observation that all envs begin with."""
+        _, info = env.reset()
+        leader = torch.arange(env.num_envs, device=env.device) // self.group_size * self.group_size
+        if env.supports_state:
+            return env.set_state(env.get_state()[leader])
+        return env.reset(seed=info["episode_seed"][leader])[0]
 
 
 def until_first_done(done: Tensor) -> Tensor:

@@ -17,9 +17,11 @@ from embodichain.agents.rl.algo.chunks import (
     per_decision,
     reward_and_discount,
 )
+from embodichain.agents.rl.algo.decoupled import Proximal, decouple, scalars
 from embodichain.agents.rl.algo.gae import compute_gae
 from embodichain.agents.rl.algo.minibatch import Meter, MinibatchAlgorithm
 from embodichain.agents.rl.algo.optimizer import Precision
+from embodichain.agents.rl.algo.vtrace import compute_vtrace
 from embodichain.agents.rl.buffer.layout import ROLLOUT_KEYS
 from embodichain.agents.rl.buffer.minibatches import Minibatches
 from embodichain.agents.rl.models.policy import Policy
@@ -57,6 +59,14 @@ class PPOCfg(AlgorithmCfg):
     """For policies that choose chunks of actions: one probability ratio per chunk, or one for each action in it."""
     cuda_graphs: bool = True
     """On a GPU: record the gradient step once as a CUDA graph and replay it; the log says where that cannot be."""
+    correction: Literal["none", "decoupled"] = "none"
+    """For rollouts older than the policy: plain PPO, or decoupled PPO, which weighs them by their probability now."""
+    max_importance_weight: Positive = 5.0
+    """Bound of that weight."""
+    advantage_estimator: Literal["gae", "vtrace"] = "gae"
+    """Generalised advantage estimation, or V-trace, which corrects it for rollouts older than the policy."""
+    vtrace_clip: tuple[Positive, Positive] = (1.0, 1.0)
+    """Bounds rho and c of V-trace's importance weights: of the errors, and of the traces."""
 
 
 class PPO(MinibatchAlgorithm):
@@ -72,18 +82,10 @@ class PPO(MinibatchAlgorithm):
         """Improve the policy by a rollout ``[num_envs, num_steps]``; adds ``advantage`` and ``return`` to it."""
         cfg = self.cfg
         rollout = self._take(rollout, ROLLOUT_KEYS)
-        reward, discount = reward_and_discount(rollout, cfg.gamma)
-        rollout["advantage"], rollout["return"] = compute_gae(
-            reward,
-            rollout["value"],
-            rollout["next_value"],
-            rollout["terminated"],
-            rollout["done"],
-            discount,
-            cfg.gae_lambda,
-        )
+        proximal = self._proximal(rollout)
+        rollout["advantage"], rollout["return"] = self._advantage(rollout, proximal)
         self.policy.update_value_normalizer(rollout["return"])
-        minibatches = self._minibatches(rollout)
+        minibatches = self._minibatches(rollout, proximal)
         if cfg.lr_schedule == "linear":
             self.optimizer.learning_rate = cfg.learning_rate * (1.0 - self.progress)
 
@@ -96,15 +98,37 @@ class PPO(MinibatchAlgorithm):
         metrics = meter.means() | {"learning_rate": self.optimizer.learning_rate, "epochs": float(meter.epochs)}
         metrics["explained_variance"] = explained_variance(rollout["value"], rollout["return"])
         self._finish_update(rollout)
-        return metrics
+        return metrics if proximal is None else metrics | scalars(proximal.measures())
 
-    def _minibatches(self, rollout: TensorDictBase) -> Minibatches:
+    def _proximal(self, rollout: TensorDictBase) -> Proximal | None:
+        """Evaluate the present policy on the rollout, if anything needs it."""
+        if self.cfg.correction == "none" and self.cfg.advantage_estimator == "gae":
+            return None
+        with self.optimizer.autocast():
+            return Proximal.of(self.policy, rollout, self.cfg.batch_size)
+
+    def _advantage(self, rollout: TensorDictBase, proximal: Proximal | None) -> tuple[Tensor, Tensor]:
+        """Return advantages and returns ``[num_envs, num_steps]``."""
+        cfg = self.cfg
+        reward, discount = reward_and_discount(rollout, cfg.gamma)
+        if proximal is not None and cfg.advantage_estimator == "vtrace":
+            importance = proximal.log_importance
+            return compute_vtrace(
+                rollout, proximal.value, importance, reward, discount, cfg.gae_lambda, cfg.vtrace_clip
+            )
+        value, next_value = rollout["value"], rollout["next_value"]
+        terminated, done = rollout["terminated"], rollout["done"]
+        return compute_gae(reward, value, next_value, terminated, done, discount, cfg.gae_lambda)
+
+    def _minibatches(self, rollout: TensorDictBase, proximal: Proximal | None) -> Minibatches:
         """Select what the loss needs, with advantages normalised over the rollout."""
         keys = ("observation", "action", "sample_log_prob", "value", "advantage", "return", *loss_keys(rollout))
         data = rollout.select(*keys)
         if self.cfg.normalize_advantage:
             advantage = rollout["advantage"]
             data["advantage"] = (advantage - advantage.mean()) / (advantage.std(correction=0) + 1e-8)
+        if proximal is not None and self.cfg.correction == "decoupled":
+            decouple(data, proximal, self.cfg.max_importance_weight, self.cfg.log_prob_per)
         if not self.policy.is_recurrent:
             return Minibatches(data, self.cfg.batch_size)
         data.update(rollout.select("hidden", "done"))

@@ -60,20 +60,21 @@ class Staleness:
 
 
 @torch.no_grad()
-def evaluate_rollout(policy: Policy, rollout: TensorDictBase) -> tuple[Tensor, Tensor]:
+def evaluate_rollout(policy: Policy, rollout: TensorDictBase, rows: int = ROWS) -> tuple[Tensor, Tensor]:
     """Return what a policy makes of a rollout's actions: log-probabilities and values, ``[num_envs, num_steps]`` each.
 
-    Log-probabilities of chunks are ``[num_envs, num_steps, chunk_size]``, one per action, as they are stored.
+    It does so for ``rows`` transitions at a time. Log-probabilities of chunks have one more dimension, ``chunk_size``,
+    as they are stored.
     """
     num_envs, num_steps = rollout.batch_size
     if not policy.is_recurrent:
-        rows = flatten_time_major(rollout.select("observation", "action"))
-        parts = [policy.evaluate(part) for part in rows.split(ROWS)]
+        data = flatten_time_major(rollout.select("observation", "action"))
+        parts = [policy.evaluate(part) for part in data.split(rows)]
         joined = [torch.cat([part[i] for part in parts]).unflatten(0, (num_steps, num_envs)) for i in (0, 2)]
     else:
         data = rollout.select("observation", "action", "hidden")
         data["start"] = episode_starts(rollout["done"])
-        parts = [policy.evaluate(part.transpose(0, 1)) for part in data.split(max(1, ROWS // num_steps))]
+        parts = [policy.evaluate(part.transpose(0, 1)) for part in data.split(max(1, rows // num_steps))]
         joined = [torch.cat([part[i] for part in parts], dim=1) for i in (0, 2)]
     return joined[0].transpose(0, 1), joined[1].transpose(0, 1)
 

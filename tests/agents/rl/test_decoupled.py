@@ -1,0 +1,193 @@
+"""Decoupled PPO and GRPO against a straightforward writing of their loss; the default stays what it was."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from embodichain.agents.rl.algo import GRPO, PPO, GRPOCfg, PPOCfg
+from embodichain.agents.rl.algo.decoupled import Proximal
+from embodichain.agents.rl.collector import SyncCollector
+from embodichain.agents.rl.collector.staleness import behaviour_kl, evaluate_rollout
+from embodichain.errors import ConfigError
+from tests.agents.rl.helpers import ScriptedEnv, make_policy
+
+ENVS, STEPS, CLIP, CAP = 4, 6, 0.2, 1.3
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def stale(name="actor_critic", change=0.3, **settings):
+    """Return a policy and a rollout that an older version of it collected."""
+    torch.manual_seed(0)
+    env = ScriptedEnv(ENVS, ends=4)
+    policy = make_policy(env, name, **settings)
+    rollout = SyncCollector(env, copy.deepcopy(policy)).collect(STEPS).clone()
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter += change * torch.randn_like(parameter)
+    policy.version += 1
+    return policy, rollout
+
+
+def straightforward_ppo_gradient(policy, rollout, cfg):
+    """The first gradient of decoupled PPO, written from its formula: all transitions in one minibatch."""
+    rows = rollout.reshape(-1)
+    with torch.no_grad():
+        prox = policy.evaluate_actions(rows["observation"], rows["action"])[0]
+    mu = rows["sample_log_prob"]
+    weight = torch.minimum((prox - mu).exp(), torch.tensor(cfg.max_importance_weight))
+    advantage = rollout["advantage"].reshape(-1)
+    advantage = (advantage - advantage.mean()) / (advantage.std(correction=0) + 1e-8)
+    log_prob, _, value = policy.evaluate_actions(rows["observation"], rows["action"])
+    ratio = (log_prob - prox).exp()
+    clipped = ratio.clamp(1 - cfg.clip_coef, 1 + cfg.clip_coef)
+    policy_loss = -(weight * torch.minimum(ratio * advantage, clipped * advantage)).mean()
+    value_loss = (value - rollout["return"].reshape(-1)).square().mean()
+    policy.zero_grad()
+    (policy_loss + cfg.vf_coef * value_loss).backward()
+    return {name: parameter.grad.clone() for name, parameter in policy.named_parameters()}, weight
+
+
+class Recording(PPO):
+    """PPO that keeps the gradient of its first step."""
+
+    gradient: dict | None = None
+
+    def _descend(self, batch, meter):
+        step = self.optimizer.step
+
+        def keep_and_step():
+            if self.gradient is None:
+                self.gradient = {name: p.grad.clone() for name, p in self.policy.named_parameters()}
+            return step()
+
+        self.optimizer.step = keep_and_step
+        super()._descend(batch, meter)
+        self.optimizer.step = step
+
+
+@pytest.mark.parametrize("memory", [None, {"type": "gru", "hidden_size": 4}])
+def test_gradient_is_that_of_the_formula(memory):
+    policy, rollout = stale(memory=memory)
+    cfg = PPOCfg(correction="decoupled", max_importance_weight=CAP, batch_size=10**6, n_epochs=1, max_grad_norm=1e9)
+    algorithm = Recording(cfg, policy)
+    before = copy.deepcopy(policy)
+    metrics = algorithm.update(rollout)
+    if memory is not None:  # the formula above is for policies without memory; the log-probabilities are checked below
+        assert metrics["behaviour_kl"] > 0
+        return
+    expected, weight = straightforward_ppo_gradient(before, rollout, cfg)
+    for name, gradient in expected.items():
+        assert torch.allclose(algorithm.gradient[name], gradient, atol=1e-5, rtol=1e-4), name
+    assert (weight == CAP).any()  # the bound was met
+    assert metrics["importance_max"] > CAP
+    assert metrics["approx_kl"] == pytest.approx(0.0, abs=1e-6)  # the clip is centred on the policy itself
+
+
+def test_plain_ppo_on_the_same_rollout_is_something_else():
+    gradients = []
+    for correction in ("none", "decoupled"):
+        policy, rollout = stale()
+        cfg = PPOCfg(correction=correction, batch_size=10**6, n_epochs=1, max_grad_norm=1e9)
+        algorithm = Recording(cfg, policy)
+        algorithm.update(rollout)
+        gradients.append(algorithm.gradient["actor.0.weight"])
+    assert not torch.allclose(*gradients, rtol=1e-2)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"correction": "decoupled"},
+        {"advantage_estimator": "vtrace"},
+        {"correction": "decoupled", "advantage_estimator": "vtrace"},
+    ],
+)
+def test_without_lag_the_corrections_change_nothing_but_rounding(settings):
+    def trained(**chosen):
+        torch.manual_seed(0)
+        env = ScriptedEnv(ENVS, ends=4, limit=3)
+        algorithm = PPO(PPOCfg(batch_size=8, n_epochs=2, learning_rate=1e-2, **chosen), make_policy(env))
+        collector = SyncCollector(env, algorithm.policy)
+        torch.manual_seed(1)
+        for _ in range(3):
+            algorithm.update(collector.collect(STEPS))
+        return algorithm.policy
+
+    plain, corrected = trained(), trained(**settings)
+    for mine, other in zip(plain.parameters(), corrected.parameters(), strict=True):
+        assert torch.allclose(mine, other, atol=1e-4)
+
+
+@pytest.mark.parametrize("memory", [None, {"type": "gru", "hidden_size": 4}])
+def test_evaluating_a_rollout_gives_what_was_stored_for_unchanged_weights(memory):
+    policy, rollout = stale(change=0.0, memory=memory)
+    for rows in (5, 10**6):
+        log_prob, value = evaluate_rollout(policy, rollout, rows)
+        assert torch.allclose(log_prob, rollout["sample_log_prob"], atol=1e-5)
+        assert torch.allclose(value, rollout["value"], atol=1e-5)
+    assert behaviour_kl(policy, rollout, 1000) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_behaviour_kl_is_the_divergence_between_the_policies():
+    """Of two Gaussians, known in closed form, estimated from many samples."""
+    torch.manual_seed(0)
+    env = ScriptedEnv(64)
+    policy = make_policy(env)
+    rollout = SyncCollector(env, copy.deepcopy(policy)).collect(200).clone()
+    with torch.no_grad():
+        policy.head.log_std += 0.2  # KL = log s2/s1 + s1^2 / (2 s2^2) - 1/2
+    expected = 0.2 + 0.5 * torch.tensor(-0.4).exp() - 0.5
+    assert behaviour_kl(policy, rollout, 10**6) == pytest.approx(float(expected), rel=0.05)
+
+
+def test_grpo_weighs_its_groups_and_centres_its_clip():
+    policy, rollout = stale("actor_only")
+    cfg = GRPOCfg(correction="decoupled", group_size=2, batch_size=10**6, n_epochs=1, max_importance_weight=CAP)
+    algorithm = GRPO(cfg, policy)
+    proximal = Proximal.of(policy, rollout, 10**6)
+    metrics = algorithm.update(rollout)
+    assert metrics["approx_kl"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics["behaviour_kl"] == pytest.approx(float(proximal.measures()["behaviour_kl"]), rel=1e-4)
+    assert metrics["behaviour_kl"] > 1e-3
+    weight = proximal.log_importance.exp().clamp(max=CAP)
+    valid = algorithm._minibatches(rollout, torch.ones_like(rollout["done"]), proximal).rows
+    expected = (rollout["advantage"] * weight).t().reshape(-1)
+    assert torch.allclose(valid["advantage"], expected)
+
+
+def test_corrected_ppo_learns_from_very_stale_rollouts():
+    """Rollouts of a policy that is four updates older; the reward is the position, so pushing up pays."""
+    torch.manual_seed(0)
+    env = ScriptedEnv(16, limit=10)
+    cfg = PPOCfg(
+        correction="decoupled", advantage_estimator="vtrace", batch_size=80, n_epochs=4, learning_rate=1e-2, gamma=0.9
+    )
+    algorithm = PPO(cfg, make_policy(env))
+    waiting = [copy.deepcopy(algorithm.policy)] * 4
+    rewards = []
+    collector = SyncCollector(env, waiting[0])
+    for _ in range(25):
+        waiting.append(copy.deepcopy(algorithm.policy))
+        collector.policy = waiting.pop(0)
+        rollout = collector.collect(10)
+        rewards.append(float(rollout["reward"].mean()))
+        algorithm.update(rollout)
+    assert sum(rewards[-5:]) > sum(rewards[:5]) + 5.0
+
+
+@pytest.mark.parametrize(
+    "settings", [{"correction": "some"}, {"max_importance_weight": 0.0}, {"advantage_estimator": "td"}]
+)
+def test_bad_settings_are_refused(settings):
+    with pytest.raises(ConfigError, match=next(iter(settings))):
+        PPOCfg.from_dict(settings)
