@@ -16,7 +16,7 @@ from embodichain.agents.rl.buffer import VLABuffer
 from embodichain.errors import BufferWaitError, RolloutError
 
 ROLLOUTS = 10_000
-SPAWN = multiprocessing.get_context("spawn")
+SERVED = multiprocessing.get_context("forkserver")
 
 
 @pytest.fixture(autouse=True)
@@ -136,7 +136,7 @@ def test_state_goes_to_another_buffer_and_numbers_go_on():
         (lambda: VLABuffer(9).add_rollout(transition(0, 3)), r"expected a rollout \[num_envs, num_steps\], got \[3\]"),
         (lambda: VLABuffer(5, example=rollout(0)), "6 transitions, buffer_size is 5"),
         (lambda: VLABuffer(9, example=rollout(0)).add_rollout(rollout(0, 3, 2)), "like its example"),
-        (lambda: SPAWN.Process(target=print, args=(VLABuffer(9),)).start(), "example="),
+        (lambda: SERVED.Process(target=print, args=(VLABuffer(9),)).start(), "example="),
     ],
 )
 def test_bad_input_is_refused(action, message):
@@ -225,7 +225,7 @@ def test_ten_thousand_rollouts_from_threads_arrive_once_each():
 def test_ten_thousand_rollouts_from_processes_arrive_once_each():
     buffer = VLABuffer(1200, example=rollout(0))
     share = ROLLOUTS // 2
-    adders = [SPAWN.Process(target=add_stamps, args=(buffer, i * share, share), daemon=True) for i in range(2)]
+    adders = [SERVED.Process(target=add_stamps, args=(buffer, i * share, share), daemon=True) for i in range(2)]
     for process in adders:
         process.start()
     check_stamps(collect_stamps(buffer, ROLLOUTS), producers=2)
@@ -247,7 +247,7 @@ def test_producers_killed_while_they_add_leave_neither_locks_nor_halves():
     """Two producers are killed at random moments; what they added is whole, in order, and the queue lives on."""
     buffer = VLABuffer(8 * 1024, example=rollout(0, 16, 64))
     random = torch.Generator().manual_seed(0)
-    producers = [SPAWN.Process(target=add_until_killed, args=(buffer, i, 2), daemon=True) for i in range(2)]
+    producers = [SERVED.Process(target=add_until_killed, args=(buffer, i, 2), daemon=True) for i in range(2)]
     for process in producers:
         process.start()
     stamps: list[int] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import signal
 import socket
 import time
 from collections.abc import Callable
@@ -12,10 +11,9 @@ from typing import Any
 
 import torch
 
-from embodichain.agents.engine.boot import die_with_parent
 from embodichain.agents.engine.failure import FailureReport
 from embodichain.agents.engine.segment import Segment
-from embodichain.agents.rl.collector.background.child_process import lead_a_group
+from embodichain.agents.rl.collector.background.child_process import begin_as_child
 from embodichain.agents.rl.collector.background.loop import (
     CollectionLoop,
     Command,
@@ -48,11 +46,9 @@ class Job:
         return replace(self, setup=replace(self.setup, policy=policy))
 
 
-def main(job: Job, device: str, connection: socket.socket, pulse: Segment, parent: int) -> None:
+def main(job: Job, device: str, connection: socket.socket, pulse: Segment) -> None:
     """Collect until told to stop; ``device`` is where the policy belongs."""
-    die_with_parent(parent)
-    lead_a_group()  # whatever the environment starts can be ended together with this process
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    begin_as_child()
     torch.set_num_threads(job.setup.cfg.num_threads or 1)
     channel = Channel(connection)
     try:

@@ -1,21 +1,31 @@
-"""A child process that cannot outlive its parent, nor leave anything running behind it."""
+"""A child process that cannot outlive its parent, nor leave anything running behind it.
+
+Children are forked by a server process that has imported everything and done nothing (multiprocessing's forkserver): a
+simulator that died is replaced in a fraction of a second, and inherits no thread, lock or GL context of the learner.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.forkserver
 import multiprocessing.util
 import os
 import signal
 from collections.abc import Callable
 from typing import Any
 
+from embodichain.agents.engine.boot import die_with_parent
+
 
 class ChildProcess:
-    """A spawned process at the head of a process group of its own; it ends with this object, or with the program."""
+    """A process at the head of a process group of its own; it ends with this object, or with the program."""
 
     def __init__(self, target: Callable[..., None], args: tuple[Any, ...]) -> None:
-        self._process = multiprocessing.get_context("spawn").Process(target=target, args=args)
+        """Start ``target(*args)``, which calls ``begin_as_child`` first; its module is imported by the server."""
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([target.__module__])
+        self._process = context.Process(target=target, args=args)
         self._process.start()
         # A finaliser of multiprocessing's own: it runs before that module waits for all processes at the end.
         self.kill = multiprocessing.util.Finalize(self, _kill, args=(self._process,), exitpriority=100)
@@ -47,6 +57,14 @@ def _kill(process: Any) -> None:
     process.join(5.0)
 
 
-def lead_a_group() -> None:
-    """Begin a process group; the child calls it first."""
-    os.setpgid(0, 0)
+def begin_as_child() -> None:
+    """Tie this process's life to that of the program that started it, and lead a group of processes."""
+    # The server ends when nobody holds this descriptor any more. A child does not need it, and one that hangs would
+    # keep the server, and so itself, alive after the program is gone.
+    server: Any = multiprocessing.forkserver._forkserver
+    if server._forkserver_alive_fd is not None:
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_alive_fd = None
+    die_with_parent(os.getppid())
+    os.setpgid(0, 0)  # whatever the environment starts can be ended together with this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle

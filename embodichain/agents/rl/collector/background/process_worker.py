@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Mapping
@@ -113,7 +112,7 @@ class ProcessWorker:
         mine, other = Channel.pair()
         self._beats[:] = 0
         self._started = time.monotonic()
-        self._process = ChildProcess(main, (self._job, self._device, other.socket, self._pulse, os.getpid()))
+        self._process = ChildProcess(main, (self._job, self._device, other.socket, self._pulse))
         other.close()
         words, memory = ({}, None) if self._state is None else pack(dict(self._state))
         with self._lock:

@@ -1,0 +1,272 @@
+"""Simulators that are killed, hang, raise or never start: the run goes on, or ends with a reason."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+
+import pytest
+import torch
+
+from embodichain.errors import CollectorError, EnvironmentHungError
+from tests.agents.rl.async_cases import NUM_ENVS, NUM_STEPS, Env, make_collector, make_env, make_learner
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def child_of(collector) -> int:
+    return collector._desk.worker._process.pid
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] not in ("Z", "X")
+    except FileNotFoundError:
+        return False
+
+
+def collect_some(collector, count):
+    for _ in range(count):
+        collector.collect()
+
+
+@pytest.mark.parametrize(("trouble", "settings"), [("kill", {}), ("hang", {"step_timeout": 0.5}), ("exit", {})])
+def test_a_simulator_that_dies_or_hangs_mid_rollout_is_replaced(trouble, settings, tmp_path):
+    """Its first process fails in the second step of its second rollout. Afterwards all goes on with new episodes."""
+    algorithm = make_learner(n_epochs=1)
+    make = make_env(trouble=trouble, mark=str(tmp_path / "happened"))
+    with make_collector(algorithm, make, worker="process", max_policy_lag=1, **settings) as collector:
+        first = child_of(collector)
+        seen = []
+        for _ in range(6):
+            rollout = collector.collect()
+            seen.append(rollout.clone())
+            algorithm.update(rollout)
+            collector.publish()
+        assert collector.statistics()["async/restarts"] == 1.0
+        assert child_of(collector) != first
+        assert not is_alive(first)
+    assert (tmp_path / "happened").exists()
+    versions = torch.stack([rollout["policy_version"] for rollout in seen])
+    lags = torch.arange(6).view(-1, 1, 1) - versions
+    assert lags.min() >= 0
+    assert lags.max() <= 1
+    for rollout in seen:  # whole rollouts of real steps, none of them half written
+        steps = rollout["observation", "object", "step"][..., 0]
+        follows = ~rollout["done"][:, :-1]
+        assert torch.equal(steps[:, 1:][follows], steps[:, :-1][follows] + 1)
+    assert collector.buffer.get_stats()["taken"] == 6 * NUM_ENVS * NUM_STEPS
+
+
+def test_without_lag_a_replaced_simulator_is_waited_for(tmp_path):
+    algorithm = make_learner("grpo")
+    make = make_env(trouble="kill", mark=str(tmp_path / "happened"))
+    with make_collector(algorithm, make, worker="process", max_policy_lag=0) as collector:
+        for _ in range(4):
+            algorithm.update(collector.collect())
+            assert collector.statistics()["async/lag_max"] == 0.0
+        assert collector.statistics()["async/restarts"] == 1.0
+
+
+def test_one_that_fails_again_and_again_is_given_up():
+    algorithm = make_learner()
+    with (
+        make_collector(algorithm, make_env(trouble="kill"), worker="process", max_restarts=1) as collector,
+        pytest.raises(CollectorError, match="killed by SIGKILL, after 1 replacements"),
+    ):
+        collect_some(collector, 9)
+
+
+def test_one_that_hangs_again_and_again_is_given_up():
+    algorithm = make_learner()
+    make = make_env(trouble="hang")
+    with (
+        make_collector(algorithm, make, worker="process", max_restarts=0, step_timeout=0.4) as collector,
+        pytest.raises(EnvironmentHungError, match=r"has not come back from a step for 0\.4 s"),
+    ):
+        collect_some(collector, 9)
+
+
+def test_what_a_process_raises_comes_out_with_its_traceback():
+    algorithm = make_learner()
+    with (
+        make_collector(algorithm, make_env(trouble="raise"), worker="process") as collector,
+        pytest.raises(CollectorError, match="the gripper fell off in step 7") as caught,
+    ):
+        collect_some(collector, 9)
+    assert "make_trouble" in str(caught.value)
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def broken_env() -> Env:
+    raise FileNotFoundError("no such model: robot.xml")
+
+
+def test_an_environment_that_cannot_be_built_is_an_error_at_the_start():
+    collector = make_collector(make_learner(), broken_env, worker="process")
+    with pytest.raises(CollectorError, match=r"no such model: robot\.xml"):
+        collector.start()
+    assert not collector.is_running
+
+
+def sleepy_env() -> Env:
+    time.sleep(1000.0)
+    raise AssertionError
+
+
+def test_an_environment_that_is_never_built_is_an_error_at_the_start():
+    collector = make_collector(make_learner(), sleepy_env, worker="process", start_timeout=8.0)
+    with pytest.raises(EnvironmentHungError, match=r"did not build its environment within start_timeout"):
+        collector.start()
+
+
+@pytest.mark.parametrize("phase", ["waiting", "simulating", "hanging", "paused", "stopped by a signal"])
+def test_stop_returns_in_any_phase_of_a_process(phase):
+    trouble = "hang" if phase == "hanging" else ""
+    make = make_env(trouble=trouble, at=2, pause=1.0 if phase == "simulating" else 0.0)
+    collector = make_collector(make_learner(), make, worker="process", max_policy_lag=0 if phase == "waiting" else 1)
+    collector.start()
+    child = child_of(collector)
+    time.sleep(0.3)
+    if phase == "paused":
+        collector.pause()
+    if phase == "stopped by a signal":
+        os.kill(child, signal.SIGSTOP)
+    began = time.monotonic()
+    collector.stop()
+    assert time.monotonic() - began < 5.0
+    assert not is_alive(child)
+
+
+def test_pausing_and_saving_across_a_replacement(tmp_path):
+    """A process that dies while it is asked for its state is replaced by one that answers."""
+    algorithm = make_learner()
+    with make_collector(algorithm, make_env(pause=0.02), worker="process", num_steps=20, max_policy_lag=1) as collector:
+        collector.collect()
+        os.kill(child_of(collector), signal.SIGKILL)
+        with collector.hold():
+            saved, env = collector.state_dict(), collector.env_state()
+        assert env.batch_size == (NUM_ENVS,)
+        assert len(saved["queue"]["entries"]) + len(saved["tickets"]) >= 1
+        collector.pause()
+        collector.resume()
+        collector.collect()
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_a_run_in_a_process_goes_on_bit_by_bit(lag):
+    settings = {"max_policy_lag": lag, "adopt": "lockstep", "rollouts": 4, "worker": "process"}
+
+    def train(algorithm, collector, iterations):
+        for _ in range(iterations):
+            algorithm.update(collector.collect())
+            collector.publish()
+
+    straight = make_learner()
+    collector = make_collector(straight, **settings)
+    collector.reset(seed=5)
+    with collector:
+        train(straight, collector, 3)
+        with collector.hold():
+            policy = {name: tensor.clone() for name, tensor in straight.policy.state_dict().items()}
+            adam, saved, env = _copied(straight.state_dict()), collector.state_dict(), collector.env_state()
+            random = torch.get_rng_state()
+        train(straight, collector, 3)
+
+    resumed = make_learner(seed=99)
+    collector = make_collector(resumed, **settings)
+    resumed.policy.load_state_dict(policy)
+    resumed.load_state_dict(adam)
+    collector.load_state_dict(saved, env)
+    torch.set_rng_state(random)
+    with collector:
+        train(resumed, collector, 3)
+    mine, other = straight.policy.state_dict(), resumed.policy.state_dict()
+    assert all(torch.equal(mine[name], other[name]) for name in mine)
+
+
+def _copied(value):
+    import copy
+
+    return copy.deepcopy(value)
+
+
+FORGETFUL = """
+import sys, time
+sys.path.insert(0, {root!r})
+from tests.agents.rl.async_cases import make_collector, make_env, make_learner
+
+if __name__ == "__main__":
+    collector = make_collector(make_learner(), make_env(pause=0.05), worker="process")
+    collector.start()
+    print(collector._desk.worker._process.pid, flush=True)
+    if {waits}:
+        time.sleep(1000.0)
+"""
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_no_process_is_left_behind(killed, tmp_path):
+    """Neither by a program that forgets stop(), nor by one that is killed."""
+    script = tmp_path / "forgetful.py"
+    script.write_text(FORGETFUL.format(root=os.getcwd(), waits=killed))
+    program = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    assert program.stdout is not None
+    child = int(program.stdout.readline())
+    if killed:
+        program.kill()
+    assert program.wait(timeout=60) == (-signal.SIGKILL if killed else 0)
+    deadline = time.monotonic() + 10.0
+    while is_alive(child) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not is_alive(child)
+
+
+def env_with_children() -> Env:
+    return ParentEnv()
+
+
+class ParentEnv(Env):
+    """An environment that starts a process of its own, as many simulators do."""
+
+    def __init__(self) -> None:
+        super().__init__(pause=0.01)
+        self.helper = subprocess.Popen(["sleep", "1000"])
+
+    def observe(self):
+        obs = super().observe()
+        if hasattr(self, "helper"):
+            obs["object", "episode"] = torch.full((NUM_ENVS,), float(self.helper.pid))
+        return obs
+
+
+def test_what_a_simulator_started_ends_with_it():
+    algorithm = make_learner()
+    with make_collector(algorithm, env_with_children, worker="process", max_policy_lag=1) as collector:
+        helper = int(collector.collect()["observation", "object", "episode"][0, 0])
+        assert is_alive(helper)
+        os.kill(child_of(collector), signal.SIGKILL)
+        collect_some(collector, 4)
+        assert not is_alive(helper)
+        second = int(collector.collect()["observation", "object", "episode"][0, 0])
+    assert second != helper
+    assert not is_alive(second)
+
+
+def test_functions_must_be_picklable():
+    collector = make_collector(make_learner(), partial(lambda: Env()), worker="process")
+    with pytest.raises((AttributeError, CollectorError, TypeError), match=r"(?i)pickle"):
+        collector.start()
