@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -113,6 +114,19 @@ def recording(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
     finally:
         if collecting:
             gc.enable()
+
+
+@contextmanager
+def refusing_to_wait() -> Iterator[None]:
+    """Raise ``RuntimeError`` where the host waits for the device: such a thing cannot be recorded."""
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is called a prototype, once
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 def _copy(tree: Any) -> Any:

@@ -63,7 +63,9 @@ def test_a_missing_gpu_is_named() -> None:
 
 def fake_warp(driver: tuple[int, int] | None, cuda: bool = True) -> Any:
     return SimpleNamespace(
-        config=SimpleNamespace(quiet=False),
+        config=SimpleNamespace(log_level=20),
+        LOG_INFO=20,
+        LOG_WARNING=30,
         init=lambda: None,
         is_cuda_available=lambda: cuda,
         is_conditional_graph_supported=lambda: driver is not None and driver >= (12, 4),

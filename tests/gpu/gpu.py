@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from embodichain.envs.graphed import refusing_to_wait
 from embodichain.envs.registration import make
 from embodichain.envs.task_env import TaskEnv
 from embodichain.extras import available
@@ -24,11 +25,8 @@ simulates = [*on_gpu, pytest.mark.skipif(not available("mujoco_warp"), reason="n
 def no_waiting() -> Iterator[None]:
     """Raise where the host waits for the device."""
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with refusing_to_wait():
         yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def make_task(id: str = "PushCubeRL", device: str = "cuda", num_envs: int = 64, **changes: object) -> TaskEnv:

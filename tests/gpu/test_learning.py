@@ -151,7 +151,7 @@ class _Waits(ActorCritic):
 
     def evaluate_actions(self, obs: Any, actions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         log_prob, entropy, value = super().evaluate_actions(obs, actions)
-        return log_prob, entropy, value if float(value.sum()) < float("inf") else -value
+        return log_prob, entropy, value if float(value.detach().sum()) < float("inf") else -value
 
 
 class _CannotBeRecorded(ActorCritic):

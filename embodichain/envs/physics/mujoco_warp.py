@@ -38,8 +38,9 @@ class MujocoWarpPhysics(Physics):
     """
 
     def __init__(self, model: mujoco.MjModel, num_envs: int, device: str = "cuda") -> None:
-        self._wp, self._mjw = require("warp", extra="gpu"), require("mujoco_warp", extra="gpu")
+        self._wp = require("warp", extra="gpu")
         self.device = find_device(device, self._wp)
+        self._mjw = require("mujoco_warp", extra="gpu")
         self.model, self.num_envs = model, num_envs
         room = capacity(model, num_envs)
         try:

@@ -21,7 +21,8 @@ def find_device(name: str, warp: Any) -> torch.device:
         raise ConfigError(f"device: expected 'cpu', 'cuda' or 'cuda:N', got {name!r}")
     if device.type == "cuda":
         device = _find_gpu(name, device)
-    warp.config.quiet = True
+    if warp.config.log_level == warp.LOG_INFO:  # a line for each of some sixty kernels; a user's own choice stays
+        warp.config.log_level = warp.LOG_WARNING
     warp.init()
     if device.type == "cuda":
         _check_driver(warp)

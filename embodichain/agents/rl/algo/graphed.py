@@ -19,7 +19,7 @@ from torch import Tensor
 from embodichain.agents.rl.algo.optimizer import PolicyOptimizer
 from embodichain.agents.rl.buffer.minibatches import Minibatches
 from embodichain.agents.rl.utils.observations import sorted_leaves
-from embodichain.envs.graphed import recording
+from embodichain.envs.graphed import recording, refusing_to_wait
 
 _LOG = logging.getLogger(__name__)
 _WARM_UP = 3  # ordinary steps before recording: libraries load and Adam makes its moments in them
@@ -75,14 +75,11 @@ class GraphedSteps:
         """Do a step as usual; the last one before recording finds out whether the policy waits for the device."""
         if self._off or self._steps != _WARM_UP:
             return self._add(self._step(self._gather(chosen)))
-        mode = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
         try:
-            self._add(self._step(self._gather(chosen)))
+            with refusing_to_wait():
+                self._add(self._step(self._gather(chosen)))
         except RuntimeError as error:
             self._give_up(f"a step waits for the device ({_first_line(error)})")
-        finally:
-            torch.cuda.set_sync_debug_mode(mode)
         if self._off:
             self._optimizer.adam.zero_grad(set_to_none=True)
             self._add(self._step(self._gather(chosen)))
