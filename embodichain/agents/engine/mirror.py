@@ -20,7 +20,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from embodichain.agents.engine.layout import Key, unflatten
+from embodichain.agents.engine.layout import Key, Leaf, unflatten
 from embodichain.agents.engine.ordering import fence
 from embodichain.agents.engine.shared_buffer import Control, Ints, SharedBuffer, State
 from embodichain.errors import ChunkSizeError, StreamStalledError
@@ -57,6 +57,8 @@ class DeviceMirror:
         self._stream = torch.cuda.Stream(device) if self._is_cuda else None
         self._last_use = torch.cuda.Event() if self._is_cuda else None
         self._index = _IndexSender(device)
+        self._windows: dict[int, list[tuple[Leaf, Tensor]]] = {}
+        self._complete = False
         self._empty: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
         self._arrived: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
         for _ in range(_SLOTS):
@@ -99,15 +101,26 @@ class DeviceMirror:
 
     def _gather(self, index: Tensor, batch_size: int, chunk_size: int) -> TensorDict:
         """Copy windows, one ``index_select`` per key over all of them; see ``sampling``."""
-        count = self._buffer.num_rows * self._buffer.max_steps - chunk_size + 1
-        batch = {}
-        for leaf in self._buffer.layout.leaves:
-            windows = self._frames[leaf.key].as_strided((count, chunk_size * leaf.elements), (leaf.elements, 1))
-            batch[leaf.key] = windows.index_select(0, index).view(batch_size, chunk_size, *leaf.shape)
+        batch = {
+            leaf.key: windows.index_select(0, index).view(batch_size, chunk_size, *leaf.shape)
+            for leaf, windows in self._windows_of(chunk_size)
+        }
         return _nested(unflatten(batch), torch.Size([batch_size, chunk_size]), self._device)
+
+    def _windows_of(self, chunk_size: int) -> list[tuple[Leaf, Tensor]]:
+        """Return all windows of each key, overlapping in memory."""
+        if chunk_size not in self._windows:
+            count = self._buffer.num_rows * self._buffer.max_steps - chunk_size + 1
+            self._windows[chunk_size] = [
+                (leaf, self._frames[leaf.key].as_strided((count, chunk_size * leaf.elements), (leaf.elements, 1)))
+                for leaf in self._buffer.layout.leaves
+            ]
+        return self._windows[chunk_size]
 
     def _take_in(self) -> None:
         """Put the rows that have arrived into the mirror; the first time, wait until all have."""
+        if self._complete and self._arrived.empty() and self._error is None:
+            return
         deadline = time.monotonic() + _FIRST_SECONDS
         while True:
             with contextlib.suppress(queue.Empty):
@@ -116,6 +129,7 @@ class DeviceMirror:
             if self._error is not None:
                 raise self._error
             if self._length.all():
+                self._complete = True
                 return
             if time.monotonic() > deadline:
                 missing = int((self._length == 0).sum())
