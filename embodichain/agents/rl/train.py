@@ -10,7 +10,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from rich.console import Console
 from embodichain.agents.rl.algo.registry import build_algo
 from embodichain.agents.rl.models.registry import build_policy
 from embodichain.agents.rl.trainer import Trainer, TrainingResult
+from embodichain.agents.rl.training.collection import EnvMaker, algorithm_settings, build_collector, in_chunks
 from embodichain.agents.rl.training.config import TrainCfg, complete, load_train_config, override
 from embodichain.agents.rl.training.run_folder import RunFolder
 from embodichain.agents.rl.utils.checkpoint import CHECKPOINTS, find_checkpoint, load_checkpoint
@@ -128,11 +129,14 @@ def build_trainer(
     """Construct everything a completed config describes, and the trainer that holds it."""
     settings = cfg.trainer
     seed_everything(settings.seed)
-    env = make(settings.gym_config, trusted_modules=[module_name(entry) for entry in trusted_modules])
+    maker = EnvMaker(dict(_mapping(settings.gym_config)), tuple(trusted_modules), settings.collector.pipeline_stages)
+    env = maker()
     policy = build_policy(cfg.policy, env.observation_space, env.action_space, torch.device(settings.device))
-    algorithm = build_algo(cfg.algorithm.name, cfg.algorithm.cfg, policy)
+    env, maker = in_chunks(env, policy.chunk_size), replace(maker, chunk_size=policy.chunk_size)
+    algorithm = build_algo(cfg.algorithm.name, algorithm_settings(cfg), policy)
     eval_env = make_eval_env(cfg, trusted_modules) if settings.enable_eval else None
-    return Trainer(cfg, env, algorithm, folder, eval_env, console)
+    collector = build_collector(settings, env, maker, algorithm)
+    return Trainer(cfg, env, algorithm, folder, eval_env, console, collector)
 
 
 def make_eval_env(cfg: TrainCfg, trusted_modules: Collection[str] = (), **changes: Any) -> VecEnv:

@@ -18,6 +18,7 @@ from typing import Any, Literal
 from rich.console import Console
 
 from embodichain.agents.rl.algo.base import BaseAlgorithm
+from embodichain.agents.rl.buffer.layout import count_transitions
 from embodichain.agents.rl.collector.sync_collector import SyncCollector
 from embodichain.agents.rl.training.config import TrainCfg, num_iterations
 from embodichain.agents.rl.training.nan_guard import NanGuard
@@ -81,7 +82,8 @@ class Trainer:
             start_rollout=algorithm.start_rollout,
             num_threads=settings.collect_threads,
         )
-        self.guard = NanGuard(env, self.policy, folder.failure) if settings.nan_guard else None
+        owner = env if isinstance(self.collector, SyncCollector) else None  # others step it at any time
+        self.guard = NanGuard(owner, self.policy, folder.failure) if settings.nan_guard else None
         self.view = ProgressView(settings.exp_name, console)
         self.counters = Counters()
         self._update_threads = settings.update_threads or update_threads(self.policy, algorithm.cfg.batch_size)
@@ -121,6 +123,7 @@ class Trainer:
                 if self._saved_at != self.global_step:
                     self.save_checkpoint()
         finally:
+            self.collector.stop()
             self.log.close()
             self._log = None
         now = self.counters
@@ -152,15 +155,17 @@ class Trainer:
             measures = self.algorithm.update(rollout)
         if self.guard is not None:
             self.guard.check_update(measures, rollout, self.global_step)
+        self.collector.publish()
         updated = time.perf_counter()
 
-        self.counters.global_step += rollout.numel()
+        steps = count_transitions(rollout)
+        self.counters.global_step += steps
         self.counters.iteration += 1
         statistics = self.collector.statistics()
         times = {
             "time/collect_seconds": collected - began,
             "time/update_seconds": updated - collected,
-            "time/steps_per_second": rollout.numel() / (updated - began),
+            "time/steps_per_second": steps / (updated - began),
             "time/total_seconds": self._tell_time(),
         }
         self.log.write(self.global_step, statistics | {f"update/{k}": v for k, v in measures.items()} | times)
@@ -172,6 +177,8 @@ class Trainer:
         if signals.received is not None:
             return "interrupted"
         if limit is not None and self.counters.iteration >= limit:
+            return "iterations"
+        if settings.total_steps is not None and self.global_step >= settings.total_steps:
             return "iterations"
         if settings.max_seconds is not None and self._tell_time() >= settings.max_seconds:
             return "max_seconds"
@@ -231,7 +238,12 @@ class Trainer:
     def _progress(self) -> float:
         """Return the share of the training that is over: by the clock only if nothing else ends it."""
         limit = num_iterations(self.cfg.trainer)
-        return self._share_of_time() or 0.0 if limit is None else min(1.0, self.counters.iteration / limit)
+        if limit is None:
+            return self._share_of_time() or 0.0
+        total = self.cfg.trainer.total_steps
+        if total is not None and self.policy.chunk_size > 1:  # a rollout has more steps than decisions
+            return min(1.0, max(self.counters.iteration / limit, self.global_step / total))
+        return min(1.0, self.counters.iteration / limit)
 
     def _share_of_time(self) -> float | None:
         seconds = self.cfg.trainer.max_seconds

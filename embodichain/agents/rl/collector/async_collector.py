@@ -135,7 +135,7 @@ class AsyncCollector(BaseCollector):
                 rollout = self.buffer.take(timeout=_LOOK_SECONDS)[0][1]
             except BufferWaitError:
                 continue
-            self._desk.statistics["async/learner_wait_seconds"] = time.monotonic() - began
+            self._desk.statistics["time/learner_wait_seconds"] = time.monotonic() - began
             return rollout
 
     def publish(self) -> None:
@@ -150,8 +150,8 @@ class AsyncCollector(BaseCollector):
         """Return averages of the rollout that was taken last, and how it came about.
 
         Besides what ``SyncCollector.statistics`` has: ``async/lag_min``, ``lag_mean`` and ``lag_max`` in updates,
-        ``async/behaviour_kl`` between the policy that collected and the present one, the seconds that either side
-        waited for the other, and how often a simulator was replaced.
+        ``async/behaviour_kl`` between the policy that collected and the present one, ``async/restarts`` of simulators,
+        and ``time/learner_wait_seconds`` and ``time/collector_wait_seconds``, which each side waited for the other.
         """
         return dict(self._desk.statistics)
 

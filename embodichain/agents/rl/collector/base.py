@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -54,6 +55,16 @@ class BaseCollector(ABC):
     @abstractmethod
     def collect(self, num_steps: int) -> TensorDictBase:
         """Return a rollout ``[num_envs, num_steps]``; see ``buffer/layout.py`` for its keys."""
+
+    def publish(self) -> None:  # noqa: B027 - there is nothing to do if the policy itself collects
+        """Give the collector the policy's present weights; the learner calls it right after an update."""
+
+    def hold(self) -> AbstractContextManager[None]:
+        """Keep the collector between two rollouts, so that its state can be saved."""
+        return nullcontext()
+
+    def stop(self) -> None:  # noqa: B027 - there is nothing to do if nothing goes on in the background
+        """Stop collecting."""
 
 
 def result_to(result: StepResult, device: torch.device) -> StepResult:

@@ -16,7 +16,8 @@ class AsyncCfg(Config):
     """Where it collects: in a thread of this process, or in a process of its own, which is replaced when its simulator
     dies or hangs."""
     num_steps: Count | None = None
-    """Steps per environment and rollout; default: what the first ``collect`` asks for, or what fills the buffer."""
+    """Steps per environment and rollout; default: what the first ``collect`` asks for, or what fills the buffer. A
+    trainer's ``buffer_size`` decides instead of this."""
     max_policy_lag: Annotated[int, Field(ge=0)] = 1
     """Updates that the learner may be ahead of the policy that collected; the collector waits rather than exceed it.
     0 is the synchronous algorithm, bit by bit."""
@@ -27,8 +28,9 @@ class AsyncCfg(Config):
     """Groups of environments that take turns: one is simulated while the policy decides for another."""
     num_threads: Count | None = None
     """Torch's threads while collecting; default: one for small policies."""
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    """Seed of the actions, where collection draws from a random generator of its own: at a lag of 1 or more."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    """Seed of the actions, where collection draws from a random generator of its own: at a lag of 1 or more. Default:
+    the seed of the run, or 0."""
     step_timeout: Positive = 60.0
     """Seconds that one step, inference and simulation, may take before the environment counts as hung."""
     start_timeout: Positive = 300.0

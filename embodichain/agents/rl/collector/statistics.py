@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -103,3 +104,14 @@ class InfoAverages:
             sums[name].add_(part)
         else:
             sums[name] = part.to(torch.float32, copy=True)
+
+
+def summarize(averages: InfoAverages, episodes: TensorDict) -> dict[str, float]:
+    """Return the averages of a rollout and of the episodes that ended in it; this waits for the device once."""
+    means = averages.means()
+    if len(episodes):
+        means["episode/return"] = episodes["return"].mean()
+        means["episode/length"] = episodes["length"].double().mean()
+    values = torch.stack([mean.double() for mean in means.values()]).tolist() if means else []
+    known = {name: value for name, value in zip(means, values, strict=True) if not math.isnan(value)}
+    return known | {"episode/count": float(len(episodes))}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,7 +20,7 @@ from embodichain.agents.rl.collector.base import (
 )
 from embodichain.agents.rl.collector.graphed import GraphedPolicy
 from embodichain.agents.rl.collector.pipeline import Pipeline
-from embodichain.agents.rl.collector.statistics import EpisodeTracker, InfoAverages
+from embodichain.agents.rl.collector.statistics import EpisodeTracker, InfoAverages, summarize
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils.observations import Observation, sorted_leaves
 from embodichain.agents.rl.utils.threads import torch_threads
@@ -115,13 +114,7 @@ class SyncCollector(BaseCollector):
         ``rewards/x`` and ``metrics/x`` are means over all steps; ``episode/x`` is the mean over finished episodes, of a
         metric in their last step. There is no ``episode/...`` when none finished, except ``episode/count``.
         """
-        means = self._averages.means()
-        if len(self.episodes):
-            means["episode/return"] = self.episodes["return"].mean()
-            means["episode/length"] = self.episodes["length"].double().mean()
-        values = torch.stack([mean.double() for mean in means.values()]).tolist() if means else []
-        stats = {name: value for name, value in zip(means, values, strict=True) if not math.isnan(value)}
-        return stats | {"episode/count": float(len(self.episodes))}
+        return summarize(self._averages, self.episodes)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return everything the next rollout depends on, apart from policy, environment and random state."""
@@ -134,8 +127,14 @@ class SyncCollector(BaseCollector):
             return state | {"observation": self.obs}
         return state | {"/".join(("observation", *path)): leaf for path, leaf in sorted_leaves(self.obs)}
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from where ``state_dict`` was taken; the environment is not reset."""
+    def env_state(self) -> TensorDict | None:
+        """Return the environment's state, ``None`` where it cannot be saved."""
+        return self.env.get_state() if self.env.supports_state else None
+
+    def load_state_dict(self, state: Mapping[str, Tensor], env_state: TensorDictBase | None = None) -> None:
+        """Go on from where ``state_dict`` (and ``env_state``) were taken; the environment is not reset."""
+        if env_state is not None:
+            self.env.set_state(env_state.to(self.env.device))
         if not state:
             self.obs = None
             return

@@ -24,13 +24,14 @@ class NanGuard:
     ``policy``; ``load_checkpoint`` reads it.
     """
 
-    def __init__(self, env: VecEnv, policy: Policy, folder: Path) -> None:
+    def __init__(self, env: VecEnv | None, policy: Policy, folder: Path) -> None:
+        """Watch a policy; ``env`` is saved as well, unless it is ``None`` because somebody else is using it."""
         self.env, self.policy, self.folder = env, policy, folder
         self._before: TensorDict | None = None
 
     def before_rollout(self) -> None:
         """Remember the simulation, so that a failing rollout can be repeated."""
-        self._before = self.env.get_state() if self.env.supports_state else None
+        self._before = self._simulation()
 
     def check_rollout(self, rollout: TensorDictBase, step: int) -> None:
         """Raise ``NotFiniteError`` if anything in a rollout is not finite."""
@@ -57,12 +58,15 @@ class NanGuard:
                 if not bool(parameter.isfinite().all()):
                     self._fail(f"the parameter {name} is not finite after the update at step {step}", rollout)
 
+    def _simulation(self) -> TensorDict | None:
+        return self.env.get_state() if self.env is not None and self.env.supports_state else None
+
     def _fail(self, what: str, rollout: TensorDictBase) -> None:
         state = {
             "message": what,
             "rollout": rollout,
             "env_before": self._before,
-            "env_after": self.env.get_state() if self.env.supports_state else None,
+            "env_after": self._simulation(),
             "policy": self.policy.state_dict(),
         }
         saved = save_checkpoint(self.folder, state)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 
 from embodichain.agents.rl.algo.base import BaseAlgorithm
 from embodichain.agents.rl.training.config import TrainCfg
@@ -82,8 +83,20 @@ class Collector(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """Return what the next rollout depends on."""
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what ``state_dict`` returned."""
+    def env_state(self) -> TensorDict | None:
+        """Return the environment's state, ``None`` where it cannot be saved."""
+
+    def load_state_dict(self, state: Mapping[str, Any], env_state: TensorDictBase | None = None) -> None:
+        """Go on from what ``state_dict`` and ``env_state`` returned."""
+
+    def publish(self) -> None:
+        """Learn that the policy was updated."""
+
+    def hold(self) -> AbstractContextManager[None]:
+        """Keep still while the state is saved."""
+
+    def stop(self) -> None:
+        """Stop whatever goes on in the background."""
 
 
 @dataclass(frozen=True)
@@ -98,16 +111,20 @@ class Run:
     def state(self, counters: Counters) -> dict[str, Any]:
         """Return the content of a checkpoint; see ``utils/checkpoint.py``."""
         env = self.env
-        return {
-            "config": self.cfg.to_dict(),
-            "spaces": {"observation": space_to_data(env.observation_space), "action": space_to_data(env.action_space)},
-            "policy": self.algorithm.policy.state_dict(),
-            "algorithm": self.algorithm.state_dict(),
-            "collector": self.collector.state_dict(),
-            "env": env.get_state() if env.supports_state else None,
-            "random": get_random_state(),
-            "trainer": counters.to_data(),
-        }
+        with self.collector.hold():
+            return {
+                "config": self.cfg.to_dict(),
+                "spaces": {
+                    "observation": space_to_data(env.observation_space),
+                    "action": space_to_data(env.action_space),
+                },
+                "policy": self.algorithm.policy.state_dict(),
+                "algorithm": self.algorithm.state_dict(),
+                "collector": self.collector.state_dict(),
+                "env": self.collector.env_state(),
+                "random": get_random_state(),
+                "trainer": counters.to_data(),
+            }
 
     def restore(self, state: Mapping[str, Any]) -> Counters:
         """Put a checkpoint's content back and return its counters.
@@ -123,10 +140,8 @@ class Run:
             )
         load_weights(self.algorithm.policy, state["policy"], "the checkpoint")
         self.algorithm.load_state_dict(state["algorithm"])
-        if saved is not None and self.env.supports_state:
-            self.env.set_state(saved.to(self.env.device))
-            self.collector.load_state_dict(state["collector"])
-        else:
+        self.collector.load_state_dict(state["collector"], saved)
+        if saved is None:
             self.collector.reset(seed=self.cfg.trainer.seed + counters.iteration)
         set_random_state(state["random"])
         return counters

@@ -13,6 +13,7 @@ from embodichain.agents.rl.collector.base import bound_action, collection_thread
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils.random_state import get_random_state, set_random_state
 from embodichain.agents.rl.utils.threads import torch_threads
+from embodichain.envs.chunks import chunked
 from embodichain.envs.episodes import Episode, Summary, roll
 from embodichain.envs.vec_env import VecEnv
 
@@ -75,6 +76,7 @@ def evaluate(
     """Run episodes with a policy in evaluation mode; random generators and the policy are left as they were."""
     from embodichain.envs.footage import Footage
 
+    env = chunked(env, policy.chunk_size)
     was_training, random_state = policy.training, get_random_state()
     policy.eval()
     torch.manual_seed(seed)

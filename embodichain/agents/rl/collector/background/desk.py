@@ -129,7 +129,7 @@ class Desk:
         self.store.forget_before(min(age.versions))
         self.episodes = note.episodes
         self.statistics = note.statistics | age.scalars()
-        self.statistics |= {"async/collect_seconds": note.seconds, "async/collector_wait_seconds": note.waited}
+        self.statistics |= {"time/rollout_seconds": note.seconds, "time/collector_wait_seconds": note.waited}
         self.statistics["async/restarts"] = 0.0 if self.worker is None else float(self.worker.restarts)
 
     # --- in: what the worker tells --------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ class Station:
         self.copy = InferenceCopy(setup.policy)
         if cfg.max_policy_lag > 0:  # it runs beside the learner, so neither may disturb the other's random numbers
             device = setup.policy.device
-            self.copy.policy.generator = torch.Generator(device).manual_seed(cfg.seed)
+            self.copy.policy.generator = torch.Generator(device).manual_seed(cfg.seed or 0)
         self.collector = SyncCollector(
             env,
             self.copy.policy,
@@ -56,7 +56,7 @@ class Station:
         """Return everything that the next rollout depends on; ``tickets`` are numbers and versions of those to come."""
         env, generator = self.collector.env, self.copy.policy.generator
         return {
-            "collector": self.collector.state_dict(),
+            "collector": {name: part.clone() for name, part in self.collector.state_dict().items()},
             "env": env.get_state() if env.supports_state else None,
             "generator": None if generator is None else generator.get_state(),
             "tickets": [list(ticket) for ticket in tickets],
