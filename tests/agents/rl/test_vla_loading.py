@@ -1,0 +1,174 @@
+"""Checkpoints of models: what is written, what is read back, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from embodichain.agents.rl.models import build_policy, load_vla_model
+from embodichain.agents.rl.models.vla import TinyVLA, save_vla_model
+from embodichain.agents.rl.models.vla.loading import set_weights
+from embodichain.agents.rl.models.vla_policy import load_vla_model as documented_loader
+from embodichain.errors import CheckpointError, ConfigError, UntrustedModuleError
+from tests.agents.rl.vla_cases import TINY, language_env, vla_policy
+
+SETTINGS = {
+    **TINY,
+    "cameras": {"front": [16, 16, 3]},
+    "proprio": {"robot/qpos": 6},
+    "instruction_length": 48,
+    "action_dim": 3,
+}
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return TinyVLA(**SETTINGS)
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
+
+
+def test_a_folder_says_everything(model, tmp_path):
+    folder = save_vla_model(model, tmp_path / "vla")
+    assert json.loads((folder / "config.json").read_text())["model_class"] == "tiny_vla"
+    loaded = load_vla_model(folder)
+    assert isinstance(loaded, TinyVLA)
+    assert not loaded.training
+    assert same(loaded, model)
+    assert documented_loader is load_vla_model
+
+
+@pytest.mark.parametrize("name", ["vla.safetensors", "vla.pt", "nested.pth"])
+def test_single_files_need_class_and_settings(model, tmp_path, name):
+    file = tmp_path / name
+    if name.endswith(".safetensors"):
+        save_file(model.state_dict(), file)
+    else:
+        torch.save({"model_state_dict": model.state_dict()} if "nested" in name else model.state_dict(), file)
+    loaded = load_vla_model(str(file), "tiny_vla", SETTINGS, torch.device("cpu"))
+    assert same(loaded, model)
+    with pytest.raises(ConfigError, match="model_class: expected the name"):
+        load_vla_model(file)
+
+
+def test_without_a_path_the_weights_are_random(model):
+    torch.manual_seed(0)
+    assert same(load_vla_model(None, "tiny_vla", SETTINGS), model)
+
+
+def test_a_policy_starts_from_a_folder_and_may_change_nothing_of_it(tmp_path):
+    with language_env(2) as env:
+        policy = vla_policy(env)
+        folder = save_vla_model(policy.model, tmp_path / "vla")
+        block = {"name": "vla", "vla_config": {"model_path": str(folder)}}
+        again = build_policy(block, env.observation_space, env.action_space, "cpu")
+        assert again.training
+        assert same(again, policy)
+        block["vla_config"]["model_config"] = {"width": 64}
+        with pytest.raises(CheckpointError, match="does not fit TinyVLA"):
+            build_policy(block, env.observation_space, env.action_space, "cpu")
+
+
+def test_the_first_five_misfits_are_named(model, tmp_path):
+    weights = model.state_dict()
+    names = list(weights)
+    removed = names[:3]
+    for name in removed:
+        del weights[name]
+    weights["stranger"] = torch.zeros(2)
+    odd = {name: torch.zeros(7) for name in names[4:9]}
+    weights.update(odd)
+    file = tmp_path / "vla.safetensors"
+    save_file(weights, file)
+    with pytest.raises(CheckpointError) as caught:
+        load_vla_model(file, "tiny_vla", SETTINGS)
+    lines = str(caught.value).splitlines()
+    assert "9 of" in lines[0]
+    named = [line for line in lines if line.startswith("  - ")]
+    assert len(named) == 5
+    assert all(f"{name}: missing" in str(caught.value) for name in removed)
+    assert "stranger: not in the model" in str(caught.value)
+    shape = list(model.state_dict()[names[4]].shape)
+    assert f"{names[4]}: expected {shape}, got [7]" in str(caught.value)
+    assert lines[-1].strip() == "... and 4 more"
+
+
+def test_nothing_is_loaded_unless_everything_fits(model, tmp_path):
+    weights = {name: torch.ones_like(tensor) for name, tensor in model.state_dict().items()}
+    weights.pop("to_action.bias")
+    before = model.to_action.weight.clone()
+    with pytest.raises(CheckpointError, match=r"to_action\.bias"):
+        set_weights(model, weights, "here")
+    assert torch.equal(model.to_action.weight, before)
+
+
+class Bomb:
+    def __reduce__(self):
+        return exec, ("import pathlib; pathlib.Path('exploded').touch()",)
+
+
+def test_no_code_in_a_torch_file_is_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"weights": Bomb()}, "bomb.pt")
+    (tmp_path / "plain.pt").write_bytes(pickle.dumps(Bomb()))
+    for name in ("bomb.pt", "plain.pt"):
+        with pytest.raises(CheckpointError, match="cannot be read as plain weights"):
+            load_vla_model(name, "tiny_vla", SETTINGS)
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_files_that_are_no_checkpoints(model, tmp_path):
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+        load_vla_model(tmp_path / "nowhere", "tiny_vla", SETTINGS)
+    (tmp_path / "vla.onnx").touch()
+    with pytest.raises(CheckpointError, match=r"one of the endings \.safetensors, \.pt"):
+        load_vla_model(tmp_path / "vla.onnx", "tiny_vla", SETTINGS)
+    (tmp_path / "vla.safetensors").write_bytes(b"no")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load_vla_model(tmp_path / "vla.safetensors", "tiny_vla", SETTINGS)
+    torch.save([1, 2], tmp_path / "list.pt")
+    with pytest.raises(CheckpointError, match="expected tensors by name"):
+        load_vla_model(tmp_path / "list.pt", "tiny_vla", SETTINGS)
+    folder = save_vla_model(model, tmp_path / "newer")
+    about = json.loads((folder / "config.json").read_text()) | {"version": 99}
+    (folder / "config.json").write_text(json.dumps(about))
+    with pytest.raises(CheckpointError, match="version 99"):
+        load_vla_model(folder)
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="no config of a model"):
+        load_vla_model(folder)
+
+
+def test_a_cut_file_is_noticed(model, tmp_path):
+    folder = save_vla_model(model, tmp_path / "vla")
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load_vla_model(folder)
+
+
+def test_a_module_of_ones_own_is_imported_when_it_is_trusted(tmp_path, monkeypatch):
+    lines = ["import torch", "class MyVLAModel(torch.nn.Linear):", "    def __init__(self, size):"]
+    (tmp_path / "own_vla_module.py").write_text("\n".join([*lines, "        super().__init__(size, 1)", ""]))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    name = "own_vla_module.MyVLAModel"
+    with pytest.raises(UntrustedModuleError, match="--trust own_vla_module"):
+        load_vla_model(None, name, {"size": 3})
+    assert "own_vla_module" not in sys.modules
+    loaded = load_vla_model(None, name, {"size": 3}, trusted_modules=["own_vla_module"])
+    assert type(loaded).__name__ == "MyVLAModel"
+    with pytest.raises(ConfigError, match=r"expected a subclass of torch\.nn\.Module"):
+        load_vla_model(None, "own_vla_module.torch", {}, trusted_modules=["own_vla_module"])
+
+
+def test_weights_are_copies(model, tmp_path):
+    folder = save_vla_model(model, tmp_path / "vla")
+    assert load_file(folder / "model.safetensors").keys() == model.state_dict().keys()
