@@ -68,11 +68,6 @@ class FrameLayout:
         """Derive the layout from one batched step: observation and action of ``[num_envs, ...]``."""
         sample: Frames = {("observation", *key): value for key, value in flatten(observation).items()}
         sample[("action",)] = action
-        for key, value in sample.items():
-            if value.dtype == torch.bfloat16:
-                raise EnvContractError(
-                    f"{'/'.join(key)} is bfloat16, which numpy does not know: use float16 or float32"
-                )
         leaves = [Leaf(key, value.dtype, tuple(value.shape[1:])) for key, value in sample.items()]
         leaves += [Leaf(("reward",), torch.float32, ())]
         leaves += [Leaf((name,), torch.bool, ()) for name in ("terminated", "truncated")]

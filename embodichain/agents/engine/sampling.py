@@ -47,24 +47,12 @@ class Picks:
         return len(self.rows)
 
 
-@dataclass(frozen=True)
-class Candidates:
-    """The rows with episodes that are long enough, at the moment when the sequence numbers were those of the stamp."""
-
-    stamp: tuple[bytes, int]
-    sequence: Ints
-    length: Ints
-    rows: Ints
-
-
 class WindowSampler:
     """Draws windows from a shared buffer; one per thread."""
 
     def __init__(self, buffer: SharedBuffer) -> None:
         self.buffer = buffer
         self._windows: dict[int, dict[Key, Windows]] = {}
-        none = np.zeros(0, np.int64)
-        self._known = Candidates((b"", 0), none, none, none)
 
     def draw(
         self, generator: np.random.Generator, out: dict[Key, Tensor], batch_size: int, chunk_size: int
@@ -86,26 +74,18 @@ class WindowSampler:
         """Choose ``count`` windows among the rows that nobody is writing to."""
         deadline = 0.0
         while True:
-            known = self._candidates(chunk_size)
-            if len(known.rows):
-                # u * n, rounded down, is uniform on 0 .. n-1 (to 2^-53) and cheaper than bounded integers.
-                u = generator.random((2, count))
-                chosen = known.rows[(u[0] * len(known.rows)).astype(np.int64)]
-                starts = (u[1] * (known.length[chosen] - (chunk_size - 1))).astype(np.int64)
-                return Picks(chosen, starts, known.sequence[chosen])
-            self._explain_nothing_long_enough(known, chunk_size)
-            deadline = self._wait_for_writers(deadline)
-
-    def _candidates(self, chunk_size: int) -> Candidates:
-        """Return the rows that can be read now; they are remembered for as long as no row changes."""
-        sequence = self.buffer.sequence.copy()  # before the lengths: a length that changes later fails the check
-        stamp = (sequence.tobytes(), chunk_size)
-        if stamp != self._known.stamp:
+            sequence = self.buffer.sequence.copy()  # before the lengths: a length that changes later fails the check
             fence()
             length = self.buffer.length.copy()
             rows = np.flatnonzero((length >= chunk_size) & (sequence & 1 == 0))
-            self._known = Candidates(stamp, sequence, length, rows)
-        return self._known
+            if len(rows):
+                # u * n, rounded down, is uniform on 0 .. n-1 (to 2^-53) and cheaper than bounded integers.
+                u = generator.random((2, count))
+                chosen = rows[(u[0] * len(rows)).astype(np.int64)]
+                starts = (u[1] * (length[chosen] - (chunk_size - 1))).astype(np.int64)
+                return Picks(chosen, starts, sequence[chosen])
+            self._explain_nothing_long_enough(sequence, length, chunk_size)
+            deadline = self._wait_for_writers(deadline)
 
     def _redraw(
         self, generator: np.random.Generator, out: dict[Key, Tensor], picks: Picks, changed: Ints, chunk_size: int
@@ -158,10 +138,9 @@ class WindowSampler:
                 windows[leaf.key] = Windows(tensor, tensor.view(torch.uint8).numpy())
         return windows
 
-    def _explain_nothing_long_enough(self, known: Candidates, chunk_size: int) -> None:
-        if (known.sequence & 1).any():
+    def _explain_nothing_long_enough(self, sequence: Ints, length: Ints, chunk_size: int) -> None:
+        if (sequence & 1).any():
             return  # a row that is being written may turn out long enough
-        length = known.length
         longest = int(length.max(initial=0))
         raise ChunkSizeError(
             f"chunk_size is {chunk_size}, but the longest of the {int((length > 0).sum())} stored episodes has "

@@ -98,7 +98,6 @@ class SharedBuffer:
         self.origins: Ints = views["origins"].numpy()
         """Per row: worker, episode seed, policy version, success (-1 unknown)."""
         self.frames: dict[Key, Tensor] = {leaf.key: views[leaf.key] for leaf in layout.leaves}
-        self._arrays = {key: value.numpy() for key, value in self.frames.items()}
         nested = TensorDict(unflatten(self.frames), batch_size=[num_rows, max_steps])
         self.tensordict = nested.share_memory_()
 
@@ -124,10 +123,10 @@ class SharedBuffer:
         self.sequence[row] = busy
         fence()
         for key, pieces in episode.frames.items():
-            target, start = self._arrays[key][row], 0
+            target, start = self.frames[key][row], 0
             for piece in pieces:
-                target[start : start + len(piece)] = piece.numpy()
-                start += len(piece)
+                target[start : start + piece.shape[0]].copy_(piece)
+                start += piece.shape[0]
         success = -1 if episode.success is None else int(episode.success)
         self.length[row] = episode.length
         self.origins[row] = (worker, episode.seed, episode.policy_version, success)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from embodichain.agents.engine.actors import Actor
 from embodichain.agents.engine.episode import Episode
-from embodichain.agents.engine.layout import FrameLayout, Key
+from embodichain.agents.engine.layout import FrameLayout, Key, flatten
 from embodichain.envs.vec_env import VecEnv
 from embodichain.errors import EnvContractError
 
@@ -35,23 +35,20 @@ class SimulatedEpisodes:
             leaf.key: torch.empty((self.max_steps, env.num_envs, *leaf.shape), dtype=leaf.dtype)
             for leaf in self.layout.leaves
         }
-        # numpy writes a small array in a third of the time torch takes, and there are a dozen of them in every step.
-        self._arrays = {key: ring.numpy() for key, ring in self._ring.items()}
-        self._observed = [key for key in self._ring if key[0] == "observation"]
         self._begin = [0] * env.num_envs
         self._step = 0
 
     def advance(self) -> list[Episode]:
         """Take one step in every env and return the episodes that ended, valid until the next step."""
-        at, arrays, observation = self._step % self.max_steps, self._arrays, self._observation
-        action = self.actor.act(observation)
-        for key in self._observed:
-            arrays[key][at] = observation[key[1:]].numpy(force=True)
-        arrays[("action",)][at] = action.numpy(force=True)
-        self._observation, reward, terminated, truncated, info = self.env.step(self._disturbed(action))
-        arrays[("reward",)][at] = reward.numpy(force=True)
-        arrays[("terminated",)][at] = terminated.numpy(force=True)
-        arrays[("truncated",)][at] = truncated.numpy(force=True)
+        at, env = self._step % self.max_steps, self.env
+        action = self.actor.act(self._observation)
+        for key, value in flatten(self._observation).items():
+            self._ring[("observation", *key)][at] = value
+        self._ring[("action",)][at] = action
+        self._observation, reward, terminated, truncated, info = env.step(self._disturbed(action))
+        self._ring[("reward",)][at] = reward
+        self._ring[("terminated",)][at] = terminated
+        self._ring[("truncated",)][at] = truncated
         self._step += 1
         ended = torch.nonzero(terminated | truncated).reshape(-1).tolist()
         return self._collect(ended, info) if ended else []
