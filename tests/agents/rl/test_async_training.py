@@ -1,0 +1,188 @@
+"""Whole runs with asynchronous collection: without lag the synchronous run, resumed bit by bit, steps counted once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+from embodichain.agents.rl import trainer as trainer_module
+from embodichain.agents.rl.train import build_trainer, resume_training, train_from_config
+from embodichain.agents.rl.training.config import TrainCfg, complete, override
+from embodichain.agents.rl.training.run_folder import RunFolder
+from embodichain.agents.rl.training.run_log import read_metrics
+from embodichain.agents.rl.utils.checkpoint import find_checkpoint, load_checkpoint
+from embodichain.errors import ConfigError
+from tests.agents.rl.test_checkpoint import same
+from tests.agents.rl.training_cases import GRPO, train_config, write_config
+
+ROLLOUT = 8 * 16
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def vla(**collector):
+    return {"model_type": "vla", "collector": collector}
+
+
+def logged(run_dir):
+    """Return what a run logged, without times and without what only asynchronous runs log."""
+    left_out = ("time/", "async/")
+    lines = read_metrics(run_dir / "metrics.jsonl")
+    return [{name: value for name, value in line.items() if not name.startswith(left_out)} for line in lines]
+
+
+@pytest.mark.parametrize("algorithm", [{}, GRPO], ids=["ppo", "grpo"])
+def test_without_lag_a_run_is_the_synchronous_run_bit_by_bit(tmp_path, algorithm):
+    """Evaluations and checkpoints lie in between; every logged number and every parameter is the same."""
+    for name, settings in (("sync", {}), ("async", vla(max_policy_lag=0))):
+        path = write_config(tmp_path / f"{name}.json", tmp_path / name, trainer=settings, algorithm=algorithm)
+        result = train_from_config(path)
+        assert result.global_step == 4 * ROLLOUT
+    assert logged(tmp_path / "sync") == logged(tmp_path / "async")
+    expected, actual = (load_checkpoint(find_checkpoint(tmp_path / name)) for name in ("sync", "async"))
+    for part in ("policy", "algorithm", "env", "random"):
+        assert same(actual[part], expected[part]), part
+
+
+# Trains until some rollout is half collected, and is then killed as nothing inside the process could prevent.
+KILLED = """
+import os, signal, sys
+from embodichain.agents.rl.collector.sync_collector import SyncCollector
+from embodichain.agents.rl.train import main
+
+decide, count = SyncCollector.decide, 0
+
+def decide_or_die(self, obs, state):
+    global count
+    count += 1
+    if count == int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return decide(self, obs, state)
+
+SyncCollector.decide = decide_or_die
+main(["--config", sys.argv[1]])
+"""
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "settings"),
+    [({}, {"max_policy_lag": 2}), (GRPO, {"max_policy_lag": 1}), ({}, {"max_policy_lag": 1, "pipeline_stages": 2})],
+    ids=["ppo", "grpo", "ppo in two groups"],
+)
+def test_a_killed_run_goes_on_bit_by_bit(tmp_path, algorithm, settings):
+    trainer = {"iterations": 8, "save_freq": 2 * ROLLOUT, **vla(adopt="lockstep", **settings)}
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    train_from_config(write_config(tmp_path / "straight.json", straight, trainer=trainer, algorithm=algorithm))
+    config = write_config(tmp_path / "killed.json", killed, trainer=trainer, algorithm=algorithm)
+    decisions = (5 * 16 + 40) * settings.get("pipeline_stages", 1)  # in the seventh or eighth rollout
+    command = [sys.executable, "-c", KILLED, str(config), str(decisions)]
+    process = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert process.returncode == -signal.SIGKILL, process.stderr
+    assert load_checkpoint(find_checkpoint(killed))["trainer"]["iteration"] in (4, 6)
+    result = resume_training(killed)
+
+    expected, actual = (load_checkpoint(find_checkpoint(run)) for run in (straight, killed))
+    assert result.iteration == 8 == expected["trainer"]["iteration"]
+    for part in ("policy", "algorithm", "random"):  # how far ahead the collector is at the end is left to chance
+        assert same(actual[part], expected[part]), part
+    assert logged(killed) == logged(straight)
+    lags = [line["async/lag_max"] for line in read_metrics(killed / "metrics.jsonl") if "async/lag_max" in line]
+    assert lags == [min(i, settings["max_policy_lag"]) for i in range(8)]
+
+
+@pytest.mark.slow
+def test_a_run_in_a_process_is_resumed_and_made_longer(tmp_path):
+    trainer = {"iterations": 2, **vla(worker="process", adopt="lockstep", max_policy_lag=1)}
+    train_from_config(write_config(tmp_path / "c.json", tmp_path / "run", trainer=trainer))
+    result = resume_training(tmp_path / "run", ["--trainer.iterations", "4"])
+    assert (result.iteration, result.global_step) == (4, 4 * ROLLOUT)
+    train_from_config(write_config(tmp_path / "d.json", tmp_path / "whole", trainer={**trainer, "iterations": 4}))
+    longer, whole = (load_checkpoint(find_checkpoint(tmp_path / name)) for name in ("run", "whole"))
+    for part in ("policy", "algorithm", "random"):
+        assert same(longer[part], whole[part]), part
+
+
+def test_steps_are_counted_once_and_the_log_tells_the_lag(tmp_path):
+    path = write_config(tmp_path / "c.json", tmp_path / "run", trainer={"iterations": 6, **vla(max_policy_lag=1)})
+    result = train_from_config(path)
+    assert result.global_step == 6 * ROLLOUT
+    lines = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "update/policy_loss" in line]
+    assert [line["step"] for line in lines] == [ROLLOUT * (i + 1) for i in range(6)]
+    for line in lines:
+        assert 0 <= line["async/lag_min"] <= line["async/lag_mean"] <= line["async/lag_max"] <= 1
+        assert line["async/behaviour_kl"] >= 0.0
+        assert line["time/learner_wait_seconds"] >= 0.0
+        assert line["time/collector_wait_seconds"] >= 0.0
+
+
+def made_trainer(run_dir, **changes):
+    cfg = override(complete(TrainCfg.from_dict(train_config(run_dir, **changes))), [])
+    return build_trainer(cfg, RunFolder.create(cfg))
+
+
+def test_collection_goes_on_during_an_evaluation(tmp_path, monkeypatch):
+    """The evaluated weights are the learner's, which stand still; the collector fills its queue meanwhile."""
+    trainer = made_trainer(tmp_path / "run", trainer={"iterations": 2, "eval_freq": ROLLOUT, **vla(max_policy_lag=2)})
+    queued, evaluate = [], trainer_module.evaluate
+
+    def slow_evaluation(policy, *args, **kwargs):
+        before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
+        deadline = time.monotonic() + 30.0
+        while len(trainer.collector.buffer) < 2 * ROLLOUT and time.monotonic() < deadline:
+            time.sleep(0.01)
+        queued.append(len(trainer.collector.buffer))
+        result = evaluate(policy, *args, **kwargs)
+        assert all(torch.equal(tensor, policy.state_dict()[name]) for name, tensor in before.items())
+        return result
+
+    monkeypatch.setattr(trainer_module, "evaluate", slow_evaluation)
+    trainer.train()
+    assert queued[0] >= 2 * ROLLOUT
+    trainer.env.close()
+
+
+def test_an_interrupted_run_saves_its_queue_and_leaves_no_thread(tmp_path):
+    trainer = made_trainer(tmp_path / "run", trainer={"iterations": 10**6, "eval_freq": 0, **vla(max_policy_lag=1)})
+    threads = threading.active_count()
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    result = trainer.train()
+    assert result.reason == "interrupted"
+    assert threading.active_count() == threads
+    saved = load_checkpoint(find_checkpoint(tmp_path / "run"))
+    assert saved["trainer"]["global_step"] == result.global_step > 0
+    waiting = len(saved["collector"]["queue"]["entries"]) + len(saved["collector"]["tickets"])
+    assert waiting == 2  # with a lag of 1, one rollout is waiting or under way, and one more may be begun
+    trainer.env.close()
+
+
+def test_two_groups_of_envs_without_a_background(tmp_path):
+    trainer = {"collector": {"pipeline_stages": 2}}
+    result = train_from_config(write_config(tmp_path / "c.json", tmp_path / "run", trainer=trainer))
+    assert result.global_step == 4 * ROLLOUT
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (vla(max_policy_lag=-1), r"trainer\.collector\.max_policy_lag"),
+        (vla(adopt="sometimes"), r"trainer\.collector\.adopt"),
+        ({"model_type": "vlaa"}, r"trainer\.model_type"),
+        ({"collector": {"pipeline_stages": 3}}, r"multiple of the 3 groups of envs, got 8"),
+    ],
+)
+def test_bad_settings_are_refused(tmp_path, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        train_from_config(write_config(tmp_path / "c.json", tmp_path / "run", trainer=settings))
