@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor
 
 from embodichain.envs.env_cfg import GymCfg, LanguageCfg, PoseRangeCfg
@@ -97,6 +98,14 @@ class PushCubeLanguage(PushCube):
         goals = self.variables["goals"]
         height = torch.full_like(goals[:, 0, :1], 0.001)
         return {color: torch.cat((goals[:, i], height), dim=1) for i, color in enumerate(self.colors)}
+
+
+def named_goal(obs: TensorDictBase, language: LanguageCfg) -> Tensor:
+    """Return where the goal lies that the instruction names, ``[n, 2]``: a label for learning to understand it."""
+    table = _instructions(language).to(obs["instruction"].device)
+    named = (obs["instruction"][:, None, None] == table).all(-1).any(1)  # [n, colors]
+    goals = torch.stack([obs["goal", color] for color in language.colors], dim=1)
+    return (goals * named.unsqueeze(-1)).sum(1)
 
 
 def _instructions(cfg: LanguageCfg) -> Tensor:

@@ -8,7 +8,7 @@ The block of a training config::
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -82,7 +82,7 @@ class VLAPolicy(Policy):
             )
         if isinstance(model, VLAModel) and model.action_dim != expected[1]:
             raise ConfigError(f"action_dim: the model has {model.action_dim}, the environment {expected[1]}", "policy")
-        self.model = model
+        self.model: nn.Module = model
         self.device = torch.device(device)
         self.to(self.device)
 
@@ -107,7 +107,7 @@ class VLAPolicy(Policy):
 
     @property
     def _acting(self) -> ActsOnObservations:
-        return self.model
+        return cast(ActsOnObservations, self.model)
 
     @classmethod
     def build(cls, cfg: Mapping[str, Any], obs_space: Any, action_space: Any, device: torch.device) -> Self:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from embodichain.agents.rl.models.vla.model import VLAModel, VLAModelCfg
+from embodichain.agents.rl.models.vla.model import Decoded, VLAModel, VLAModelCfg
 from embodichain.agents.rl.models.vla.registry import register_vla_model
 from embodichain.config import configclass
 from embodichain.envs.language import decode_instructions
@@ -60,7 +60,12 @@ class HFBackboneVLA(VLAModel):
         proprio = sum(cfg.proprio.values())
         self.body = nn.Linear(proprio, width) if proprio else None
         self.queries = nn.Parameter(torch.randn(cfg.chunk_size + 1, width) * 0.02)
-        self.to_action, self.to_value = self.make_heads(width)
+        self.to_action, last = nn.Linear(width, self.action_dim), nn.Linear(width, 1)
+        for layer in (self.to_action, last):  # begin with no action, worth nothing
+            nn.init.normal_(layer.weight, std=0.01)
+            nn.init.zeros_(layer.bias)
+        self.to_value = nn.Sequential(nn.Linear(width, width), nn.GELU(), last)
+        self.to_points = nn.Linear(width, cfg.num_points) if cfg.num_points else None
         parts = {
             "vision": [self.backbone.vision_model],
             "language": [self.backbone.text_model, self.backbone.connector],
@@ -69,8 +74,8 @@ class HFBackboneVLA(VLAModel):
             for module in parts[part]:
                 module.requires_grad_(False)
 
-    def decode(self, obs: TensorDictBase) -> tuple[Tensor, Tensor]:
-        """Return the chunk's mean ``[batch, chunk_size, action_dim]`` and the value ``[batch]``."""
+    def decode(self, obs: TensorDictBase) -> Decoded:
+        """Return the chunk's mean, the value and the points."""
         tokens, mask = self._perceive(obs)
         own = self.queries.expand(tokens.shape[0], -1, -1)
         if self.body is not None and self.normalizer is not None:
@@ -83,7 +88,8 @@ class HFBackboneVLA(VLAModel):
             inputs_embeds=tokens, attention_mask=mask, position_ids=places, use_cache=False
         ).last_hidden_state[:, -(self.chunk_size + 1) :]
         hidden = hidden.to(self.queries.dtype)
-        return self.to_action(hidden[:, :-1]).float(), self.to_value(hidden[:, -1]).squeeze(-1).float()
+        points = None if self.to_points is None else self.to_points(hidden[:, -1]).float()
+        return Decoded(self.to_action(hidden[:, :-1]).float(), self.to_value(hidden[:, -1]).squeeze(-1).float(), points)
 
     def _perceive(self, obs: TensorDictBase) -> tuple[Tensor, Tensor]:
         """Return the embedded pictures and words, and which of them mean something."""

@@ -24,7 +24,7 @@ class LoRACfg(Config):
     """Dropout before the additions; anything above 0 makes the policy that is trained differ from the one that acts."""
     target_modules: Annotated[tuple[str, ...], Field(min_length=1)] = ("q_proj", "k_proj", "v_proj", "o_proj")
     """Ends of the names of the layers that get additions."""
-    trainable: tuple[str, ...] = ("head", "to_action", "to_value", "body", "queries")
+    trainable: tuple[str, ...] = ("head", "to_action", "to_value", "to_points", "body", "queries")
     """Beginnings of the names of parameters that stay trainable as they are: what is new, not pretrained."""
 
 

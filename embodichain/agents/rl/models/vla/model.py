@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Protocol, Self, runtime_checkable
+from typing import Annotated, Any, ClassVar, NamedTuple, Protocol, Self, runtime_checkable
 
 import gymnasium as gym
 import torch
@@ -25,6 +25,17 @@ from embodichain.config import MISSING, Config, Field, configclass
 from embodichain.errors import ConfigError, ObservationError
 
 Outcome = tuple[Tensor, Tensor, Tensor]
+
+
+class Decoded(NamedTuple):
+    """What a model makes of observations."""
+
+    mean: Tensor
+    """Mean of the chunk, ``[batch, chunk_size, action_dim]``."""
+    value: Tensor
+    """Value, ``[batch]``."""
+    points: Tensor | None = None
+    """Where the model believes things to be, ``[batch, num_points]`` in units of their spread, if it points."""
 
 
 @runtime_checkable
@@ -57,6 +68,8 @@ class VLAModelCfg(Config):
     """Actions per decision."""
     init_log_std: float = -1.5
     """First value of the learnable log-std of every action."""
+    num_points: Annotated[int, Field(ge=0)] = 0
+    """Coordinates that the model learns to point out while it imitates, such as those of the goal that is meant."""
 
 
 class VLAModel(nn.Module, ABC):
@@ -76,10 +89,11 @@ class VLAModel(nn.Module, ABC):
         self.head = GaussianHead(self.action_dim, DistributionCfg(init_log_std=self.cfg.init_log_std))
         width = sum(self.cfg.proprio.values())
         self.normalizer = RunningNormalizer(width) if width else None
+        self.point_normalizer = RunningNormalizer(self.cfg.num_points) if self.cfg.num_points else None
 
     @abstractmethod
-    def decode(self, obs: TensorDictBase) -> tuple[Tensor, Tensor]:
-        """Return the chunk's mean ``[batch, chunk_size, action_dim]`` and the value ``[batch]``."""
+    def decode(self, obs: TensorDictBase) -> Decoded:
+        """Return the chunk's mean, the value, and the points where the model has any."""
 
     # --- what a policy calls --------------------------------------------------------------------------------------
 
@@ -90,17 +104,17 @@ class VLAModel(nn.Module, ABC):
 
         A chunk of one action comes without that dimension.
         """
-        mean, value = self.decode(obs)
+        mean, value, _ = self.decode(obs)
         action, log_prob = self.head.sample(mean, deterministic, generator)
         return self._squeeze(action, 1), self._squeeze(log_prob, 1), value
 
     def get_value(self, obs: TensorDictBase) -> Tensor:
         """Return the value ``[batch]``."""
-        return self.decode(obs)[1]
+        return self.decode(obs).value
 
     def evaluate_actions(self, obs: TensorDictBase, actions: Tensor) -> Outcome:
         """Return ``(log_prob [batch, chunk_size], entropy [batch, chunk_size], value [batch])``."""
-        mean, value = self.decode(obs)
+        mean, value, _ = self.decode(obs)
         log_prob, entropy = self.head.evaluate(mean, actions.reshape(mean.shape))
         return self._squeeze(log_prob, 1), self._squeeze(entropy, 1), value
 
@@ -140,14 +154,6 @@ class VLAModel(nn.Module, ABC):
     def from_spaces(cls, obs_space: gym.Space[Any], action_space: gym.Space[Any], **settings: Any) -> Self:
         """Build the model for an environment's spaces."""
         return cls(**cls.complete_config(settings, obs_space, action_space))
-
-    def make_heads(self, width: int) -> tuple[nn.Linear, nn.Sequential]:
-        """Return what turns tokens into actions and into a value; they begin with no action, worth nothing."""
-        to_action, value = nn.Linear(width, self.action_dim), nn.Linear(width, 1)
-        for last in (to_action, value):
-            nn.init.normal_(last.weight, std=0.01)
-            nn.init.zeros_(last.bias)
-        return to_action, nn.Sequential(nn.Linear(width, width), nn.GELU(), value)
 
     def _squeeze(self, value: Tensor, dim: int) -> Tensor:
         return value.squeeze(dim) if self.chunk_size == 1 else value

@@ -1,25 +1,25 @@
-"""``TinyVLA``: a vision-language-action model of about two million parameters, fit for a CPU.
+"""``TinyVLA``: a vision-language-action model of little more than a million parameters, fit for a CPU.
 
-Patches of all cameras and the bytes of the instruction are what is seen and said; one query per action of the chunk,
-one for the value and one for proprioception look at them, layer by layer, and become the chunk and the value. The cost
-is that of the few queries, not of all patches with each other.
+Patches of all cameras and the bytes of the instruction are what is seen and said. A few readout tokens, which know what
+was said, look at it layer by layer; what they found and proprioception become the chunk of actions and the value. The
+cost is that of the few readouts looking at the patches, not of all patches looking at each other.
 """
 
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Annotated, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from embodichain.agents.rl.models.vla.model import VLAModel, VLAModelCfg
+from embodichain.agents.rl.models.vla.model import Decoded, VLAModel, VLAModelCfg
 from embodichain.agents.rl.models.vla.registry import register_vla_model
 from embodichain.agents.rl.models.vla.tokenizer import ByteTokenizer
 from embodichain.agents.rl.utils.config import Count
-from embodichain.config import Field, configclass
+from embodichain.config import configclass
 from embodichain.errors import ConfigError
 
 
@@ -27,13 +27,17 @@ from embodichain.errors import ConfigError
 class TinyVLACfg(VLAModelCfg):
     """Settings of ``TinyVLA``."""
 
-    width: Count = 192
+    width: Count = 128
     """Numbers per token."""
-    depth: Count = 3
-    """Layers of the decoder."""
+    depth: Count = 2
+    """Layers in which the readouts look and talk."""
+    num_readouts: Count = 4
+    """Tokens that carry what was found to the heads."""
+    hidden_size: Count = 256
+    """Width of the heads' hidden layers."""
     num_heads: Count = 4
     """Attention heads; they divide the width."""
-    patch_size: Annotated[int, Field(ge=2, multiple_of=2)] = 8
+    patch_size: Literal[2, 4, 8, 16, 32] = 8
     """Pixels along a side of one patch; it divides height and width of every picture."""
     bytes_per_token: Count = 4
     """Bytes of the instruction that make one token."""
@@ -91,7 +95,7 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    """Queries look at what is seen and said, then at each other, then think."""
+    """Readouts look at what is seen and said, then at each other, then think."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
@@ -100,7 +104,7 @@ class Layer(nn.Module):
         self.think = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor, seen: Tensor, mask: Tensor) -> Tensor:
-        """Return the queries ``[batch, q, width]`` after this layer."""
+        """Return the readouts ``[batch, q, width]`` after this layer."""
         x = x + self.look(self.norms[0](x), seen, mask)
         own = self.norms[1](x)
         x = x + self.talk(own, own)
@@ -109,49 +113,61 @@ class Layer(nn.Module):
 
 @register_vla_model("tiny_vla")
 class TinyVLA(VLAModel):
-    """Patch encoder, byte tokens, proprioception, a small decoder, an action-chunk head and a value head."""
+    """Patch encoder, byte tokens, proprioception, a small transformer, an action-chunk head and a value head."""
 
     cfg_type: ClassVar[type[VLAModelCfg]] = TinyVLACfg
     cfg: TinyVLACfg
 
-    def __init__(self, **settings: object) -> None:
+    def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         cfg, width = self.cfg, self.cfg.width
         if width % (2 * cfg.num_heads):
-            raise ConfigError(f"width: expected a multiple of 2 * num_heads = {2 * cfg.num_heads}, got {width}")
+            problem = f"width: expected a multiple of 2 * num_heads = {2 * cfg.num_heads}, got {width}"
+            raise ConfigError(problem, "model_config")
         self.eyes = nn.ModuleDict({name: PatchEncoder(s, width, cfg.patch_size) for name, s in cfg.cameras.items()})
         length = cfg.instruction_length
         self.words = ByteTokenizer(length, width, cfg.bytes_per_token) if length else None
         self.meaning = nn.Linear(self.words.num_tokens * width, width) if self.words is not None else None
-        proprio = sum(cfg.proprio.values())
-        self.body = nn.Linear(proprio, width) if proprio else None
-        self.queries = nn.Parameter(torch.randn(cfg.chunk_size + 2, width) * 0.02)
-        self.seen_norm, self.out_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.readouts = nn.Parameter(torch.randn(cfg.num_readouts, width) * 0.02)
         self.layers = nn.ModuleList(Layer(width, cfg.num_heads) for _ in range(cfg.depth))
-        self.to_action, self.to_value = self.make_heads(width)
+        self.seen_norm, self.out_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        perceived = cfg.num_readouts * width
+        known = perceived + sum(cfg.proprio.values())
+        self.to_action = _head(known, cfg.hidden_size, self.chunk_size * self.action_dim)
+        self.to_value = _head(known, cfg.hidden_size, 1)
+        self.to_points = nn.Linear(perceived, cfg.num_points) if cfg.num_points else None
 
-    def decode(self, obs: TensorDictBase) -> tuple[Tensor, Tensor]:
-        """Return the chunk's mean ``[batch, chunk_size, action_dim]`` and the value ``[batch]``."""
+    def decode(self, obs: TensorDictBase) -> Decoded:
+        """Return the chunk's mean, the value and the points."""
         seen, mask, said = self._perceive(obs)
-        x = self.queries.expand(seen.shape[0], -1, -1)
-        if said is not None:
+        x = self.readouts.expand(seen.shape[0], -1, -1)
+        if said is not None:  # what is looked for depends on what was said, from the first layer on
             x = x + said.unsqueeze(1)
-        if self.body is not None and self.normalizer is not None:
-            # Every query knows where the robot is; the last one is there to be looked at by the others.
-            x = x + self.body(self.normalizer(self.proprioception(obs))).unsqueeze(1)
         for layer in self.layers:
             x = layer(x, seen, mask)
-        x = self.out_norm(x)
-        return self.to_action(x[:, : self.chunk_size]).float(), self.to_value(x[:, -2]).squeeze(-1).float()
+        perceived = known = self.out_norm(x).flatten(1)
+        if self.normalizer is not None:
+            known = torch.cat((perceived, self.normalizer(self.proprioception(obs))), dim=1)
+        mean = self.to_action(known).unflatten(1, (self.chunk_size, self.action_dim))
+        points = None if self.to_points is None else self.to_points(perceived).float()
+        return Decoded(mean.float(), self.to_value(known).squeeze(-1).float(), points)
 
     def _perceive(self, obs: TensorDictBase) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the tokens of all pictures and of the instruction, and which of them mean something."""
+        """Return all tokens, which of them mean something ``[batch, n]``, and the instruction as a whole."""
         tokens = [self.eyes[name](self.picture(obs, name)) for name in self.cfg.cameras]
         seen = torch.cat(tokens, dim=1)
         mask = torch.ones(seen.shape[:2], dtype=torch.bool, device=seen.device)
         if self.words is None or self.meaning is None:
             return self.seen_norm(seen), mask, None
         said, is_text = self.words(self.instruction(obs))
-        whole = (F.gelu(said) * is_text.unsqueeze(-1)).flatten(1)
+        whole = self.meaning((F.gelu(said) * is_text.unsqueeze(-1)).flatten(1))
         seen, mask = torch.cat((seen, said), dim=1), torch.cat((mask, is_text), dim=1)
-        return self.seen_norm(seen), mask, self.meaning(whole)
+        return self.seen_norm(seen), mask, whole
+
+
+def _head(width: int, hidden: int, out: int) -> nn.Sequential:
+    """Return a perceptron that begins with zeros, nearly: no action, worth nothing."""
+    last = nn.Linear(hidden, out)
+    nn.init.normal_(last.weight, std=0.01)
+    nn.init.zeros_(last.bias)
+    return nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, hidden), nn.GELU(), last)

@@ -1,0 +1,111 @@
+"""Learning from demonstrations: a policy of chunks imitates chunks of the stream, before reinforcement takes over."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+
+from embodichain.agents.rl.models.vla.model import VLAModel
+from embodichain.agents.rl.models.vla_policy import VLAPolicy
+from embodichain.agents.rl.utils.config import Count, NotNegative, Positive
+from embodichain.config import Config, configclass
+from embodichain.errors import ConfigError, RolloutError
+
+
+@configclass
+class ImitationCfg(Config):
+    """How a policy imitates."""
+
+    learning_rate: Positive = 1e-3
+    """Largest step size of AdamW."""
+    total_steps: Count = 1000
+    """Gradient steps over which the step size falls to a tenth, along a cosine."""
+    warmup_steps: Count = 50
+    """Gradient steps over which it rises to its largest value."""
+    weight_decay: NotNegative = 1e-4
+    """Weight decay of AdamW."""
+    max_grad_norm: Positive = 1.0
+    """The gradient is scaled down to this norm when it is longer."""
+    point_coef: NotNegative = 0.5
+    """Weight of the error in pointing, for models that point."""
+
+
+class Imitation:
+    """Supervised fine-tuning of a ``VLAPolicy`` on chunks ``[batch, n]`` of demonstrations.
+
+    The first observation of a chunk is what the policy sees, the chunk's actions are what it should choose; ``n`` may
+    be smaller than the policy's chunks, whose remaining actions then do not count. The action's mean is trained, its
+    spread is left as it is.
+    """
+
+    def __init__(self, cfg: ImitationCfg, policy: VLAPolicy) -> None:
+        if not isinstance(policy.model, VLAModel):
+            raise ConfigError(
+                f"expected a model that derives from VLAModel, got {type(policy.model).__name__}", "policy"
+            )
+        self.cfg, self.policy = cfg, policy
+        self.model: VLAModel = policy.model
+        trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=cfg.learning_rate, weight_decay=cfg.weight_decay)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._scale)
+        self.steps = 0
+
+    def update(self, chunks: TensorDictBase, points: Tensor | None = None) -> dict[str, Tensor]:
+        """Do one gradient step on ``[batch, n]``; ``points`` ``[batch, num_points]`` is what a model should point out.
+
+        Returns losses as tensors, so that nothing waits for the device.
+        """
+        obs, action = chunks["observation"][:, 0].to(self.policy.device), chunks["action"].to(self.policy.device)
+        length = action.shape[1]
+        if chunks.batch_dims != 2 or length > self.policy.chunk_size:
+            expected = f"[batch, 1 to {self.policy.chunk_size}]"
+            raise RolloutError(f"expected chunks {expected}, got {list(chunks.batch_size)}")
+        self.policy.update_normalizer(obs)
+        mean, _, pointed = self.model.decode(obs)
+
+        # L = E sum_d |mean - action|: of several ways to go on, the median is one of them and the mean is none
+        action_loss = (mean[:, :length] - action).abs().sum(-1).mean()
+        losses: dict[str, Tensor] = {"action_loss": action_loss.detach()}
+        loss = action_loss
+        if pointed is not None:
+            point_loss = self._point_loss(pointed, points)
+            loss = loss + self.cfg.point_coef * point_loss
+            losses["point_loss"] = point_loss.detach()
+        self._descend(loss)
+        return losses
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimiser's state and how far it came."""
+        return {"optimizer": self.optimizer.state_dict(), "schedule": self.schedule.state_dict(), "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what ``state_dict`` returned."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.schedule.load_state_dict(state["schedule"])
+        self.steps = state["steps"]
+
+    def _point_loss(self, pointed: Tensor, points: Tensor | None) -> Tensor:
+        normalizer = self.model.point_normalizer
+        if points is None or normalizer is None or points.shape != pointed.shape:
+            got = None if points is None else list(points.shape)
+            raise RolloutError(f"points: the model points at {list(pointed.shape)}, got labels {got}")
+        labels = points.to(pointed)
+        normalizer.update(labels)
+        return (pointed - normalizer(labels)).abs().sum(-1).mean()
+
+    def _descend(self, loss: Tensor) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.policy.parameters(), self.cfg.max_grad_norm)
+        self.optimizer.step()
+        self.schedule.step()
+        self.steps += 1
+
+    def _scale(self, step: int) -> float:
+        """Return the factor on the step size: a rise, then a cosine to a tenth."""
+        share = min(1.0, step / self.cfg.total_steps)
+        return min(1.0, (step + 1) / self.cfg.warmup_steps) * (0.1 + 0.45 * (1.0 + math.cos(math.pi * share)))
