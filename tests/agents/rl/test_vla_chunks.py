@@ -154,11 +154,11 @@ def test_first_gradient_is_that_of_the_policy_gradient_theorem(level):
     batch = rollout.reshape(-1)
     loss, measures = algorithm._loss(batch)
     assert float(measures["approx_kl"]) == pytest.approx(0.0, abs=1e-6)
-    (ours,) = torch.autograd.grad(loss, [policy.model.to_action.weight])
+    (ours,) = torch.autograd.grad(loss, [policy.model.to_action[-1].weight])
     log_prob, _, _ = policy.evaluate(batch)
     taken = (torch.arange(3) < batch["num_actions"].unsqueeze(-1)).float()
     of_decision = (log_prob * taken).sum(-1)
     if level == "action":
         of_decision = of_decision / taken.sum(-1)
-    (expected,) = torch.autograd.grad(-(batch["advantage"] * of_decision).mean(), [policy.model.to_action.weight])
+    (expected,) = torch.autograd.grad(-(batch["advantage"] * of_decision).mean(), [policy.model.to_action[-1].weight])
     assert torch.allclose(ours, expected, atol=1e-6)

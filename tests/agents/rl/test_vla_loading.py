@@ -103,11 +103,11 @@ def test_the_first_five_misfits_are_named(model, tmp_path):
 
 def test_nothing_is_loaded_unless_everything_fits(model, tmp_path):
     weights = {name: torch.ones_like(tensor) for name, tensor in model.state_dict().items()}
-    weights.pop("to_action.bias")
-    before = model.to_action.weight.clone()
-    with pytest.raises(CheckpointError, match=r"to_action\.bias"):
+    weights.pop("to_action.4.bias")
+    before = model.to_action[-1].weight.clone()
+    with pytest.raises(CheckpointError, match=r"to_action\.4\.bias"):
         set_weights(model, weights, "here")
-    assert torch.equal(model.to_action.weight, before)
+    assert torch.equal(model.to_action[-1].weight, before)
 
 
 class Bomb:

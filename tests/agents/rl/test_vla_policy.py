@@ -59,7 +59,7 @@ def test_the_default_model_has_one_to_five_million_parameters(env):
 @pytest.mark.parametrize("part", [("image", "front"), "instruction", ("robot", "qpos")])
 def test_pictures_words_and_the_body_all_count(env, obs, part):
     policy = vla_policy(env)
-    nn.init.normal_(policy.model.to_action.weight)
+    nn.init.normal_(policy.model.to_action[-1].weight)
     changed = obs.clone()
     value = changed[part]
     changed[part] = value.flip(1) if value.dtype == torch.uint8 else value + 0.5
@@ -113,7 +113,7 @@ def test_bytes_become_tokens_and_padding_is_known():
 
 def test_what_comes_after_the_text_changes_nothing(env, obs):
     policy = vla_policy(env)
-    nn.init.normal_(policy.model.to_action.weight)
+    nn.init.normal_(policy.model.to_action[-1].weight)
     short = obs.clone()
     short["instruction"] = encode_instructions(["push"], 48).expand(4, -1)
     before = policy.get_action(short, deterministic=True)[0]
