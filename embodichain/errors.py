@@ -87,6 +87,10 @@ class WorkerError(EmbodiChainError, RuntimeError):
     """A simulation worker failed for good; the message holds its own traceback."""
 
 
+class ClusterError(EmbodiChainError, RuntimeError):
+    """A Ray cluster cannot be reached, or has no room for what is asked of it."""
+
+
 class StreamStalledError(EmbodiChainError, RuntimeError):
     """The stream stands still: nobody writes what a reader is waiting for."""
 
@@ -101,6 +105,10 @@ class NotFiniteError(EmbodiChainError, ArithmeticError):
 
 class TrainingStateError(EmbodiChainError, RuntimeError):
     """A run cannot be started or continued from where it is."""
+
+
+class RankError(EmbodiChainError, RuntimeError):
+    """Another process of a data-parallel training failed, is gone, or has other weights."""
 
 
 class ExportError(EmbodiChainError, RuntimeError):

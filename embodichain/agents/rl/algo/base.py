@@ -16,8 +16,9 @@ from embodichain.agents.rl.collector.sync_collector import RolloutStart, SyncCol
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils.config import AlgorithmCfg
 from embodichain.agents.rl.utils.observations import Observation
+from embodichain.agents.rl.utils.ranks import Ranks
 from embodichain.envs.vec_env import VecEnv
-from embodichain.errors import RolloutError
+from embodichain.errors import ConfigError, RolloutError
 
 NORMALIZER_ROWS = 65_536
 """Transitions that running statistics take in at a time, which bounds the memory for it."""
@@ -42,6 +43,8 @@ class BaseAlgorithm(ABC):
         self.device = torch.device(cfg.device)
         self.policy = policy.to(self.device)
         self.policy.device = self.device
+        self.ranks = Ranks()
+        """The processes that train this policy together; see ``join``."""
         self.progress = 0.0
         """Share of the training that is over, in [0, 1]; set by the trainer, used by schedules."""
         self.buffer: RolloutBuffer | None = None
@@ -67,6 +70,15 @@ class BaseAlgorithm(ABC):
     def check_num_envs(self, num_envs: int) -> None:
         """Raise ``ConfigError`` if the algorithm cannot work with so many envs; by default any number will do."""
         return
+
+    def join(self, ranks: Ranks) -> None:
+        """Train the policy together with other processes, each with envs and a copy of the policy of its own.
+
+        An algorithm that can do so overrides this; all copies begin as the first one.
+        """
+        if ranks.count > 1:
+            problem = f"{type(self).__name__} cannot train on several ranks: it does not add up gradients over them"
+            raise ConfigError(problem, "algorithm")
 
     def initialize_buffer(
         self,

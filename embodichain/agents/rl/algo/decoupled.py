@@ -22,6 +22,7 @@ from torch import Tensor
 from embodichain.agents.rl.algo.chunks import Level
 from embodichain.agents.rl.collector.staleness import evaluate_rollout, log_importance
 from embodichain.agents.rl.models.policy import Policy
+from embodichain.agents.rl.utils.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,11 @@ class Proximal:
         log_prob, value = evaluate_rollout(policy, rollout, rows)
         return cls(log_prob.float(), value.float(), log_importance(log_prob.float(), rollout))
 
-    def measures(self) -> dict[str, Tensor]:
+    def measures(self, ranks: Ranks) -> dict[str, Tensor]:
         """Return how far the policy is from what collected: ``KL(mu || pi_prox)`` and its largest importance weight."""
         kl = (self.log_importance.exp() - 1.0 - self.log_importance).mean()
-        return {"behaviour_kl": kl, "importance_max": self.log_importance.max().exp()}
+        largest = ranks.gather(self.log_importance.max()).max().exp()
+        return {"behaviour_kl": ranks.gather(kl).mean(), "importance_max": largest}
 
 
 def decouple(data: TensorDictBase, proximal: Proximal, max_weight: float, level: Level) -> None:

@@ -137,9 +137,7 @@ class GraphedSteps:
         if self._off:
             self._store = _Store(minibatches, own=False)
             return
-        if self._optimizer.ranks is not None:
-            self._give_up("gradients are averaged over several processes")
-        elif self._optimizer.precision == "fp16":
+        if self._optimizer.precision == "fp16":
             self._give_up("the loss scale of fp16 depends on what came before; bf16 needs none")
         if self._store is not None and self._store.minibatches is minibatches:
             return

@@ -28,6 +28,7 @@ from embodichain.agents.rl.collector.sync_collector import RolloutStart
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils.config import AlgorithmCfg, Count, NotNegative, Positive
 from embodichain.agents.rl.utils.observations import Observation
+from embodichain.agents.rl.utils.ranks import Ranks
 from embodichain.config import configclass
 from embodichain.envs.vec_env import VecEnv
 from embodichain.errors import ConfigError
@@ -83,6 +84,12 @@ class GRPO(MinibatchAlgorithm):
         super().__init__(cfg, policy, cfg.mixed_precision, cfg.cuda_graphs)
         self.reference = FrozenReference(policy) if cfg.kl_coef > 0.0 else None
 
+    def join(self, ranks: Ranks) -> None:
+        """Train the policy together with other processes; a group is always of one rank."""
+        super().join(ranks)
+        if self.reference is not None:
+            ranks.copy_first(self.reference.policy)
+
     def check_num_envs(self, num_envs: int) -> None:
         """Raise ``ConfigError`` if the envs cannot be divided into groups."""
         if num_envs % self.cfg.group_size:
@@ -116,17 +123,17 @@ class GRPO(MinibatchAlgorithm):
         if cfg.correction == "decoupled":
             with self.optimizer.autocast():
                 proximal = Proximal.of(self.policy, rollout, cfg.batch_size)
-        minibatches = self._minibatches(rollout, valid, proximal)
+        minibatches = self._agree(self._minibatches(rollout, valid, proximal))
 
-        meter = Meter()
+        meter = Meter(self.ranks)
         if len(minibatches):
             for _ in range(cfg.n_epochs):
                 self._run_epoch(minibatches, meter)
                 meter.end_epoch("approx_kl")
 
-        groups = torch.stack([(~spread).sum(), valid.sum()]).tolist()
+        groups = self.ranks.sum(torch.stack([(~spread).sum(), valid.sum()])).tolist()
         metrics = meter.means() | {"learning_rate": self.optimizer.learning_rate}
-        metrics |= {} if proximal is None else scalars(proximal.measures())
+        metrics |= {} if proximal is None else scalars(proximal.measures(self.ranks))
         self._finish_update(rollout)
         return metrics | {"skipped_groups": float(groups[0]), "transitions_used": float(groups[1])}
 
@@ -149,7 +156,7 @@ class GRPO(MinibatchAlgorithm):
         cfg = self.cfg
         with self.optimizer.autocast():
             log_prob, entropy, _ = self.policy.evaluate(batch)
-        weight = batch["valid"] / batch["valid"].sum()
+        weight = batch["valid"] / batch["valid"].sum().clamp(min=1)
         advantage = batch["advantage"]
 
         # ratio = pi(a|s) / pi_old(a|s)

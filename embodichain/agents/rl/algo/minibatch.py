@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -13,9 +15,12 @@ from embodichain.agents.rl.algo.base import BaseAlgorithm
 from embodichain.agents.rl.algo.graphed import GraphedSteps
 from embodichain.agents.rl.algo.optimizer import PolicyOptimizer, Precision
 from embodichain.agents.rl.buffer.minibatches import Minibatches
+from embodichain.agents.rl.models.normalizer import RunningNormalizer
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils.config import AlgorithmCfg
+from embodichain.agents.rl.utils.ranks import Ranks
 
+_LOG = logging.getLogger(__name__)
 CPU_ROWS = 2048
 """Transitions per backward pass and CPU thread: what a network of usual width makes of them stays in the cache."""
 
@@ -33,14 +38,42 @@ class MinibatchAlgorithm(BaseAlgorithm):
         if self.device.type == "cuda" and cuda_graphs:
             self._graphs = GraphedSteps(self._step_once, self.optimizer, self.validity_key)
 
+    def join(self, ranks: Ranks) -> None:
+        """Train the policy together with other processes: minibatch k is that of all ranks, taken together."""
+        self.ranks = self.optimizer.ranks = ranks
+        if ranks.count == 1:
+            return
+        ranks.copy_first(self.policy)
+        for module in self.policy.modules():
+            if isinstance(module, RunningNormalizer):
+                module.share = ranks.share_moments
+        if self._graphs is not None:
+            _LOG.info("gradient steps are not recorded as CUDA graphs, as gradients are added up over ranks in each")
+            self._graphs = None
+
     def _run_epoch(self, minibatches: Minibatches, meter: Meter) -> None:
         """Do a gradient step on every minibatch of one pass over the data."""
         with self.optimizer.matmul_precision():
             if self._graphs is not None:
                 meter.add_steps(*self._graphs.run_epoch(minibatches))
                 return
-            for batch in minibatches:
-                self._descend(batch, meter)
+            order = minibatches.draw()
+            for chosen, share in zip(order, self._shares(minibatches, order), strict=True):
+                # Where nothing is left for this rank, anything will do: its share is zero.
+                self._descend(minibatches.gather(chosen if chosen.numel() else chosen.new_zeros(1)), meter, share)
+
+    def _agree(self, minibatches: Minibatches) -> Minibatches:
+        """Cut the data into as many minibatches as those of all ranks would be cut into together."""
+        if self.ranks.count > 1:
+            minibatches.cut_together(self.ranks.gather(torch.tensor(minibatches.items.numel())).tolist())
+        return minibatches
+
+    def _shares(self, minibatches: Minibatches, order: Sequence[Tensor]) -> list[float]:
+        """Return which share of the transitions of each minibatch, those of all ranks together, is this rank's."""
+        if self.ranks.count == 1:
+            return [1.0] * len(order)
+        weights = torch.tensor([minibatches.weigh(chosen, self.validity_key) for chosen in order], dtype=torch.float64)
+        return (weights / self.ranks.sum(weights)).tolist()
 
     def _step_once(self, batch: TensorDictBase) -> dict[str, Tensor]:
         """Do one gradient step and return what was measured."""
@@ -52,8 +85,8 @@ class MinibatchAlgorithm(BaseAlgorithm):
     def _loss(self, batch: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of a minibatch, a mean over its transitions, and what is to be logged about it."""
 
-    def _descend(self, batch: TensorDictBase, meter: Meter) -> None:
-        """Do one gradient step on a minibatch.
+    def _descend(self, batch: TensorDictBase, meter: Meter, share: float = 1.0) -> None:
+        """Do one gradient step on a minibatch, or on this rank's share of it.
 
         On a CPU the minibatch is worked through in pieces whose gradients add up to the same: memory traffic, not
         arithmetic, is what large minibatches would cost there.
@@ -62,10 +95,10 @@ class MinibatchAlgorithm(BaseAlgorithm):
         parts = (batch,) if whole else batch.split(CPU_ROWS * torch.get_num_threads())
         for part in parts:
             loss, measures = self._loss(part)
-            share = part.numel() / batch.numel()
-            self.optimizer.backward(loss * share)
-            meter.add(share, measures)
-        meter.end_step(self.optimizer.step())
+            weight = share * part.numel() / batch.numel()
+            self.optimizer.backward(loss * weight)
+            meter.add(weight, measures)
+        meter.end_step(self.optimizer.step(), share)
 
     def state_dict(self) -> dict[str, Any]:
         """Return optimiser state and progress."""
@@ -80,9 +113,13 @@ class MinibatchAlgorithm(BaseAlgorithm):
 
 
 class Meter:
-    """Means over gradient steps, added up on the device and read once."""
+    """Means over gradient steps, added up on the device and read once.
 
-    def __init__(self) -> None:
+    Under data parallelism they are this rank's part of means over all ranks.
+    """
+
+    def __init__(self, ranks: Ranks | None = None) -> None:
+        self.ranks = ranks or Ranks()
         self.epochs = 0
         self._steps = 0
         self._sums: dict[str, Tensor] = {}
@@ -96,9 +133,9 @@ class Meter:
             part = value.detach().float() * share
             self.epoch_sums[name] = self.epoch_sums[name] + part if name in self.epoch_sums else part
 
-    def end_step(self, grad_norm: Tensor) -> None:
+    def end_step(self, grad_norm: Tensor, share: float = 1.0) -> None:
         """Count a gradient step."""
-        self.add(1.0, {"grad_norm": grad_norm})
+        self.add(share, {"grad_norm": grad_norm})
         self._epoch_steps += 1
 
     def add_steps(self, sums: dict[str, Tensor], steps: int) -> None:
@@ -107,7 +144,7 @@ class Meter:
         self._epoch_steps += steps
 
     def end_epoch(self, name: str) -> Tensor:
-        """Close an epoch and return the mean ``[]`` of one scalar in it."""
+        """Close an epoch and return the mean ``[]`` of one scalar in it, or this rank's part of it."""
         mean = self.epoch_sums[name] / self._epoch_steps
         for key, value in self.epoch_sums.items():
             self._sums[key] = self._sums[key] + value if key in self._sums else value
@@ -117,8 +154,8 @@ class Meter:
         return mean
 
     def means(self) -> dict[str, float]:
-        """Return the mean of every scalar over all epochs; this waits for the device once."""
+        """Return the mean of every scalar over all epochs and ranks; this waits for the device once."""
         if not self._sums:
             return {}
-        values = (torch.stack(list(self._sums.values())) / self._steps).tolist()
+        values = (self.ranks.sum(torch.stack(list(self._sums.values()))) / self._steps).tolist()
         return dict(zip(self._sums, values, strict=True))

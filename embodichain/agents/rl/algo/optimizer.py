@@ -1,28 +1,20 @@
-"""One gradient step: backward, average over ranks, clip, Adam."""
+"""One gradient step: backward, sum over ranks, clip, Adam."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+
+from embodichain.agents.rl.utils.ranks import Ranks
 
 Precision = Literal["off", "tf32", "bf16", "fp16"]
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 MIN_LEARNING_RATE, MAX_LEARNING_RATE, LEARNING_RATE_STEP = 1e-5, 1e-2, 1.5
 """Bounds of the adaptive step size, and the factor of one change."""
-
-
-class Ranks(Protocol):
-    """The other processes of a data-parallel training."""
-
-    def average_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Replace every gradient by the mean of all ranks."""
-
-    def mean(self, value: Tensor) -> Tensor:
-        """Return the mean of a tensor over all ranks."""
 
 
 class PolicyOptimizer:
@@ -44,8 +36,8 @@ class PolicyOptimizer:
         rate = learning_rate if self._rate is None else self._rate
         self.adam = torch.optim.Adam(self.parameters, lr=rate, eps=1e-5, fused=True, capturable=on_gpu)
         self.scaler = torch.amp.GradScaler(self.device_type, enabled=precision == "fp16")
-        self.ranks: Ranks | None = None
-        """Set under data parallelism: gradients are averaged between backward and clipping."""
+        self.ranks = Ranks()
+        """Under data parallelism: those whose gradients are added up between backward and clipping."""
 
     @property
     def learning_rate(self) -> float:
@@ -96,8 +88,7 @@ class PolicyOptimizer:
 
     def step(self) -> Tensor:
         """Follow the gathered gradient; return its norm before clipping, ``[]``."""
-        if self.ranks is not None:
-            self.ranks.average_gradients(self.parameters)
+        self.ranks.sum_gradients(self.parameters)
         self.scaler.unscale_(self.adam)
         norm = nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm, foreach=True)
         self.scaler.step(self.adam)

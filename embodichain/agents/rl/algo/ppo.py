@@ -26,6 +26,7 @@ from embodichain.agents.rl.buffer.layout import ROLLOUT_KEYS
 from embodichain.agents.rl.buffer.minibatches import Minibatches
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils.config import AlgorithmCfg, Count, NotNegative, Positive
+from embodichain.agents.rl.utils.ranks import Ranks
 from embodichain.config import configclass
 
 
@@ -42,7 +43,7 @@ class PPOCfg(AlgorithmCfg):
     vf_coef: NotNegative = 0.5
     """Weight of the value loss, a mean squared error."""
     normalize_advantage: bool = True
-    """Whether advantages of a rollout are shifted and scaled to mean 0 and standard deviation 1."""
+    """Whether advantages of a rollout are shifted and scaled to mean 0 and standard deviation 1, over all ranks."""
     clip_value_loss: bool = False
     """Whether values, too, may leave the old ones by clip_coef only."""
     lr_schedule: Literal["constant", "linear", "adaptive"] = "constant"
@@ -85,20 +86,20 @@ class PPO(MinibatchAlgorithm):
         proximal = self._proximal(rollout)
         rollout["advantage"], rollout["return"] = self._advantage(rollout, proximal)
         self.policy.update_value_normalizer(rollout["return"])
-        minibatches = self._minibatches(rollout, proximal)
+        minibatches = self._agree(self._minibatches(rollout, proximal))
         if cfg.lr_schedule == "linear":
             self.optimizer.learning_rate = cfg.learning_rate * (1.0 - self.progress)
 
-        meter = Meter()
+        meter = Meter(self.ranks)
         for _ in range(cfg.n_epochs):
             self._run_epoch(minibatches, meter)
             if self._adapt_to_kl(meter.end_epoch("approx_kl")):
                 break
 
         metrics = meter.means() | {"learning_rate": self.optimizer.learning_rate, "epochs": float(meter.epochs)}
-        metrics["explained_variance"] = explained_variance(rollout["value"], rollout["return"])
+        metrics["explained_variance"] = explained_variance(rollout["value"], rollout["return"], self.ranks)
         self._finish_update(rollout)
-        return metrics if proximal is None else metrics | scalars(proximal.measures())
+        return metrics if proximal is None else metrics | scalars(proximal.measures(self.ranks))
 
     def _proximal(self, rollout: TensorDictBase) -> Proximal | None:
         """Evaluate the present policy on the rollout, if anything needs it."""
@@ -121,12 +122,12 @@ class PPO(MinibatchAlgorithm):
         return compute_gae(reward, value, next_value, terminated, done, discount, cfg.gae_lambda)
 
     def _minibatches(self, rollout: TensorDictBase, proximal: Proximal | None) -> Minibatches:
-        """Select what the loss needs, with advantages normalised over the rollout."""
+        """Select what the loss needs, with advantages normalised over the rollouts of all ranks."""
         keys = ("observation", "action", "sample_log_prob", "value", "advantage", "return", *loss_keys(rollout))
         data = rollout.select(*keys)
         if self.cfg.normalize_advantage:
-            advantage = rollout["advantage"]
-            data["advantage"] = (advantage - advantage.mean()) / (advantage.std(correction=0) + 1e-8)
+            mean, std = self.ranks.mean_and_std(rollout["advantage"])
+            data["advantage"] = (rollout["advantage"] - mean) / (std + 1e-8)
         if proximal is not None and self.cfg.correction == "decoupled":
             decouple(data, proximal, self.cfg.max_importance_weight, self.cfg.log_prob_per)
         if not self.policy.is_recurrent:
@@ -182,14 +183,14 @@ class PPO(MinibatchAlgorithm):
         cfg = self.cfg
         if cfg.lr_schedule != "adaptive" and cfg.target_kl is None:
             return False
-        ranks = self.optimizer.ranks
-        kl = epoch_kl if ranks is None else ranks.mean(epoch_kl)
+        kl = self.ranks.sum(epoch_kl)
         if cfg.lr_schedule == "adaptive":
             self.optimizer.adapt_learning_rate(kl, cfg.desired_kl)
         return cfg.target_kl is not None and float(kl) > cfg.target_kl
 
 
-def explained_variance(value: Tensor, return_: Tensor) -> float:
+def explained_variance(value: Tensor, return_: Tensor, ranks: Ranks) -> float:
     """Return ``1 - Var(return - value) / Var(return)``: 1 is perfect, 0 no better than a constant."""
-    variance = return_.var(correction=0)
-    return float(1.0 - (return_ - value).var(correction=0) / variance.clamp(min=1e-12))
+    _, std = ranks.mean_and_std(return_)
+    _, error = ranks.mean_and_std(return_ - value)
+    return float(1.0 - (error / std.clamp(min=1e-6)).square())

@@ -41,8 +41,11 @@ class Minibatches:
         self.rows = flatten_time_major(rollout)
         self.device = next(iter(self.rows.values(include_nested=True, leaves_only=True))).device
         self.items = self._items(valid)
+        self.batch_size = batch_size
         in_one = 1 if sequence_length is None else sequence_length
-        self.count = max(1, -(-self.items.numel() * in_one // batch_size))
+        self.count = 0
+        """Minibatches of an epoch."""
+        self.cut_together([self.items.numel()])
         self.largest = min(-(-batch_size // in_one), self.num_envs * self.num_steps // in_one)
         """Items of a minibatch at most, however many are valid."""
 
@@ -58,8 +61,20 @@ class Minibatches:
             first = first[valid.t().view(-1, self.sequence_length, self.num_envs).any(dim=1)]
         return first.reshape(-1)
 
+    def cut_together(self, items: Sequence[int]) -> None:
+        """Cut into as many minibatches as the items of several ranks together; some may be empty on one of them."""
+        in_one = 1 if self.sequence_length is None else self.sequence_length
+        self.count = min(-(-sum(items) * in_one // (self.batch_size * len(items))), max(items))
+
+    def weigh(self, chosen: Tensor, validity_key: str | None) -> int:
+        """Return the number of transitions in these items, of the valid ones if a key says which they are."""
+        index, _ = self.locate(chosen)
+        if validity_key is None or self.sequence_length is None:  # single transitions are chosen only if they are valid
+            return index.numel()
+        return int(self.rows[validity_key][index].sum())
+
     def __len__(self) -> int:
-        return self.count if self.items.numel() else 0
+        return self.count
 
     def __iter__(self) -> Iterator[TensorDict]:
         for chosen in self.draw():
@@ -67,7 +82,7 @@ class Minibatches:
 
     def draw(self) -> Sequence[Tensor]:
         """Return the items of each minibatch of a new epoch."""
-        if not self.items.numel():
+        if not self.count:
             return ()
         order = torch.randperm(self.items.numel(), device=self.items.device, generator=self.generator)
         return self.items[order].tensor_split(self.count)

@@ -1,0 +1,243 @@
+"""The processes of a data-parallel training, and all that they tell each other.
+
+``Ranks`` is the object for a process that is alone: what it hears from everybody is what it said. ``ProcessRanks`` does
+the same over ``torch.distributed``. Code that uses them need not know which of the two it has.
+
+Numbers of the training travel as tensors, on the device they are on. Everything else is JSON and safetensors, read as
+data: nothing that comes from another process is ever unpickled. Small sums are added up in the order of ranks by
+everybody, so that all ranks have the same bits and take the same decisions.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor, nn
+
+from embodichain.agents.rl.models.normalizer import Moments, batch_moments, merge_moments
+from embodichain.agents.rl.utils.tree import put_together, take_apart
+from embodichain.errors import RankError
+
+_PART = 1 << 30  # bytes sent at a time
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Ranks:
+    """This process alone."""
+
+    rank = 0
+    """Number of this process."""
+    count = 1
+    """Number of processes."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process logs, evaluates and saves."""
+        return self.rank == 0
+
+    def seed(self, common: int) -> int:
+        """Return the seed of this rank: the first one's is the common one."""
+        return common if self.rank == 0 else int(np.random.SeedSequence((common, self.rank)).generate_state(1)[0]) >> 1
+
+    # --- numbers of the training ----------------------------------------------------------------------------------
+
+    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Replace every gradient by its sum over all ranks; the losses carry each rank's share."""
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Return the tensors ``[...]`` of all ranks as ``[count, ...]``; they have the same shape."""
+        return values.unsqueeze(0)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the sum of a small tensor over all ranks."""
+        return values
+
+    def mean_and_std(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return mean and standard deviation ``[]`` of the values of all ranks together."""
+        return values.mean(), values.std(correction=0)
+
+    def share_moments(self, own: Moments) -> Sequence[Moments]:
+        """Return the moments of all ranks, for a ``RunningNormalizer``."""
+        return (own,)
+
+    def copy_first(self, module: nn.Module) -> None:
+        """Give a module the first rank's parameters and buffers."""
+
+    # --- everything else ------------------------------------------------------------------------------------------
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Return the JSON data of all ranks, in their order."""
+        return [value]
+
+    def from_first(self, value: Any) -> Any:
+        """Return the first rank's nested data, tensors included; what the others pass does not matter."""
+        return value
+
+    def to_first(self, value: Any) -> list[Any]:
+        """Return the nested data of all ranks to the first one, and nothing to the others."""
+        return [value]
+
+    @contextmanager
+    def together(self, doing: str) -> Iterator[None]:
+        """Fail on all ranks if what is done inside fails on one; inside, ranks must not talk to each other."""
+        yield
+
+
+class ProcessRanks(Ranks):
+    """The ranks of ``torch.distributed``'s default group."""
+
+    def __init__(self) -> None:
+        self.rank, self.count = dist.get_rank(), dist.get_world_size()
+
+    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Replace every gradient by its sum over all ranks, in one go; a missing one counts as zero."""
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        _call(dist.all_reduce, flat)
+        parts = flat.split([parameter.numel() for parameter in parameters])
+        for parameter, part in zip(parameters, parts, strict=True):
+            parameter.grad = part.view_as(parameter).to(parameter.dtype)
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Return the tensors ``[...]`` of all ranks as ``[count, ...]``; they have the same shape."""
+        own = values.detach().contiguous()
+        everybody = [torch.empty_like(own) for _ in range(self.count)]
+        _call(dist.all_gather, everybody, own)
+        return torch.stack(everybody)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the sum of a small tensor over all ranks, the same bits on each."""
+        first, *others = self.gather(values).unbind()
+        for other in others:
+            first = first + other
+        return first
+
+    def mean_and_std(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return mean and standard deviation ``[]`` of the values of all ranks together."""
+        total, *others = self.share_moments(batch_moments(values.detach().reshape(-1, 1), 1))
+        for other in others:
+            total = merge_moments(total, other)
+        count, mean, m2 = total
+        return mean.squeeze(0).to(values.dtype), (m2 / count).sqrt().squeeze(0).to(values.dtype)
+
+    def share_moments(self, own: Moments) -> Sequence[Moments]:
+        """Return the moments of all ranks, for a ``RunningNormalizer``."""
+        dim = own[1].numel()
+        rows = self.gather(torch.cat((own[0].reshape(1), own[1], own[2])))
+        return [(row[0], row[1 : 1 + dim], row[1 + dim :]) for row in rows]
+
+    def copy_first(self, module: nn.Module) -> None:
+        """Give a module the first rank's parameters and buffers."""
+        with torch.no_grad():
+            for tensor in (*module.parameters(), *module.buffers()):
+                sent = tensor.contiguous()
+                _call(dist.broadcast, sent, 0)
+                tensor.copy_(sent)
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Return the JSON data of all ranks, in their order."""
+        own = _to_bytes(json.dumps(value).encode())
+        sizes = self.gather(torch.tensor([own.numel()]))
+        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+        padded[: own.numel()] = own
+        rows = zip(self.gather(padded), sizes.flatten().tolist(), strict=True)
+        return [json.loads(row[:size].numpy().tobytes()) for row, size in rows]
+
+    def from_first(self, value: Any) -> Any:
+        """Return the first rank's nested data, tensors included; what the others pass does not matter."""
+        message = pack(value) if self.is_first else torch.empty(0, dtype=torch.uint8)
+        size = torch.tensor([message.numel()])
+        _call(dist.broadcast, size, 0)
+        if not self.is_first:
+            message = torch.empty(int(size), dtype=torch.uint8)
+        for part in message.split(_PART):
+            _call(dist.broadcast, part, 0)
+        return value if self.is_first else unpack(message)
+
+    def to_first(self, value: Any) -> list[Any]:
+        """Return the nested data of all ranks to the first one, and nothing to the others."""
+        own = torch.empty(0, dtype=torch.uint8) if self.is_first else pack(value)
+        sizes = self.gather(torch.tensor([own.numel()])).flatten().tolist()
+        if not self.is_first:
+            for part in own.split(_PART):
+                _call(dist.send, part, 0)
+            return []
+        received = [value]
+        for rank, size in enumerate(sizes[1:], start=1):
+            message = torch.empty(size, dtype=torch.uint8)
+            for part in message.split(_PART):
+                _call(dist.recv, part, rank)
+            received.append(unpack(message))
+        return received
+
+    @contextmanager
+    def together(self, doing: str) -> Iterator[None]:
+        """Fail on all ranks if what is done inside fails on one; inside, ranks must not talk to each other."""
+        try:
+            yield
+        except Exception as error:  # told to the others, and raised here as it came
+            self.exchange(f"{type(error).__name__}: {error}")
+            raise
+        said = self.exchange(None)
+        failed = [f"rank {rank} failed while {doing}: {words}" for rank, words in enumerate(said) if words is not None]
+        if failed:
+            raise RankError("\n".join(failed))
+
+
+def check_equal(ranks: Ranks, module: nn.Module, when: str) -> None:
+    """Raise ``RankError`` if the ranks' copies of a module are not the same, to the last bit."""
+    if ranks.count == 1:
+        return
+    sums = ranks.gather(fingerprint(module))
+    if bool((sums != sums[0]).any()):
+        differing = [rank for rank, own in enumerate(sums.tolist()) if own != sums[0].item()]
+        raise RankError(
+            f"the weights of rank {', '.join(map(str, differing))} are not those of rank 0 {when}: every rank needs "
+            "the same kind of processor or GPU, and an algorithm has to add up its gradients over ranks"
+        )
+
+
+def fingerprint(module: nn.Module) -> Tensor:
+    """Return a sum ``[]`` over the bits of all parameters and buffers."""
+    tensors = [tensor.detach().contiguous() for tensor in (*module.parameters(), *module.buffers())]
+    sums = [tensor.view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64) for tensor in tensors]
+    return (torch.stack(sums) * torch.arange(1, len(sums) + 1, device=sums[0].device)).sum()
+
+
+def pack(value: Any) -> Tensor:
+    """Return nested data as bytes: how long its JSON part is, that part, and its tensors as safetensors."""
+    data, tensors = take_apart(value)
+    words = json.dumps(data).encode()
+    return _to_bytes(len(words).to_bytes(8, "little") + words + save_tensors(tensors))
+
+
+def unpack(message: Tensor) -> Any:
+    """Return what ``pack`` was given."""
+    content = message.numpy().tobytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    tensors: Mapping[str, Tensor] = load_tensors(content[end:])
+    return put_together(json.loads(content[8:end]), tensors)
+
+
+def _to_bytes(content: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def _call(collective: Callable[..., Any], *arguments: Any) -> None:
+    """Talk to the other ranks; one that is gone is an error with a name."""
+    try:
+        collective(*arguments)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise RankError(
+            f"the connection to another rank is lost ({reason}): it ended, and its own output says why. The run can "
+            "be continued from its latest checkpoint with --resume"
+        ) from error
