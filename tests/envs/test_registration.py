@@ -79,7 +79,7 @@ def test_overrides_go_deep_and_leave_the_rest(base):
     assert cfg.env.events.randomize_target.y == default.env.events.randomize_target.y
     assert cfg.env.actions == default.env.actions
     assert cfg.robot == default.robot
-    assert load_gym_config(base).env.substeps == 10
+    assert load_gym_config(base).env.substeps == default.env.substeps
 
 
 @pytest.mark.parametrize("base", ["ReachRL", load_gym_config("ReachRL")], ids=["id", "cfg"])

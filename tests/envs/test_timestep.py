@@ -19,14 +19,21 @@ def run(**env: float) -> tuple[TaskEnv, torch.Tensor]:
         return made, made.physics.qpos.clone()
 
 
-def test_half_as_many_steps_twice_as_long() -> None:
-    usual, expected = run()
-    longer, found = run(timestep=0.004, substeps=5)
-    assert usual.physics.model.opt.timestep == pytest.approx(0.002)
-    assert longer.physics.model.opt.timestep == pytest.approx(0.004)
+def test_twice_as_many_steps_half_as_long() -> None:
+    usual, found = run()
+    shorter, expected = run(timestep=0.002, substeps=10)
+    assert usual.physics.model.opt.timestep == pytest.approx(0.004)
+    assert shorter.physics.model.opt.timestep == pytest.approx(0.002)
     error = (expected - found).abs().amax(dim=1)
     assert error.median() < 0.02  # radians and metres; the motors of the two lag behind differently
     assert error.max() < 0.1
+
+
+@pytest.mark.parametrize("task", ["ReachRL", "PushCubeRL", "PushCubeLanguageRL", "PickCubeRL"])
+def test_an_action_of_an_arm_lasts_20_ms(task: str) -> None:
+    with make(task) as env:
+        assert isinstance(env, TaskEnv)
+        assert env.physics.model.opt.timestep * env.cfg.env.substeps == pytest.approx(0.02)
 
 
 @pytest.mark.parametrize("timestep", [0.0, -0.1, 0.5, "fast"])
