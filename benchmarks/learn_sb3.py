@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
-from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
+from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecNormalize
 
 from embodichain.config import load_config
 
@@ -22,14 +23,13 @@ _ACTIVATIONS = {"tanh": torch.nn.Tanh, "relu": torch.nn.ReLU, "elu": torch.nn.EL
 class Evaluations(BaseCallback):
     """Evaluates the most likely actions on crossing multiples of a number of steps, in envs of its own."""
 
-    def __init__(self, id: str, frequency: int, episodes: int, seed: int) -> None:
+    def __init__(self, env: VecEnv, frequency: int, episodes: int, seed: int, log: tuple[Path, str]) -> None:
+        """Prepare; ``log`` is the file that gets a line for each evaluation, and what its mean return is called."""
         super().__init__()
-        self.env, self.frequency, self.episodes, self.seed = gym.make(id), frequency, episodes, seed
+        self.env, self.frequency, self.episodes, self.seed, self.log = env, frequency, episodes, seed, log
         self.next = frequency
+        self.evaluated_at = 0
         self.began = time.perf_counter()
-        self.steps: list[int] = []
-        self.seconds: list[float] = []
-        self.returns: list[float] = []
 
     def _on_step(self) -> bool:
         return True
@@ -40,32 +40,37 @@ class Evaluations(BaseCallback):
             self.evaluate()
 
     def evaluate(self) -> None:
-        """Run the episodes; the same ones every time."""
-        totals = []
-        for episode in range(self.episodes):
-            obs, _ = self.env.reset(seed=self.seed + episode)
-            total, done = 0.0, False
-            while not done:
-                normalized = self.training_env.normalize_obs(obs)  # type: ignore[union-attr]
-                action, _ = self.model.predict(normalized, deterministic=True)
-                obs, reward, terminated, truncated, _ = self.env.step(action)
-                total += float(reward)
-                done = terminated or truncated
-            totals.append(total)
-        self.steps.append(self.num_timesteps)
-        self.seconds.append(time.perf_counter() - self.began)
-        self.returns.append(float(np.mean(totals)))
+        """Run the episodes, the same ones every time, as many envs at a time as there are."""
+        self.env.seed(self.seed)
+        obs, running = self.env.reset(), np.zeros(self.env.num_envs)
+        ended: list[float] = []
+        quota = [self.episodes // self.env.num_envs] * self.env.num_envs
+        while len(ended) < sum(quota):
+            normalized = self.training_env.normalize_obs(obs)  # type: ignore[attr-defined]
+            action, _ = self.model.predict(normalized, deterministic=True)
+            obs, reward, done, _ = self.env.step(action)
+            running += reward
+            for env in np.flatnonzero(done):
+                if quota[env]:
+                    quota[env] -= 1
+                    ended.append(float(running[env]))
+                running[env] = 0.0
+        self.evaluated_at = self.num_timesteps
+        line = {"step": self.num_timesteps, self.log[1]: float(np.mean(ended))}
+        line["time/total_seconds"] = time.perf_counter() - self.began
+        with self.log[0].open("a") as file:
+            file.write(json.dumps(line) + "\n")
 
 
-def run_peer(root: Path, config: str, seed: int, steps: int | None) -> tuple[list[int], list[float], list[float]]:
-    """Train and return ``(steps, seconds, mean returns)`` of the evaluations."""
-    data: dict[str, Any] = load_config(root / "configs" / "agents" / "rl" / config)
+def run_peer(config: Path, seed: int, steps: int | None, log: Path, measure: str) -> None:
+    """Train, and write the evaluations to ``log`` under the name ``measure``."""
+    data: dict[str, Any] = load_config(config)
     trainer, policy, algorithm = data["trainer"], data["policy"], data["algorithm"]["cfg"]
     network = policy["actor"]["network_cfg"]
     id, total = trainer["gym_config"]["id"], steps or trainer["total_steps"]
     env: Any = DummyVecEnv([lambda: gym.make(id)] * trainer["num_envs"])
     env = VecNormalize(env, norm_obs=policy["normalize_obs"], norm_reward=False)
-    torch.set_num_threads(1)
+    log.parent.mkdir(parents=True, exist_ok=True)
     model = PPO(
         "MlpPolicy",
         env,
@@ -88,9 +93,10 @@ def run_peer(root: Path, config: str, seed: int, steps: int | None) -> tuple[lis
         device="cpu",
     )
     rollout = trainer["num_envs"] * trainer["buffer_size"]
-    watcher = Evaluations(id, trainer["eval_freq"], trainer["num_eval_episodes"], seed=10_000)
+    envs = DummyVecEnv([lambda: gym.make(id)] * trainer["num_eval_envs"])
+    watcher = Evaluations(envs, trainer["eval_freq"], trainer["num_eval_episodes"], 10_000, (log, measure))
     model.learn(math.ceil(total / rollout) * rollout, callback=watcher)
-    if not watcher.steps or watcher.steps[-1] != watcher.num_timesteps:
+    if watcher.evaluated_at != watcher.num_timesteps:
         watcher.evaluate()
     env.close()
-    return watcher.steps, watcher.seconds, watcher.returns
+    envs.close()
