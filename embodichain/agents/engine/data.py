@@ -120,7 +120,7 @@ class OnlineDataEngine:
             return reader.sample(batch_size, chunk_size, generator, reuse_outputs)
         reader.prepare(batch_size, chunk_size)
         batch, rows = mirror.sample(reader.generator(generator), batch_size, chunk_size)
-        reader.count(rows)
+        reader.count(batch_size, 0, lambda: rows)
         return batch
 
     def episode_info(self, row: int) -> EpisodeInfo:

@@ -12,8 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -25,6 +28,19 @@ _POOL_SIZE = 8
 
 # How many tensors share a storage. torch has the number but no public name for it; without it nothing is recycled.
 _use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+
+
+class Target:
+    """Where the windows of a batch are copied to."""
+
+    def __init__(self, flat: dict[Key, Tensor]) -> None:
+        self.flat = flat
+        """``[batch_size, chunk_size * elements]`` per key."""
+
+    @cached_property
+    def bytes(self) -> list[NDArray[np.uint8]]:
+        """The same memory, ``[batch_size, chunk_size * bytes_per_frame]`` per key, for copying single windows."""
+        return [value.view(torch.uint8).numpy() for value in self.flat.values()]
 
 
 def assemble(layout: FrameLayout, flat: dict[Key, Tensor], batch_size: int, chunk_size: int) -> TensorDict:
@@ -65,10 +81,12 @@ class OutputPool:
         self._layout = layout
         self._blocks: dict[Key, list[_Block]] = {leaf.key: [] for leaf in layout.leaves}
 
-    def get(self, batch_size: int, chunk_size: int) -> dict[Key, Tensor]:
-        """Return memory ``[batch_size, chunk_size * elements]`` per key that nothing else refers to."""
+    def get(self, batch_size: int, chunk_size: int) -> Target:
+        """Return memory that nothing else refers to."""
         frames, leaves = batch_size * chunk_size, self._layout.leaves
-        return {leaf.key: self._block(leaf, frames).tensor(batch_size, chunk_size * leaf.elements) for leaf in leaves}
+        return Target(
+            {leaf.key: self._block(leaf, frames).tensor(batch_size, chunk_size * leaf.elements) for leaf in leaves}
+        )
 
     def _block(self, leaf: Leaf, frames: int) -> _Block:
         blocks = self._blocks[leaf.key]
@@ -87,8 +105,7 @@ class OutputPool:
 class Output:
     """One batch to be filled again and again."""
 
-    flat: dict[Key, Tensor]
-    """What the gather writes to: ``[batch_size, chunk_size * elements]`` per key."""
+    target: Target
     batch: TensorDict
     """The same memory as ``[batch_size, chunk_size]``."""
 
@@ -113,4 +130,4 @@ class OutputRing:
     def _new(self, batch_size: int, chunk_size: int) -> Output:
         leaves = self._layout.leaves
         flat = {leaf.key: torch.empty(batch_size, chunk_size * leaf.elements, dtype=leaf.dtype) for leaf in leaves}
-        return Output(flat, assemble(self._layout, flat, batch_size, chunk_size))
+        return Output(Target(flat), assemble(self._layout, flat, batch_size, chunk_size))

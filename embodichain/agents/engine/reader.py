@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from embodichain.agents.engine.config import OnlineDataEngineCfg
 from embodichain.agents.engine.failure import FailureReport
 from embodichain.agents.engine.outputs import OutputPool, OutputRing, assemble
-from embodichain.agents.engine.readers import ReaderSlot
+from embodichain.agents.engine.readers import Forks, ReaderSlot
 from embodichain.agents.engine.refill import ReadLimiter
 from embodichain.agents.engine.sampling import WindowSampler
 from embodichain.agents.engine.shared_buffer import Control, Ints, SharedBuffer, State
@@ -31,7 +31,7 @@ class _PerThread:
     """What one thread draws with: nothing of it may be shared."""
 
     def __init__(self, buffer: SharedBuffer, seed: np.random.SeedSequence) -> None:
-        self.pid = os.getpid()
+        self.forks = Forks.count
         self.generator = np.random.default_rng(seed)
         self.sampler = WindowSampler(buffer)
         self.pool = OutputPool(buffer.layout)
@@ -47,7 +47,7 @@ class StreamReader:
         self._cfg = cfg
         self._slot = ReaderSlot(buffer)
         self._local = threading.local()
-        self._pid = os.getpid()
+        self._forks = Forks.count
         limit = cfg.max_samples_per_episode
         self._limiter = None if limit is None else ReadLimiter(buffer, limit, cfg.worker_timeout)
 
@@ -60,16 +60,16 @@ class StreamReader:
         """Draw ``[batch_size, chunk_size]``; see ``OnlineDataEngine.sample_batch``."""
         self.prepare(batch_size, chunk_size)
         own = self._own()
-        source = self.generator(generator)
+        source = own.generator if generator is None else self.generator(generator)
         if reuse_outputs:
             output = own.ring.get(batch_size, chunk_size)
-            rows, redrawn = own.sampler.draw(source, output.flat, batch_size, chunk_size)
+            windows, redrawn = own.sampler.draw(source, output.target, batch_size, chunk_size)
             batch = output.batch
         else:
-            flat = own.pool.get(batch_size, chunk_size)
-            rows, redrawn = own.sampler.draw(source, flat, batch_size, chunk_size)
-            batch = assemble(self.buffer.layout, flat, batch_size, chunk_size)
-        self.count(rows, redrawn)
+            target = own.pool.get(batch_size, chunk_size)
+            windows, redrawn = own.sampler.draw(source, target, batch_size, chunk_size)
+            batch = assemble(self.buffer.layout, target.flat, batch_size, chunk_size)
+        self.count(batch_size, redrawn, lambda: windows // self.buffer.max_steps)
         return batch
 
     def generator(self, given: Generator | None) -> np.random.Generator:
@@ -100,23 +100,22 @@ class StreamReader:
             raise EngineStateError("the engine was stopped: nothing can be sampled any more")
         raise EngineStateError("the buffer is still being filled for the first time: wait until is_init is True")
 
-    def count(self, rows: Ints, redrawn: int = 0) -> None:
-        """Count a batch towards the refill, and now and then note how old it was."""
+    def count(self, samples: int, redrawn: int, rows: Callable[[], Ints]) -> None:
+        """Count a batch towards the refill, and now and then ask for its rows to note how old it was."""
         own = self._own()
         own.batches += 1
         if own.batches % _AGE_EVERY != 1:
-            self._slot.add(len(rows), redrawn)
+            self._slot.add(samples, redrawn)
             return
-        written_at, order = self.buffer.stamps[rows].mean(axis=0).tolist()
-        self._slot.add(len(rows), redrawn, (time.time() - written_at, self.buffer.episodes_written - order))
+        written_at, order = self.buffer.stamps[rows()].mean(axis=0).tolist()
+        self._slot.add(samples, redrawn, (time.time() - written_at, self.buffer.episodes_written - order))
 
     def _own(self) -> _PerThread:
         own: _PerThread | None = getattr(self._local, "own", None)
-        pid = os.getpid()
-        if own is None or own.pid != pid:
-            if pid != self._pid:
+        if own is None or own.forks != Forks.count:
+            if self._forks != Forks.count:
                 # torch's thread pool does not survive a fork: the first parallel operation in the child would hang.
                 torch.set_num_threads(1)
-                self._pid = pid
+                self._forks = Forks.count
             own = self._local.own = _PerThread(self.buffer, self._slot.new_stream(self._cfg.seed))
         return own

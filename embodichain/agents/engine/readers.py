@@ -25,7 +25,7 @@ class ReaderSlot:
         self._buffer = buffer
         self._mine: Floats = buffer.readers[0]
         self._index = 0
-        self._pid = 0
+        self._forks = -1
         self._lock = threading.Lock()
 
     def add(self, samples: int, redrawn: int, ages: tuple[float, float] | None = None) -> None:
@@ -48,28 +48,32 @@ class ReaderSlot:
             return np.random.SeedSequence(seed, spawn_key=(self._index, int(mine[Read.STREAMS])))
 
     def _slot(self) -> Floats:
-        pid = os.getpid()
-        if pid != self._pid:
-            with _Claiming.lock:
-                if pid != self._pid:
+        if self._forks != Forks.count:
+            with Forks.lock:
+                if self._forks != Forks.count:
                     self._lock = threading.Lock()  # the parent may have held it while it forked
-                    self._index = _claim(self._buffer, pid)
+                    self._index = _claim(self._buffer, os.getpid())
                     self._mine = self._buffer.readers[self._index]
-                    self._pid = pid
+                    self._forks = Forks.count
         return self._mine
 
 
-class _Claiming:
-    """The lock under which the threads of one process claim their common slot; a forked child gets its own."""
+class Forks:
+    """How a process notices that it is a forked copy of the one that made an object; a fraction of ``os.getpid``."""
 
+    count = 0
+    """Number of forks between the first process and this one."""
     lock = threading.Lock()
+    """Under which the threads of one process claim their common slot; a forked child gets its own."""
 
     @classmethod
-    def renew(cls) -> None:
+    def after_in_child(cls) -> None:
+        """Make the child differ from its parent."""
+        cls.count += 1
         cls.lock = threading.Lock()
 
 
-os.register_at_fork(after_in_child=_Claiming.renew)
+os.register_at_fork(after_in_child=Forks.after_in_child)
 
 
 def _claim(buffer: SharedBuffer, pid: int) -> int:

@@ -17,9 +17,11 @@ from torch import Tensor
 
 from embodichain.agents.engine.layout import Key
 from embodichain.agents.engine.ordering import fence
-from embodichain.agents.engine.shared_buffer import Ints, SharedBuffer
+from embodichain.agents.engine.outputs import Target
+from embodichain.agents.engine.shared_buffer import Floats, Ints, SharedBuffer
 from embodichain.errors import ChunkSizeError, StreamStalledError
 
+_NONE: Ints = np.zeros(0, np.int64)
 _QUICK_TRIES = 16
 STALL_SECONDS = 10.0
 """How long a reader waits for rows that are being rewritten before it says so."""
@@ -35,16 +37,24 @@ class Windows:
     """``[num_windows, chunk_size * bytes_per_frame]``, for copying one: numpy has the smaller overhead."""
 
 
-@dataclass
-class Picks:
-    """Which windows to copy, and the sequence numbers their rows had when they were picked."""
+@dataclass(frozen=True)
+class Candidates:
+    """The rows to draw from, as they were when ``stamp`` was taken; good until any sequence number changes."""
 
+    stamp: bytes
+    """The sequence numbers of all rows."""
+    chunk_size: int
     rows: Ints
-    starts: Ints
-    sequence: Ints
+    """Rows that hold a long enough episode and are not being written."""
+    first: Ints
+    """The window at the beginning of each of these rows."""
+    starts: Floats
+    """How many windows each of these rows has."""
 
-    def __len__(self) -> int:
-        return len(self.rows)
+    @property
+    def sequence(self) -> Ints:
+        """The stamp as numbers."""
+        return np.frombuffer(self.stamp, np.int64)
 
 
 class WindowSampler:
@@ -53,52 +63,64 @@ class WindowSampler:
     def __init__(self, buffer: SharedBuffer) -> None:
         self.buffer = buffer
         self._windows: dict[int, dict[Key, Windows]] = {}
+        self._known = Candidates(b"", 0, np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))
 
-    def draw(
-        self, generator: np.random.Generator, out: dict[Key, Tensor], batch_size: int, chunk_size: int
-    ) -> tuple[Ints, int]:
-        """Fill ``out`` (``[batch_size, chunk_size * elements]`` per key); return the rows drawn and how many again.
+    def draw(self, generator: np.random.Generator, out: Target, batch_size: int, chunk_size: int) -> tuple[Ints, int]:
+        """Fill ``out``; return which windows were drawn (``row * max_steps + start``), and how many again.
 
         An episode is drawn uniformly from those that are long enough, then a start uniformly within it.
         """
-        picks = self.pick(generator, batch_size, chunk_size)
-        index = torch.from_numpy(picks.rows * self.buffer.max_steps + picks.starts)
+        known, picks = self.pick(generator, batch_size, chunk_size)
+        index = torch.from_numpy(picks)
         for key, windows in self._windows_of(chunk_size).items():
-            torch.index_select(windows.tensor, 0, index, out=out[key])
-        changed = self._changed(picks)
-        if not len(changed):
-            return picks.rows, 0
-        return picks.rows, self._redraw(generator, out, picks, changed, chunk_size)
+            torch.index_select(windows.tensor, 0, index, out=out.flat[key])
+        changed = self._changed(known, picks)
+        return picks, self._redraw(generator, out, picks, changed, chunk_size) if len(changed) else 0
 
-    def pick(self, generator: np.random.Generator, count: int, chunk_size: int) -> Picks:
-        """Choose ``count`` windows among the rows that nobody is writing to."""
+    def pick(self, generator: np.random.Generator, count: int, chunk_size: int) -> tuple[Candidates, Ints]:
+        """Choose ``count`` windows of the rows that nobody is writing to; return what was known of these rows too."""
         deadline = 0.0
         while True:
-            sequence = self.buffer.sequence.copy()  # before the lengths: a length that changes later fails the check
-            fence()
-            length = self.buffer.length.copy()
-            rows = np.flatnonzero((length >= chunk_size) & (sequence & 1 == 0))
-            if len(rows):
+            known = self._candidates(chunk_size)
+            if len(known.rows):
                 # u * n, rounded down, is uniform on 0 .. n-1 (to 2^-53) and cheaper than bounded integers.
-                u = generator.random((2, count))
-                chosen = rows[(u[0] * len(rows)).astype(np.int64)]
-                starts = (u[1] * (length[chosen] - (chunk_size - 1))).astype(np.int64)
-                return Picks(chosen, starts, sequence[chosen])
-            self._explain_nothing_long_enough(sequence, length, chunk_size)
+                u = generator.random(2 * count)
+                chosen = (u[:count] * len(known.rows)).astype(np.int64)
+                return known, known.first[chosen] + (u[count:] * known.starts[chosen]).astype(np.int64)
+            self._explain_nothing_long_enough(known.sequence, chunk_size)
             deadline = self._wait_for_writers(deadline)
 
-    def _redraw(
-        self, generator: np.random.Generator, out: dict[Key, Tensor], picks: Picks, changed: Ints, chunk_size: int
-    ) -> int:
+    def _candidates(self, chunk_size: int) -> Candidates:
+        """Return the rows that can be drawn from now; what was found out last time holds if no number has changed."""
+        stamp = self.buffer.sequence.tobytes()  # before the lengths: a length that changes later fails the check
+        if stamp != self._known.stamp or chunk_size != self._known.chunk_size:
+            fence()
+            length, sequence = self.buffer.length.copy(), np.frombuffer(stamp, np.int64)
+            rows = np.flatnonzero((length >= chunk_size) & (sequence & 1 == 0))
+            starts = (length[rows] - (chunk_size - 1)).astype(np.float64)
+            self._known = Candidates(stamp, chunk_size, rows, rows * self.buffer.max_steps, starts)
+        return self._known
+
+    def _changed(self, known: Candidates, picks: Ints) -> Ints:
+        """Return the places in ``picks`` whose row has been written to since ``known``."""
+        fence()
+        now = self.buffer.sequence.tobytes()
+        if now == known.stamp:
+            return _NONE
+        rows = picks // self.buffer.max_steps
+        return np.flatnonzero((np.frombuffer(now, np.int64) != known.sequence)[rows])
+
+    def _redraw(self, generator: np.random.Generator, out: Target, picks: Ints, changed: Ints, chunk_size: int) -> int:
         """Replace the windows whose row changed while it was copied, and only those, one by one; return how often."""
-        windows = self._windows_of(chunk_size)
-        pairs = [(out[key].view(torch.uint8).numpy(), windows[key].bytes) for key in windows]
+        sources = [windows.bytes for windows in self._windows_of(chunk_size).values()]
+        pairs = list(zip(out.bytes, sources, strict=True))
         redrawn, deadline = 0, time.monotonic() + STALL_SECONDS
         for slot in changed.tolist():
             while True:
                 row, start, sequence = self._pick_one(generator, chunk_size)
+                window = row * self.buffer.max_steps + start
                 for target, source in pairs:
-                    target[slot] = source[row * self.buffer.max_steps + start]
+                    target[slot] = source[window]
                 redrawn += 1
                 fence()
                 if self.buffer.sequence[row] == sequence:
@@ -107,25 +129,21 @@ class WindowSampler:
                     raise StreamStalledError(
                         f"rows are rewritten faster than a chunk of {chunk_size} steps can be copied: raise buffer_size"
                     )
-            picks.rows[slot] = row
+            picks[slot] = window
         return redrawn
 
     def _pick_one(self, generator: np.random.Generator, chunk_size: int) -> tuple[int, int, int]:
         """Choose one window, as ``pick`` does: return its row, its start and the row's sequence number."""
         for _ in range(_QUICK_TRIES):  # uniform over all rows, until one is fit: uniform over those that are
-            u, v = generator.random(2).tolist()
-            row = int(u * self.buffer.num_rows)
+            row = int(generator.random() * self.buffer.num_rows)
             sequence = int(self.buffer.sequence[row])
             fence()
             length = int(self.buffer.length[row])
             if sequence % 2 == 0 and length >= chunk_size:
-                return row, int(v * (length - chunk_size + 1)), sequence
-        picks = self.pick(generator, 1, chunk_size)
-        return int(picks.rows[0]), int(picks.starts[0]), int(picks.sequence[0])
-
-    def _changed(self, picks: Picks) -> NDArray[np.int64]:
-        fence()
-        return np.flatnonzero(self.buffer.sequence[picks.rows] != picks.sequence)
+                return row, int(generator.random() * (length - chunk_size + 1)), sequence
+        known, (window,) = self.pick(generator, 1, chunk_size)
+        row, start = divmod(int(window), self.buffer.max_steps)
+        return row, start, int(known.sequence[row])
 
     def _windows_of(self, chunk_size: int) -> dict[Key, Windows]:
         windows = self._windows.get(chunk_size)
@@ -138,9 +156,10 @@ class WindowSampler:
                 windows[leaf.key] = Windows(tensor, tensor.view(torch.uint8).numpy())
         return windows
 
-    def _explain_nothing_long_enough(self, sequence: Ints, length: Ints, chunk_size: int) -> None:
-        if (sequence & 1).any():
-            return  # a row that is being written may turn out long enough
+    def _explain_nothing_long_enough(self, sequence: Ints, chunk_size: int) -> None:
+        length = self.buffer.length
+        if (sequence & 1).any() or (length >= chunk_size).any():
+            return  # a row that is being written may turn out long enough, or has just done so
         longest = int(length.max(initial=0))
         raise ChunkSizeError(
             f"chunk_size is {chunk_size}, but the longest of the {int((length > 0).sum())} stored episodes has "

@@ -128,19 +128,19 @@ def test_only_windows_whose_row_changed_are_drawn_again(buffer: SharedBuffer, mo
     sampler, original = WindowSampler(buffer), WindowSampler._changed
     drawn: list[Any] = []
 
-    def overwrite_then_check(self: WindowSampler, picks: Any) -> Any:
+    def overwrite_then_check(self: WindowSampler, known: Any, picks: Any) -> Any:
         if not drawn:
             buffer.write(3, 0, episode(3, 6))
-        drawn.append(picks.rows.copy())
-        return original(self, picks)
+        drawn.append(picks // buffer.max_steps)
+        return original(self, known, picks)
 
     monkeypatch.setattr(WindowSampler, "_changed", overwrite_then_check)
-    flat = outputs.OutputPool(LAYOUT).get(200, 8)
-    rows, redrawn = sampler.draw(np.random.default_rng(0), flat, 200, 8)
+    target = outputs.OutputPool(LAYOUT).get(200, 8)
+    windows, redrawn = sampler.draw(np.random.default_rng(0), target, 200, 8)
     assert redrawn == int((drawn[0] == 3).sum()) > 0
-    got, _ = chunks(outputs.assemble(LAYOUT, flat, 200, 8))
+    got, starts = chunks(outputs.assemble(LAYOUT, target.flat, 200, 8))
     assert 3 not in got.tolist()  # its new episode is too short
-    assert torch.equal(got, torch.from_numpy(rows))
+    assert torch.equal(got * buffer.max_steps + starts, torch.from_numpy(windows))
     kept = torch.from_numpy(drawn[0] != 3)
     assert torch.equal(got[kept], torch.from_numpy(drawn[0])[kept])
 
