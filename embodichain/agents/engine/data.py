@@ -119,8 +119,8 @@ class OnlineDataEngine:
         if mirror is None or os.getpid() != self._creator:
             return reader.sample(batch_size, chunk_size, generator, reuse_outputs)
         reader.prepare(batch_size, chunk_size)
-        batch, rows = mirror.sample(reader.generator(generator), batch_size, chunk_size)
-        reader.count(batch_size, 0, lambda: rows)
+        batch, rows = mirror.sample(reader.generator(generator), batch_size, chunk_size, reuse_outputs)
+        reader.count(batch_size, 0, rows)
         return batch
 
     def episode_info(self, row: int) -> EpisodeInfo:

@@ -11,22 +11,22 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from embodichain.agents.engine.layout import Key, Leaf, unflatten
+from embodichain.agents.engine.layout import Key, unflatten
+from embodichain.agents.engine.mirror_draw import Table, WindowCopier, draw_key, pick
+from embodichain.agents.engine.mirror_ring import BatchRing, nested
 from embodichain.agents.engine.ordering import fence
 from embodichain.agents.engine.shared_buffer import Control, Ints, SharedBuffer, State
-from embodichain.errors import ChunkSizeError, StreamStalledError
+from embodichain.errors import StreamStalledError
 
 _SLOTS = 4
-_INDEX_SLOTS = 16
 _IDLE_SECONDS = 0.002
 _FIRST_SECONDS = 60.0
 
@@ -55,9 +55,10 @@ class DeviceMirror:
         """Sequence number of each row that was last sent on its way."""
         self._is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._is_cuda else None
-        self._last_use = torch.cuda.Event() if self._is_cuda else None
-        self._index = _IndexSender(device)
-        self._windows: dict[int, list[tuple[Leaf, Tensor]]] = {}
+        self._last_stream: torch.cuda.Stream | None = None
+        self._copier = WindowCopier(self._frames, buffer.layout.leaves, device)
+        self._tables: dict[int, Table] = {}
+        self._local = threading.local()
         self._complete = False
         self._empty: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
         self._arrived: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
@@ -69,53 +70,54 @@ class DeviceMirror:
         self._thread = threading.Thread(target=self._follow, name="embodichain-stream-mirror", daemon=True)
         self._thread.start()
 
-    def sample(self, generator: np.random.Generator, batch_size: int, chunk_size: int) -> tuple[TensorDict, Ints]:
-        """Return a batch ``[batch_size, chunk_size]`` on the device and the rows it was drawn from."""
-        with self._lock, self._in_turn():
-            self._take_in()
-            rows = np.flatnonzero(self._length >= chunk_size)
-            if not len(rows):
-                longest = int(self._length.max())
-                raise ChunkSizeError(f"chunk_size is {chunk_size}, but the longest stored episode has {longest} steps")
-            u = generator.random((2, batch_size))
-            chosen = rows[(u[0] * len(rows)).astype(np.int64)]
-            starts = (u[1] * (self._length[chosen] - (chunk_size - 1))).astype(np.int64)
-            index = chosen * self._buffer.max_steps + starts
-            return self._gather(self._index.send(index), batch_size, chunk_size), chosen
+    def sample(
+        self, generator: np.random.Generator, batch_size: int, chunk_size: int, reuse_outputs: bool = False
+    ) -> tuple[TensorDict, Callable[[], Ints]]:
+        """Return a batch ``[batch_size, chunk_size]`` on the device, and what tells the rows it was drawn from.
 
-    @contextlib.contextmanager
-    def _in_turn(self) -> Iterator[None]:
-        """Order what is done to the mirror after what was done before, should another thread use another stream."""
-        if self._last_use is None:
-            yield
+        With ``reuse_outputs`` the same few batches are filled in turn, by CUDA graphs.
+        """
+        with self._lock:
+            self._follow_stream()
+            self._take_in()
+            table = self._table(chunk_size)
+            key = draw_key(generator)
+            if reuse_outputs:
+                batch = self._ring().fill(key, batch_size, table)
+            else:
+                out = self._copier.room(batch_size, chunk_size)
+                self._copier.fill(key, table, out)
+                batch = nested(unflatten(out), torch.Size([batch_size, chunk_size]), self._device)
+            drawn = (key, batch_size, table.rows, table.length, chunk_size)
+        return batch, lambda: pick(*drawn)[0]
+
+    def _table(self, chunk_size: int) -> Table:
+        """Return which rows are long enough."""
+        table = self._tables.get(chunk_size)
+        if table is None:
+            table = self._tables[chunk_size] = Table.of(self._length, chunk_size, self._device)
+        table.refresh(self._length)
+        return table
+
+    def _ring(self) -> BatchRing:
+        ring: BatchRing | None = getattr(self._local, "ring", None)
+        if ring is None:
+            ring = self._local.ring = BatchRing(self._copier, self._device)
+        return ring
+
+    def _follow_stream(self) -> None:
+        """Order what comes after what was done before, should another thread have used another stream."""
+        if not self._is_cuda:
             return
         stream = torch.cuda.current_stream(self._device)
-        stream.wait_event(self._last_use)
-        yield
-        self._last_use.record(stream)
+        if self._last_stream is not None and stream != self._last_stream:
+            stream.wait_stream(self._last_stream)
+        self._last_stream = stream
 
     def close(self) -> None:
         """Stop following the buffer."""
         self._closing.set()
         self._thread.join()
-
-    def _gather(self, index: Tensor, batch_size: int, chunk_size: int) -> TensorDict:
-        """Copy windows, one ``index_select`` per key over all of them; see ``sampling``."""
-        batch = {
-            leaf.key: windows.index_select(0, index).view(batch_size, chunk_size, *leaf.shape)
-            for leaf, windows in self._windows_of(chunk_size)
-        }
-        return _nested(unflatten(batch), torch.Size([batch_size, chunk_size]), self._device)
-
-    def _windows_of(self, chunk_size: int) -> list[tuple[Leaf, Tensor]]:
-        """Return all windows of each key, overlapping in memory."""
-        if chunk_size not in self._windows:
-            count = self._buffer.num_rows * self._buffer.max_steps - chunk_size + 1
-            self._windows[chunk_size] = [
-                (leaf, self._frames[leaf.key].as_strided((count, chunk_size * leaf.elements), (leaf.elements, 1)))
-                for leaf in self._buffer.layout.leaves
-            ]
-        return self._windows[chunk_size]
 
     def _take_in(self) -> None:
         """Put the rows that have arrived into the mirror; the first time, wait until all have."""
@@ -139,6 +141,7 @@ class DeviceMirror:
     def _place(self, slot: _Slot) -> None:
         for key, value in slot.device.items():
             self._frames[key][slot.row, : slot.length].copy_(value[: slot.length], non_blocking=True)
+        self._length = self._length.copy()  # what was drawn before still refers to the old lengths
         self._length[slot.row] = slot.length
         if self._is_cuda:
             slot.free = torch.cuda.Event()
@@ -197,36 +200,3 @@ class DeviceMirror:
         host = {k: torch.empty(shape, dtype=dtypes[k], pin_memory=self._is_cuda) for k, shape in shapes.items()}
         device = {k: torch.empty(shape, dtype=dtypes[k], device=self._device) for k, shape in shapes.items()}
         return _Slot(host, device)
-
-
-class _IndexSender:
-    """Takes small indices to the device through pinned memory that is taken once."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._slots: list[tuple[Tensor, torch.cuda.Event]] = []
-        self._next = 0
-
-    def send(self, index: Ints) -> Tensor:
-        """Return the index on the device, without waiting for it."""
-        if self._device.type != "cuda":
-            return torch.from_numpy(index)
-        if not self._slots or self._slots[0][0].numel() < len(index):
-            host = [torch.empty(2 * len(index), dtype=torch.int64, pin_memory=True) for _ in range(_INDEX_SLOTS)]
-            self._slots = [(memory, torch.cuda.Event()) for memory in host]
-        memory, sent = self._slots[self._next % _INDEX_SLOTS]
-        self._next += 1
-        sent.synchronize()  # it was, long ago, unless the device is many batches behind
-        memory = memory[: len(index)]
-        memory.numpy()[:] = index
-        found = memory.to(self._device, non_blocking=True)
-        sent.record(torch.cuda.current_stream(self._device))
-        return found
-
-
-def _nested(tree: dict[str, Any], batch_size: torch.Size, device: torch.device) -> TensorDict:
-    """Build nested TensorDicts; the shapes are ours, and the public constructor's checks take longer than the rest."""
-    source = {
-        key: _nested(value, batch_size, device) if isinstance(value, dict) else value for key, value in tree.items()
-    }
-    return TensorDict._new_unsafe(source, batch_size=batch_size, device=device)
