@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from embodichain.agents.rl.buffer import VLABuffer
 from embodichain.agents.rl.collector import AsyncCfg, AsyncCollector, SyncCollector
 from embodichain.agents.rl.collector.background.pacing import Pacing
 from embodichain.agents.rl.utils.evaluation import evaluate
+from embodichain.envs.groups import GroupedEnv
 from embodichain.errors import CollectorError, ConfigError, EnvironmentHungError, RolloutError, WeightsError
 from tests.agents.rl.async_cases import NUM_ENVS, NUM_STEPS, Env, make_collector, make_env, make_learner
 from tests.agents.rl.helpers import make_policy
@@ -206,6 +208,61 @@ def test_every_transition_arrives_once_and_in_order():
     assert collector.buffer.get_stats()["taken"] == 200 * NUM_STEPS * NUM_ENVS
 
 
+@pytest.mark.slow
+def test_ten_thousand_rollouts_arrive_once_and_in_order():
+    """The whole way, from the environment to the learner, while versions change."""
+    algorithm = make_learner(n_epochs=1)
+    stamps = []
+    with make_collector(algorithm, Env(), num_steps=1, max_policy_lag=2, kl_rows=0) as collector:
+        for number in range(10_000):
+            rollout = collector.collect()
+            stamps.append(float(rollout["observation", "object", "step"][0, 0, 0]))
+            if number % 10 == 0:  # what an update does to the collector: another version
+                algorithm.policy.version += 1
+                collector.publish()
+    assert stamps == [float(i) for i in range(10_000)]
+    assert collector.buffer.get_stats()["taken"] == 10_000 * NUM_ENVS
+
+
+def test_no_step_is_taken_with_torn_weights():
+    """The learner writes its parameters all the time; every step of the collector is checked where it is taken."""
+    algorithm = make_learner()
+    problems, steps = [], 0
+
+    def check(*_) -> None:
+        nonlocal steps
+        steps += 1
+        copy = collector._place._station.copy
+        if copy.digest() != collector._desk.store.at(copy.version).digest:
+            problems.append(copy.version)
+
+    env, buffer = Env(pause=0.0005), VLABuffer(4 * NUM_ENVS * NUM_STEPS)
+    cfg = AsyncCfg(num_steps=NUM_STEPS, max_policy_lag=1, kl_rows=0)
+    collector = AsyncCollector(env, algorithm.policy, buffer, callback=check, cfg=cfg)
+    with collector:
+        for _ in range(40):
+            collector.collect()
+            for _ in range(20):
+                for parameter in algorithm.policy.parameters():
+                    parameter.data.add_(torch.randn_like(parameter))
+            algorithm.policy.version += 1
+            collector.publish()
+    assert steps >= 40 * NUM_STEPS
+    assert not problems
+
+
+def test_notes_about_rollouts_that_nobody_takes_are_not_kept():
+    algorithm = make_learner()
+    collector = AsyncCollector(Env(), algorithm.policy, VLABuffer(NUM_ENVS * NUM_STEPS, overwrite=True))
+    with collector:
+        for _ in range(5):
+            collector.collect(NUM_STEPS)
+            time.sleep(0.01)  # meanwhile rollouts push each other out
+            collector.buffer.clear()
+        collector.collect()
+        assert len(collector._desk._notes) <= 2
+
+
 def test_rollouts_belong_to_the_learner():
     algorithm = make_learner()
     with make_collector(algorithm, max_policy_lag=2) as collector:
@@ -247,8 +304,6 @@ def test_the_learner_s_policy_and_random_numbers_are_left_alone():
 
 
 def test_groups_of_envs_take_turns_in_the_background():
-    from embodichain.envs.groups import GroupedEnv
-
     algorithm = make_learner(n_epochs=1)
     env = GroupedEnv([Env(), Env()])
     buffer = VLABuffer(4 * 8 * NUM_STEPS)
@@ -337,9 +392,15 @@ def test_a_hung_environment_is_found_and_does_not_hold_up_the_end():
         collector.start()
 
 
-@pytest.mark.parametrize("phase", ["before the start", "waiting", "full", "simulating", "paused", "failed"])
-def test_stop_returns_in_any_phase(phase):
+PHASES = ["before the start", "waiting", "full", "simulating", "deciding", "paused", "saving", "failed"]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_stop_returns_in_any_phase(phase, monkeypatch):
     algorithm = make_learner()
+    if phase == "deciding":
+        act = type(algorithm.policy).act
+        monkeypatch.setattr(type(algorithm.policy), "act", lambda *args: (time.sleep(0.2), act(*args))[1])
     env = Env("raise" if phase == "failed" else "", pause=0.2 if phase == "simulating" else 0.0)
     collector = make_collector(algorithm, env, max_policy_lag=0 if phase == "waiting" else 3, rollouts=1)
     if phase != "before the start":
@@ -347,10 +408,43 @@ def test_stop_returns_in_any_phase(phase):
         time.sleep(0.1)
     if phase == "paused":
         collector.pause()
+    with collector.hold() if phase == "saving" else nullcontext():
+        began = time.monotonic()
+        collector.stop()
+        assert time.monotonic() - began < 5.0
+    assert not collector.is_running
+
+
+def test_a_learner_that_waits_hears_of_the_stop():
+    collector = make_collector(make_learner(), Env(pause=0.2), max_policy_lag=1)
+    heard = []
+
+    def learn() -> None:
+        try:
+            collector.collect()
+        except CollectorError as error:
+            heard.append(str(error))
+
+    learner = threading.Thread(target=learn, daemon=True)
+    learner.start()
+    while not collector.is_running:
+        time.sleep(0.01)
+    collector.stop()
+    learner.join(10.0)
+    assert heard == ["the collector was stopped while a rollout was waited for"]
+
+
+@pytest.mark.parametrize("trouble", ["hang", "raise"])
+def test_trouble_in_one_of_two_groups_comes_out(trouble):
+    env = GroupedEnv([Env(), Env(trouble)])
+    cfg = AsyncCfg(pipeline_stages=2, num_steps=NUM_STEPS, step_timeout=0.5)
+    collector = AsyncCollector(env, make_learner().policy, VLABuffer(16 * NUM_STEPS), cfg=cfg)
+    message = r"has not come back from a step for 0\.5 s" if trouble == "hang" else "the gripper fell off in step 7"
+    with pytest.raises(CollectorError, match=message):
+        collect_some(collector, 10)
     began = time.monotonic()
     collector.stop()
     assert time.monotonic() - began < 5.0
-    assert not collector.is_running
 
 
 # --- saving ---------------------------------------------------------------------------------------------------------

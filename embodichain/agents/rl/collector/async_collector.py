@@ -131,6 +131,8 @@ class AsyncCollector(BaseCollector):
         began = time.monotonic()
         while True:
             self._desk.raise_failure()
+            if not self.is_running:
+                raise CollectorError("the collector was stopped while a rollout was waited for")
             try:
                 rollout = self.buffer.take(timeout=_LOOK_SECONDS)[0][1]
             except BufferWaitError:

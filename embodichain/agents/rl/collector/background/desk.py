@@ -107,7 +107,10 @@ class Desk:
             note = self._notes.pop(number, None)
             if note is not None:
                 self._look_at(note, rollout)
-        self._pacing.taken = self.buffer.first
+        first = self._pacing.taken = self.buffer.first
+        for number in tuple(self._notes):  # the worker's thread may add to them meanwhile
+            if number < first:  # it was cleared, or overwritten
+                self._notes.pop(number)
         if self.cfg.max_policy_lag > 0:
             self._issue()
 

@@ -104,7 +104,8 @@ class CollectionLoop:
         self.collector = station.collector
         self.collector.before_step = self._between_steps
         device = self.collector.device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # Its kernels come first: they are short, and simulation waits for them, while those of an update are long.
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._tickets: deque[Ticket] = deque()
         self._snapshots: dict[int, WeightSnapshot] = {}
         self._in_use: int | None = None
