@@ -1,0 +1,132 @@
+"""Asynchronous against synchronous collection: same seeds, same samples, how much sooner.
+
+::
+
+    python -m benchmarks.async_vla                     # (a) on a CPU; inference is a sleep of 100 ms, off the cores
+    python -m benchmarks.async_vla --part gpu          # (b) a VLA of 128 M parameters on a GPU, cameras on the CPU
+    python -m benchmarks.async_vla --part gpu --small  # (b) in small and on the CPU, to see that it runs
+
+Learning has three stages: inference, simulation and the update. Every way to arrange them is timed, and compared with
+the least time that the stage times, each measured where nothing else happens, allow. Runs are written to
+``results/async_vla_PART.json`` one by one; what is in it already is not run again, so that a benchmark can be made in
+several calls. The exit code is 1 if a bar is missed, or if runs are missing: (a) 1.9 times the speed of ``sync``, (b)
+1.8 times, at a final success within the spread of ``sync``, and both at least 90% of the bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.async_vla_report import Summary, draw
+from benchmarks.async_vla_runs import WAYS, Outcome, Sizes, Stages, measure_stages, run
+from benchmarks.timing import machine
+
+BARS = {"cpu": 1.9, "gpu": 1.8}
+RESULTS = Path(__file__).parent / "results"
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--part", choices=["cpu", "gpu"], default="cpu", help="(a) or (b)")
+    parser.add_argument("--small", action="store_true", help="(b) in small, on the CPU; nothing is judged")
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds")
+    parser.add_argument("--rollouts", type=int, help="rollouts per run")
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), help="ways to run (default: all)")
+    parser.add_argument("--again", action="store_true", help="forget the runs that were made before")
+    parser.add_argument("--time-limit", type=float, default=float("inf"), help="seconds after which no run is begun")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; the exit code is 1 if a bar is missed."""
+    args = parse_args(argv)
+    began = time.monotonic()
+    name = f"async_vla_{args.part}{'_small' if args.small else ''}"
+    book = Book(args.output / f"{name}.json", args.again)
+    case = _case(args, book.sizes)
+    book.open(case)
+    for line in case.words():
+        print(line, flush=True)
+    complete = True
+    for seed in range(args.seeds):
+        for way in args.ways or WAYS:
+            if seed in book.runs[way]:
+                continue
+            if time.monotonic() - began > args.time_limit:
+                complete = False
+                continue
+            book.add(way, seed, run(case, way, seed))
+            print(f"  seed {seed}, {way}: {book.runs[way][seed].seconds:.1f} s", flush=True)
+    if not book.runs["sync"] or book.half is None:
+        print("nothing to compare with: sync was not run")
+        return 1
+    summary = Summary(case.sizes, book.half, book.runs)
+    print("\n".join(summary.words()))
+    missed = [] if args.small else summary.misses(BARS[args.part])
+    book.close(summary, missed)
+    draw(args.output, name, case.title, case.score_name, book.runs)
+    for line in missed if complete else [*missed, "some runs are missing: time was up"]:
+        print("MISSED:", line)
+    return 1 if missed or not complete else 0
+
+
+class Book:
+    """The file of results: runs are added one by one, and found again by the next call."""
+
+    def __init__(self, path: Path, again: bool) -> None:
+        self.path = path
+        found: dict[str, Any] = json.loads(path.read_text()) if path.exists() and not again else {}
+        self.sizes = Sizes(**found["sizes"]) if found else None
+        self.half = Stages(**found["half"]) if found else None
+        written = found.get("runs", {})
+        self.runs = {way: {int(s): Outcome(**o) for s, o in written.get(way, {}).items()} for way in WAYS}
+        self._content = found
+
+    def open(self, case: Any) -> None:
+        """Begin to write, or go on."""
+        if self.half is None:
+            self.half = measure_stages(case, groups=2)
+        self._content["machine"] = machine(case.packages) | case.machine()
+        self._content["what"] = case.words()
+        self._content["sizes"] = dataclasses.asdict(case.sizes)
+        self._content["half"] = dataclasses.asdict(self.half)
+
+    def add(self, way: str, seed: int, outcome: Outcome) -> None:
+        """Write down a run."""
+        self.runs[way][seed] = outcome
+        self._content["runs"] = {w: {s: o.to_dict() for s, o in runs.items()} for w, runs in self.runs.items()}
+        self._write()
+
+    def close(self, summary: Summary, missed: list[str]) -> None:
+        """Write down what the runs come to."""
+        self._content["summary"] = [dataclasses.asdict(row) for row in summary.rows]
+        self._content["missed"] = missed
+        self._write()
+
+    def _write(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps(self._content, indent=1) + "\n")
+
+
+def _case(args: argparse.Namespace, sizes: Sizes | None) -> Any:
+    """Return what is run; sizes that were chosen by an earlier call stay."""
+    if args.part == "cpu":
+        from benchmarks.async_vla_cpu import RemoteInference
+
+        return RemoteInference(args.rollouts or 12, sizes)
+    from benchmarks.async_vla_gpu import CameraVLA
+
+    return CameraVLA(args.rollouts, args.small, sizes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""What the runs of asynchronous collection come to: a table, bars, curves."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.async_vla_runs import WAYS, Outcome, Sizes, Stages
+from benchmarks.charts import Series, draw_curves
+
+Runs = Mapping[str, Mapping[int, Outcome]]
+"""Outcomes by way and seed."""
+BAR_OF_BOUND = 0.9
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way, averaged over its seeds."""
+
+    way: str
+    seconds: float
+    samples_per_second: float
+    speedup: float
+    """Over ``sync``: the median of the ratios seed by seed."""
+    bound: float
+    """Largest speed-up that the stage times allow."""
+    of_bound: float
+    """Least time that they allow over the time it took."""
+    lag_mean: float
+    lag_max: float
+    final: list[float]
+    """Final score of every seed, if it was measured."""
+    foreign: float
+
+    def __str__(self) -> str:
+        final = f"{statistics.mean(self.final):>8.0%}" if self.final else ""
+        disturbed = "  *" if self.foreign > 0.1 else ""
+        return (
+            f"{self.way:<18}{self.seconds:>8.1f}{self.samples_per_second:>11,.0f}{self.speedup:>10.2f}"
+            f"{self.bound:>9.2f}{self.of_bound:>9.0%}{self.lag_mean:>7.2f}{self.lag_max:>5.0f}{final}{disturbed}"
+        )
+
+
+HEADER = f"{'way':<18}{'seconds':>8}{'samples/s':>11}{'speed-up':>10}{'bound':>9}{'of bound':>9}{'lag':>7}{'max':>5}"
+
+
+class Summary:
+    """The table, and whether the bars are met."""
+
+    def __init__(self, sizes: Sizes, half: Stages, runs: Runs) -> None:
+        """``half`` are the stage times of one of two groups; those of all envs come from the synchronous runs."""
+        self.sizes, self.runs = sizes, runs
+        base = list(runs["sync"].values())
+        self.update = statistics.mean(outcome.update for outcome in base)
+        simulation = statistics.mean(outcome.simulation for outcome in base)
+        seconds = statistics.mean(outcome.seconds for outcome in base) / sizes.rollouts
+        inference = (seconds - self.update - simulation) / (sizes.num_steps + 1)
+        self.stages = {1: Stages(inference, simulation / sizes.num_steps), 2: half}
+        self.rows = [self._row(way) for way in WAYS if runs.get(way)]
+
+    def least(self, way: str) -> float:
+        """Return the least time of a run: side by side, the slower of collecting and learning counts."""
+        is_async, groups = WAYS[way]
+        collect, count = self.stages[groups].bound(groups, self.sizes.num_steps), self.sizes.rollouts
+        if not is_async:
+            return count * (collect + self.update)
+        return collect + (count - 1) * max(collect, self.update) + self.update
+
+    def _row(self, way: str) -> Row:
+        outcomes, base = self.runs[way], self.runs["sync"]
+        seconds = statistics.mean(outcome.seconds for outcome in outcomes.values())
+        shared = [seed for seed in outcomes if seed in base]
+        least = self.least(way)
+        return Row(
+            way,
+            seconds,
+            statistics.mean(outcome.samples / outcome.seconds for outcome in outcomes.values()),
+            statistics.median(base[seed].seconds / outcomes[seed].seconds for seed in shared),
+            self.least("sync") / least,
+            least / seconds,
+            statistics.mean(outcome.lag_mean for outcome in outcomes.values()),
+            max(outcome.lag_max for outcome in outcomes.values()),
+            [outcome.final for outcome in outcomes.values() if outcome.final is not None],
+            max(outcome.foreign for outcome in outcomes.values()),
+        )
+
+    def words(self) -> list[str]:
+        """Return what is printed."""
+        one, half = self.stages[1], self.stages[2]
+        sizes, seeds = self.sizes, len(self.runs["sync"])
+        lines = [
+            f"{seeds} seeds; {sizes.num_envs} envs x {sizes.num_steps} decisions, {sizes.rollouts} rollouts, "
+            f"{sizes.epochs} epochs per update",
+            f"stages: inference {1000 * one.inference:.1f} ms, simulation {1000 * one.simulation:.1f} ms per decision "
+            f"(one of two groups: {1000 * half.inference:.1f} and {1000 * half.simulation:.1f} ms), "
+            f"update {1000 * self.update:.0f} ms per rollout",
+            HEADER + ("   final" if self.rows[0].final else ""),
+            *(str(row) for row in self.rows),
+        ]
+        return [*lines, "* other programs used the machine"] if any(row.foreign > 0.1 for row in self.rows) else lines
+
+    def misses(self, bar: float) -> list[str]:
+        """Return which bars are missed."""
+        rows = {row.way: row for row in self.rows}
+        best = max((row for row in self.rows if WAYS[row.way][0]), key=lambda row: row.speedup)
+        missed = []
+        if best.speedup < bar:
+            missed.append(f"the best way, {best.way}, is {best.speedup:.2f} times as fast as sync; the bar is {bar}")
+        for row in self.rows:
+            if row.way != "sync" and row.of_bound < BAR_OF_BOUND:
+                missed.append(f"{row.way} reaches {row.of_bound:.0%} of its bound; the bar is {BAR_OF_BOUND:.0%}")
+        base = rows["sync"].final
+        for row in self.rows:
+            if row.way != "sync" and row.final and base and statistics.mean(row.final) < _lowest(base):
+                missed.append(
+                    f"{row.way} ends at {statistics.mean(row.final):.0%}, sync at {statistics.mean(base):.0%}"
+                )
+        return missed
+
+
+def _lowest(base: Sequence[float]) -> float:
+    """Return the mean less the seed-to-seed spread (largest less smallest)."""
+    return statistics.mean(base) - (max(base) - min(base))
+
+
+def draw(folder: Path, name: str, title: str, score: str, runs: Runs) -> None:
+    """Draw the learning curves twice: over decisions, and over time."""
+    for column, (suffix, axis) in enumerate((("samples", "decisions"), ("seconds", "seconds"))):
+        series = [
+            Series(way, [_points(outcome, column) for outcome in runs[way].values()]) for way in WAYS if runs.get(way)
+        ]
+        draw_curves(folder / f"{name}_{suffix}.png", title, (axis, score), series)
+
+
+def _points(outcome: Outcome, column: int) -> tuple[Any, Any]:
+    """Return a curve, averaged over three rollouts in a row, which says more than every wiggle."""
+    data = np.array(outcome.curve, dtype=np.float64)
+    width = min(3, len(data))
+    smooth = np.convolve(data[:, 2], np.ones(width) / width, mode="valid")
+    return data[width - 1 :, column], smooth

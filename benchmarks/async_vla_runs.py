@@ -1,0 +1,180 @@
+"""One run of a benchmark of asynchronous collection: collect and learn, in one of several ways, and take the time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+from benchmarks.timing import cores, own_cpu, total_cpu
+from embodichain.agents.rl.algo import PPO
+from embodichain.agents.rl.buffer import VLABuffer
+from embodichain.agents.rl.collector import AsyncCfg, AsyncCollector, SyncCollector
+from embodichain.envs.groups import GroupedEnv
+from embodichain.envs.vec_env import VecEnv
+
+WAYS = {  # asynchronous?, groups of envs
+    "sync": (False, 1),
+    "sync, pipelined": (False, 2),
+    "async": (True, 1),
+    "async, pipelined": (True, 2),
+}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What all ways have in common; written down beside the figures."""
+
+    num_envs: int
+    num_steps: int
+    """Decisions per env and rollout."""
+    rollouts: int
+    """Rollouts that are timed, after one that is not."""
+    epochs: int
+    """Passes of an update over its rollout."""
+
+
+class Case(Protocol):
+    """What is run."""
+
+    sizes: Sizes
+
+    def env(self, groups: int, num_envs: int) -> VecEnv:
+        """Return environments in so many groups."""
+
+    def learner(self, env: VecEnv, seed: int) -> PPO:
+        """Return an algorithm with a policy that is the same for every way."""
+
+    def score(self, learner: PPO, statistics: dict[str, float], rewards: float) -> float:
+        """Return how well a rollout went."""
+
+    def final_score(self, learner: PPO) -> float | None:
+        """Return how well the policy does at the end, if that is measured beside the rollouts."""
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Seconds that collection takes for one group of envs alone, when nothing else happens."""
+
+    inference: float
+    """Per decision: all that is not simulation."""
+    simulation: float
+    """Per decision."""
+
+    def bound(self, groups: int, num_steps: int) -> float:
+        """Return the least time for a rollout of ``groups`` such groups, which share one policy.
+
+        The policy decides for one group after the other, a group's own decisions and steps follow each other, and at
+        the end the policy values what it sees.
+        """
+        policy_busy = groups * num_steps * self.inference + self.simulation
+        group_busy = (groups - 1) * self.inference + num_steps * (self.inference + self.simulation)
+        return max(policy_busy, group_busy) + self.inference
+
+
+@dataclass
+class Outcome:
+    """One run, as it is written down."""
+
+    seconds: float = 0.0
+    samples: int = 0
+    """Decisions."""
+    update: float = 0.0
+    """Seconds of an update, on average."""
+    simulation: float = 0.0
+    """Seconds of simulation per rollout, on average; groups are added up."""
+    lag_mean: float = 0.0
+    lag_max: float = 0.0
+    foreign: float = 0.0
+    """Share of the machine that other programs used meanwhile."""
+    final: float | None = None
+    curve: list[tuple[int, float, float]] = field(default_factory=list)
+    """Decisions, seconds and score after every rollout."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what goes into a file."""
+        return asdict(self)
+
+
+class Clock:
+    """Adds up the time that environments take for their steps."""
+
+    def __init__(self, env: VecEnv) -> None:
+        self.seconds = 0.0
+        for one in env.groups if isinstance(env, GroupedEnv) else [env]:
+            one.step = self._timed(one.step)  # type: ignore[method-assign]
+
+    def _timed(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(action: Any) -> Any:
+            began = time.perf_counter()
+            result = step(action)
+            self.seconds += time.perf_counter() - began
+            return result
+
+        return timed
+
+
+def measure_stages(case: Case, groups: int, rollouts: int = 2) -> Stages:
+    """Time the stages of collection for one of ``groups`` groups, by itself."""
+    sizes = case.sizes
+    env = case.env(1, sizes.num_envs // groups)
+    clock = Clock(env)
+    learner = case.learner(env, 0)
+    collector = SyncCollector(env, learner.policy, learner.device)
+    collector.reset(seed=0)
+    collector.collect(sizes.num_steps)
+    clock.seconds, began = 0.0, time.perf_counter()
+    for _ in range(rollouts):
+        collector.collect(sizes.num_steps)
+    seconds = time.perf_counter() - began
+    env.close()
+    decisions = rollouts * (sizes.num_steps + 1)  # with the value of what is seen at the end
+    return Stages((seconds - clock.seconds) / decisions, clock.seconds / (rollouts * sizes.num_steps))
+
+
+def run(case: Case, way: str, seed: int, rollouts: int | None = None) -> Outcome:
+    """Collect and learn, after one time that does not count."""
+    count, sizes = rollouts or case.sizes.rollouts, case.sizes
+    env = case.env(WAYS[way][1], sizes.num_envs)
+    clock = Clock(env)
+    learner = case.learner(env, seed)
+    collector = _collector(case, env, learner, way, seed)
+    collector.reset(seed=seed)
+    learner.update(collector.collect(sizes.num_steps))
+    collector.stop()  # what was collected ahead counts for nobody
+    if isinstance(collector, AsyncCollector):
+        collector.buffer.clear()
+    outcome, updating, lags = Outcome(), 0.0, []
+    clock.seconds = 0.0
+    own, total, began = own_cpu(), total_cpu(), time.perf_counter()
+    for number in range(1, count + 1):
+        rollout = collector.collect(sizes.num_steps)
+        statistics = collector.statistics()
+        lags.append((statistics.get("async/lag_mean", 0.0), statistics.get("async/lag_max", 0.0)))
+        score = case.score(learner, statistics, float(rollout["reward"].mean()))
+        update_began = time.perf_counter()
+        learner.update(rollout)
+        updating += time.perf_counter() - update_began
+        collector.publish()
+        outcome.curve.append((number * rollout.numel(), time.perf_counter() - began, score))
+    outcome.seconds = time.perf_counter() - began
+    others = (total_cpu() - total) - (own_cpu() - own)
+    outcome.foreign = max(0.0, others) / (outcome.seconds * cores())
+    collector.stop()
+    env.close()
+    outcome.samples = count * sizes.num_envs * sizes.num_steps
+    outcome.update, outcome.simulation = updating / count, clock.seconds / count
+    outcome.lag_mean, outcome.lag_max = sum(mean for mean, _ in lags) / count, max(largest for _, largest in lags)
+    outcome.final = case.final_score(learner)
+    return outcome
+
+
+def _collector(case: Case, env: VecEnv, learner: PPO, way: str, seed: int) -> SyncCollector | AsyncCollector:
+    is_async, groups = WAYS[way]
+    sizes = case.sizes
+    if not is_async:
+        return SyncCollector(env, learner.policy, learner.device, pipeline_stages=groups)
+    cfg = AsyncCfg(num_steps=sizes.num_steps, pipeline_stages=groups, max_policy_lag=1, seed=seed, kl_rows=0)
+    buffer = VLABuffer(2 * sizes.num_envs * sizes.num_steps, learner.device)
+    return AsyncCollector(env, learner.policy, buffer, learner.device, cfg=cfg)
