@@ -22,9 +22,17 @@ from embodichain.agents.rl.models.registry import build_policy
 from embodichain.agents.rl.trainer import Trainer, TrainingResult
 from embodichain.agents.rl.training.collection import EnvMaker, algorithm_settings, build_collector, in_chunks
 from embodichain.agents.rl.training.config import TrainCfg, complete, load_train_config, override
+from embodichain.agents.rl.training.launch import (
+    for_rank,
+    has_checkpoint,
+    is_first_process,
+    joined_ranks,
+    restarted_run,
+)
 from embodichain.agents.rl.training.run_folder import RunFolder
 from embodichain.agents.rl.utils.checkpoint import CHECKPOINTS, find_checkpoint, load_checkpoint
 from embodichain.agents.rl.utils.random_state import seed_everything
+from embodichain.agents.rl.utils.ranks import Ranks
 from embodichain.agents.utils.modules import module_name
 from embodichain.config import merge
 from embodichain.envs.gl import choose_backend
@@ -84,7 +92,7 @@ def parse_args(argv: Sequence[str] | None = None) -> TrainArgs:
 def main(argv: Sequence[str] | None = None) -> int:
     """Main entry point for command-line training; return the exit code."""
     args = parse_args(argv)
-    console = Console(stderr=True)
+    console = Console(stderr=True, quiet=not is_first_process())
     if args.resume is not None:
         result = resume_training(args.resume, args.overrides, args.trust, console)
     else:
@@ -105,7 +113,11 @@ def train_from_config(
     else:
         cfg = load_train_config(config_path, trusted_modules)
     cfg = override(cfg, list(overrides))
-    return _train(cfg, None, trusted_modules, console)
+    restarted = restarted_run(cfg.trainer)
+    if restarted is not None and has_checkpoint(restarted):
+        return resume_training(restarted, overrides, trusted_modules, console)
+    with joined_ranks() as ranks:
+        return _train(cfg, None, trusted_modules, console, ranks)
 
 
 def resume_training(
@@ -115,28 +127,39 @@ def resume_training(
     console: Console | None = None,
 ) -> TrainingResult:
     """Go on with a run from its latest checkpoint (or from the checkpoint given), as if it had never stopped."""
-    checkpoint = find_checkpoint(run, "latest").resolve()
-    state = load_checkpoint(checkpoint)
-    if checkpoint.parent.name != CHECKPOINTS:
-        raise TrainingStateError(f"{checkpoint} does not lie in the folder of a run, which is needed to go on with it")
-    cfg = complete(TrainCfg.from_dict(state["config"], source=str(checkpoint)), trusted_modules, str(checkpoint))
-    return _train(override(cfg, list(overrides)), (checkpoint.parent.parent, state), trusted_modules, console)
+    with joined_ranks() as ranks:
+        saved: tuple[str, dict[str, Any]] | None = None
+        with ranks.together("reading the checkpoint"):
+            if ranks.is_first:
+                saved = _read_run(run)
+        checkpoint, state = ranks.from_first(saved)
+        cfg = complete(TrainCfg.from_dict(state["config"], source=checkpoint), trusted_modules, checkpoint)
+        folder = Path(checkpoint).parent.parent
+        return _train(override(cfg, list(overrides)), (folder, state), trusted_modules, console, ranks)
 
 
 def build_trainer(
-    cfg: TrainCfg, folder: RunFolder, trusted_modules: Collection[str] = (), console: Console | None = None
+    cfg: TrainCfg,
+    folder: RunFolder,
+    trusted_modules: Collection[str] = (),
+    console: Console | None = None,
+    ranks: Ranks | None = None,
 ) -> Trainer:
     """Construct everything a completed config describes, and the trainer that holds it."""
+    ranks = Ranks() if ranks is None else ranks
+    given, cfg = cfg, for_rank(cfg, ranks)
     settings = cfg.trainer
     seed_everything(settings.seed)
     maker = EnvMaker(dict(_mapping(settings.gym_config)), tuple(trusted_modules), settings.collector.pipeline_stages)
-    env = maker()
-    policy = build_policy(cfg.policy, env.observation_space, env.action_space, torch.device(settings.device))
-    env, maker = in_chunks(env, policy.chunk_size), replace(maker, chunk_size=policy.chunk_size)
-    algorithm = build_algo(cfg.algorithm.name, algorithm_settings(cfg), policy)
-    eval_env = make_eval_env(cfg, trusted_modules) if settings.enable_eval else None
+    with ranks.together("building"):
+        env = maker()
+        policy = build_policy(cfg.policy, env.observation_space, env.action_space, torch.device(settings.device))
+        env, maker = in_chunks(env, policy.chunk_size), replace(maker, chunk_size=policy.chunk_size)
+        algorithm = build_algo(cfg.algorithm.name, algorithm_settings(cfg), policy)
+        eval_env = make_eval_env(cfg, trusted_modules) if settings.enable_eval and ranks.is_first else None
+    algorithm.join(ranks)
     collector = build_collector(settings, env, maker, algorithm)
-    return Trainer(cfg, env, algorithm, folder, eval_env, console, collector)
+    return Trainer(given, env, algorithm, folder, eval_env, console, collector)
 
 
 def make_eval_env(cfg: TrainCfg, trusted_modules: Collection[str] = (), **changes: Any) -> VecEnv:
@@ -169,10 +192,12 @@ def _train(
     saved: tuple[Path, dict[str, Any]] | None,
     trusted_modules: Collection[str],
     console: Console | None,
+    ranks: Ranks,
 ) -> TrainingResult:
     """Build, restore if there is something to restore, train, and release the environments."""
-    folder = RunFolder.create(cfg) if saved is None else RunFolder.open(saved[0], cfg)
-    trainer = build_trainer(cfg, folder, trusted_modules, console)
+    folder = _open_folder(cfg, None if saved is None else saved[0], ranks)
+    console = console if ranks.is_first else Console(stderr=True, quiet=True)
+    trainer = build_trainer(cfg, folder, trusted_modules, console, ranks)
     try:
         if saved is not None:
             trainer.restore(saved[1])
@@ -181,6 +206,25 @@ def _train(
         trainer.env.close()
         if trainer.eval_env is not None:
             trainer.eval_env.close()
+
+
+def _open_folder(cfg: TrainCfg, run: Path | None, ranks: Ranks) -> RunFolder:
+    """Return the folder of a run, which the first rank makes; the others may be on machines that do not have it."""
+    path = ""
+    with ranks.together("making the folder of the run"):
+        if ranks.is_first:
+            known = run or restarted_run(cfg.trainer)
+            path = str((RunFolder.create(cfg) if known is None else RunFolder.open(known, cfg)).path)
+    return RunFolder(Path(ranks.from_first(path)), cfg.trainer.keep_checkpoints)
+
+
+def _read_run(run: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:
+    """Return the checkpoint that a run goes on from, and its content."""
+    checkpoint = find_checkpoint(run, "latest").resolve()
+    state = load_checkpoint(checkpoint)
+    if checkpoint.parent.name != CHECKPOINTS:
+        raise TrainingStateError(f"{checkpoint} does not lie in the folder of a run, which is needed to go on with it")
+    return str(checkpoint), state
 
 
 def _mapping(value: str | Mapping[str, Any]) -> Mapping[str, Any]:

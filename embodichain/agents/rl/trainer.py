@@ -13,27 +13,28 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console
 
 from embodichain.agents.rl.algo.base import BaseAlgorithm
 from embodichain.agents.rl.buffer.layout import count_transitions
 from embodichain.agents.rl.collector.sync_collector import SyncCollector
-from embodichain.agents.rl.training.config import TrainCfg, num_iterations
+from embodichain.agents.rl.training.config import TrainCfg
+from embodichain.agents.rl.training.ending import Ending, StopReason
+from embodichain.agents.rl.training.joint import joint_statistics
 from embodichain.agents.rl.training.nan_guard import NanGuard
 from embodichain.agents.rl.training.progress import ProgressView, Standing
 from embodichain.agents.rl.training.run_folder import RunFolder
-from embodichain.agents.rl.training.run_log import RunLog
+from embodichain.agents.rl.training.run_log import RunLog, SilentLog
 from embodichain.agents.rl.training.schedule import Every
 from embodichain.agents.rl.training.signals import StopSignals
-from embodichain.agents.rl.training.state import Collector, Counters, Run
+from embodichain.agents.rl.training.state import Collector, Counters, Run, saved_ranks
 from embodichain.agents.rl.training.threads import update_threads
 from embodichain.agents.rl.utils.evaluation import Evaluation, evaluate
+from embodichain.agents.rl.utils.ranks import check_equal
 from embodichain.agents.rl.utils.threads import torch_threads
 from embodichain.envs.vec_env import VecEnv
-
-StopReason = Literal["iterations", "max_seconds", "target", "interrupted"]
 
 
 @dataclass(frozen=True)
@@ -72,9 +73,9 @@ class Trainer:
         Without a ``collector``, rollouts are collected synchronously.
         """
         algorithm.check_num_envs(env.num_envs)
-        settings = cfg.trainer
+        settings, ranks = cfg.trainer, algorithm.ranks
         self.cfg, self.env, self.eval_env, self.folder = cfg, env, eval_env, folder
-        self.algorithm, self.policy = algorithm, algorithm.policy
+        self.algorithm, self.policy, self.ranks = algorithm, algorithm.policy, ranks
         self.collector: Collector = collector or SyncCollector(
             env,
             self.policy,
@@ -83,12 +84,13 @@ class Trainer:
             num_threads=settings.collect_threads,
         )
         owner = env if isinstance(self.collector, SyncCollector) else None  # others step it at any time
-        self.guard = NanGuard(owner, self.policy, folder.failure) if settings.nan_guard else None
+        self.guard = NanGuard(owner, self.policy, folder.failure_of(ranks.rank)) if settings.nan_guard else None
         self.view = ProgressView(settings.exp_name, console)
         self.counters = Counters()
         self._update_threads = settings.update_threads or update_threads(self.policy, algorithm.cfg.batch_size)
         self.evaluation: Evaluation | None = None
         self._run = Run(cfg, env, algorithm, self.collector)
+        self._ending = Ending(settings, ranks.count, in_chunks=self.policy.chunk_size > 1)
         self._eval_schedule, self._save_schedule = Every(settings.eval_freq), Every(settings.save_freq)
         self._saved_at = -1
         self._resumed_at: int | None = None
@@ -97,14 +99,14 @@ class Trainer:
 
     @property
     def global_step(self) -> int:
-        """Environment transitions of all envs so far."""
+        """Environment transitions of all envs, on all ranks, so far."""
         return self.counters.global_step
 
     @property
     def log(self) -> RunLog:
         """Where scalars go; opened when the first one comes."""
         if self._log is None:
-            self._log = RunLog(self.folder, self.cfg, self._resumed_at)
+            self._log = RunLog(self.folder, self.cfg, self._resumed_at) if self.ranks.is_first else SilentLog()
         return self._log
 
     # --- the loop -------------------------------------------------------------------------------------------------
@@ -115,7 +117,7 @@ class Trainer:
         try:
             with StopSignals() as signals, self.view:
                 if self._resumed_at is None:
-                    self.collector.reset(seed=self.cfg.trainer.seed)
+                    self.collector.reset(seed=self.ranks.seed(self.cfg.trainer.seed))
                     self.save_checkpoint()
                 reason = self._loop(signals)
                 if reason != "interrupted" and self.counters.evaluated_at != self.global_step:
@@ -143,25 +145,26 @@ class Trainer:
     def _iterate(self) -> None:
         """Collect one rollout, learn from it, log it."""
         began = time.perf_counter()
-        if self.guard is not None:
-            self.guard.before_rollout()
-        rollout = self.collector.collect(self.cfg.trainer.buffer_size)
-        if self.guard is not None:
-            self.guard.check_rollout(rollout, self.global_step)
+        with self.ranks.together("collecting"):
+            if self.guard is not None:
+                self.guard.before_rollout()
+            rollout = self.collector.collect(self.cfg.trainer.buffer_size)
+            if self.guard is not None:
+                self.guard.check_rollout(rollout, self.global_step)
         collected = time.perf_counter()
 
-        self.algorithm.progress = self._progress()
+        self.algorithm.progress = self._ending.progress(self.counters)
         with torch_threads(self._update_threads):
             measures = self.algorithm.update(rollout)
         if self.guard is not None:
             self.guard.check_update(measures, rollout, self.global_step)
+        check_equal(self.ranks, self.policy, f"after the update at step {self.global_step}")
         self.collector.publish()
         updated = time.perf_counter()
 
-        steps = count_transitions(rollout)
+        steps, statistics = joint_statistics(self.ranks, count_transitions(rollout), self.collector.statistics())
         self.counters.global_step += steps
         self.counters.iteration += 1
-        statistics = self.collector.statistics()
         times = {
             "time/collect_seconds": collected - began,
             "time/update_seconds": updated - collected,
@@ -173,60 +176,67 @@ class Trainer:
         self.view.show(self._standing())
 
     def _stop_reason(self, signals: StopSignals) -> StopReason | None:
-        settings, limit = self.cfg.trainer, num_iterations(self.cfg.trainer)
-        if signals.received is not None:
-            return "interrupted"
-        if limit is not None and self.counters.iteration >= limit:
-            return "iterations"
-        if settings.total_steps is not None and self.global_step >= settings.total_steps:
-            return "iterations"
-        if settings.max_seconds is not None and self._tell_time() >= settings.max_seconds:
-            return "max_seconds"
-        return "target" if self._reached_target() else None
-
-    def _reached_target(self) -> bool:
-        wanted_return, wanted_success = self.cfg.trainer.target_return, self.cfg.trainer.target_success
-        if self.evaluation is None or (wanted_return is None and wanted_success is None):
-            return False
-        summary = self.evaluation.summary
-        enough = wanted_return is None or summary.mean_return >= wanted_return
-        return enough and (wanted_success is None or (summary.success_rate or 0.0) >= wanted_success)
+        """Return why training ends here: because any rank was asked to, or by the first one's clock and evaluations."""
+        self._tell_time()
+        own = "interrupted" if signals.received is not None else self._ending.reason(self.counters, self.evaluation)
+        said = self.ranks.exchange([own, self.counters.seconds])
+        self.counters.seconds = said[0][1]
+        return "interrupted" if any(reason == "interrupted" for reason, _ in said) else said[0][0]
 
     # --- evaluation and checkpoints -------------------------------------------------------------------------------
 
     def evaluate(self) -> None:
-        """Evaluate the policy, log how it did, and save it if it is the best so far."""
+        """Evaluate the policy, on the first rank; log how it did, and save it if it is the best so far."""
+        with self.ranks.together("evaluating"):
+            is_best = self._evaluate()
+        is_best = self.ranks.from_first(is_best)
+        if is_best is not None:
+            self.counters.evaluated_at = self.global_step
+        if is_best:
+            self.save_checkpoint(best=True)
+
+    def _evaluate(self) -> bool | None:
+        """Return whether the policy is the best so far; ``None`` if it cannot be evaluated here."""
         if self.eval_env is None:
-            return
+            return None
         settings = self.cfg.trainer
         video = self.folder.video(self.global_step) if settings.eval_video else None
         result = evaluate(self.policy, self.eval_env, settings.num_eval_episodes, settings.eval_seed, video)
-        self.evaluation, self.counters.evaluated_at = result, self.global_step
+        self.evaluation = result
         self.log.write(self.global_step, result.scalars() | {"time/total_seconds": self._tell_time()})
         for file in result.files:
             self.log.video(self.global_step, file)
         problem = "" if result.problem is None else f" (no video: {result.problem})"
         self.view.say(f"step {self.global_step}: evaluation {result}{problem}")
-        if self.counters.best_score is None or result.score > self.counters.best_score:
-            self.counters.best_score = result.score
-            self.save_checkpoint(best=True)
+        if self.counters.best_score is not None and result.score <= self.counters.best_score:
+            return False
+        self.counters.best_score = result.score
+        return True
 
-    def save_checkpoint(self, best: bool = False) -> Path:
-        """Write a checkpoint of everything the next iteration depends on."""
+    def save_checkpoint(self, best: bool = False) -> None:
+        """Write a checkpoint of everything the next iteration depends on, on all ranks."""
         self._saved_at = self.global_step
         self._tell_time()
         self.log.flush()
-        return self.folder.save(self.global_step, self._run.state(self.counters), best)
+        state = self._run.state(self.counters)
+        with self.ranks.together("saving a checkpoint"):
+            if state is not None:
+                self.folder.save(self.global_step, state, best)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint of the same run, exactly where it was saved."""
-        self.counters = self._run.restore(state)
-        if state["env"] is None:
+        """Go on from a checkpoint of the same run, exactly where it was saved if as many ranks saved it."""
+        with self.ranks.together("resuming"):
+            self.counters = self._run.restore(state)
+        if saved_ranks(state) != self.ranks.count:
+            before, now = saved_ranks(state), self.ranks.count
+            self.view.say(f"saved by {before} rank(s), resumed by {now}: all environments begin new episodes")
+        elif state["env"] is None:
             self.view.say("this environment cannot be saved: the run goes on with new episodes")
         for schedule in (self._eval_schedule, self._save_schedule):
             schedule.continue_from(self.global_step)
         self._saved_at = self._resumed_at = self.global_step
-        self.folder.forget_after(self.global_step)
+        if self.ranks.is_first:
+            self.folder.forget_after(self.global_step)
 
     def _tell_time(self) -> float:
         """Bring the clock up to date and return it."""
@@ -235,24 +245,10 @@ class Trainer:
 
     # --- what is shown --------------------------------------------------------------------------------------------
 
-    def _progress(self) -> float:
-        """Return the share of the training that is over: by the clock only if nothing else ends it."""
-        limit = num_iterations(self.cfg.trainer)
-        if limit is None:
-            return self._share_of_time() or 0.0
-        total = self.cfg.trainer.total_steps
-        if total is not None and self.policy.chunk_size > 1:  # a rollout has more steps than decisions
-            return min(1.0, max(self.counters.iteration / limit, self.global_step / total))
-        return min(1.0, self.counters.iteration / limit)
-
-    def _share_of_time(self) -> float | None:
-        seconds = self.cfg.trainer.max_seconds
-        return None if seconds is None else min(1.0, self.counters.seconds / seconds)
-
     def _standing(self) -> Standing:
         return Standing(
             step=self.global_step,
-            done=max(self._progress(), self._share_of_time() or 0.0),
+            done=max(self._ending.progress(self.counters), self._ending.share_of_time(self.counters) or 0.0),
             mean_return=self.counters.mean_return,
             success=self.counters.success_rate,
         )

@@ -24,7 +24,7 @@ _FILE_SUFFIXES = (".json", ".yaml", ".yml")
 
 @configclass
 class TrainerCfg(Config):
-    """The block ``trainer``: how long, how much at a time, and what is kept. Steps are those of all envs together."""
+    """The block ``trainer``: how long, how much at a time, and what is kept. Steps are those of all envs and ranks."""
 
     exp_name: Annotated[str, Field(pattern=r"^[\w.+-]+$")] = "run"
     """Name of the experiment; the run's folder begins with it."""
@@ -37,7 +37,7 @@ class TrainerCfg(Config):
     eval_gym_config: dict[str, Any] = {}
     """What is different about the environment in evaluations."""
     num_envs: Count | None = None
-    """Number of environments stepped together; default: what gym_config says."""
+    """Number of environments stepped together, on each rank; default: what gym_config says."""
     buffer_size: Count = 32
     """Steps per environment and rollout."""
     iterations: Count | None = None
@@ -138,11 +138,15 @@ def override(cfg: TrainCfg, words: list[str], prog: str = "embodichain train") -
     return _checked(changed)
 
 
-def num_iterations(trainer: TrainerCfg) -> int | None:
-    """Return after how many rollouts training ends, ``None`` if only the clock or a target ends it."""
+def num_iterations(trainer: TrainerCfg, ranks: int = 1, iteration: int = 0, global_step: int = 0) -> int | None:
+    """Return after how many rollouts training ends, ``None`` if only the clock or a target ends it.
+
+    The steps that are left after ``iteration`` are made on so many ``ranks``; it may have been another number before.
+    """
     limits = [] if trainer.iterations is None else [trainer.iterations]
     if trainer.total_steps is not None:
-        limits.append(math.ceil(trainer.total_steps / ((trainer.num_envs or 1) * trainer.buffer_size)))
+        per_rollout = ranks * (trainer.num_envs or 1) * trainer.buffer_size
+        limits.append(iteration + math.ceil(max(0, trainer.total_steps - global_step) / per_rollout))
     return min(limits) if limits else None
 
 

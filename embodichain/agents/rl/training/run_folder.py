@@ -7,7 +7,7 @@
     events.out.tfevents...      the same for TensorBoard
     checkpoints/step_.../       the latest checkpoints; the links ``latest`` and ``best`` name two of them
     videos/step_....mp4         one episode of each evaluation
-    failure/                    batch, policy and simulation at the first NaN
+    failure/                    batch, policy and simulation at the first NaN (of other ranks: failure_rank_...)
 """
 
 from __future__ import annotations
@@ -80,6 +80,10 @@ class RunFolder:
         for checkpoint in list_checkpoints(self.checkpoints):
             if int(checkpoint.name.removeprefix("step_")) > step:
                 shutil.rmtree(checkpoint)
+
+    def failure_of(self, rank: int) -> Path:
+        """Return where a rank leaves what it met at the first NaN."""
+        return self.failure if rank == 0 else self.path / f"failure_rank_{rank}"
 
     def video(self, step: int) -> Path:
         """Return the path of the video of an evaluation."""

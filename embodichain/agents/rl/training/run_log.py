@@ -61,6 +61,25 @@ class RunLog:
             self._wandb = None
 
 
+class SilentLog(RunLog):
+    """Writes nothing: all ranks know the same numbers, and the first one logs them."""
+
+    def __init__(self) -> None:
+        """Open nothing."""
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Do nothing."""
+
+    def video(self, step: int, file: Path) -> None:
+        """Do nothing."""
+
+    def flush(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
 def read_metrics(file: Path) -> list[dict[str, Any]]:
     """Return the lines of a ``metrics.jsonl``; a last one that was cut short is left out."""
     return [json.loads(line) for line in _whole_lines(file)]

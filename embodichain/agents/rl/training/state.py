@@ -13,7 +13,7 @@ from tensordict import TensorDict, TensorDictBase
 from embodichain.agents.rl.algo.base import BaseAlgorithm
 from embodichain.agents.rl.training.config import TrainCfg
 from embodichain.agents.rl.utils.checkpoint import load_weights
-from embodichain.agents.rl.utils.random_state import get_random_state, set_random_state
+from embodichain.agents.rl.utils.random_state import get_random_state, seed_everything, set_random_state
 from embodichain.agents.rl.utils.spaces import space_to_data
 from embodichain.envs.vec_env import VecEnv
 from embodichain.errors import CheckpointError
@@ -108,10 +108,18 @@ class Run:
     algorithm: BaseAlgorithm
     collector: Collector
 
-    def state(self, counters: Counters) -> dict[str, Any]:
-        """Return the content of a checkpoint; see ``utils/checkpoint.py``."""
+    def state(self, counters: Counters) -> dict[str, Any] | None:
+        """Return the content of a checkpoint, on the first rank; see ``utils/checkpoint.py``."""
         env = self.env
         with self.collector.hold():
+            own = {
+                "collector": self.collector.state_dict(),
+                "env": self.collector.env_state(),
+                "random": get_random_state(),
+            }
+            everybody = self.algorithm.ranks.to_first(own)
+            if not everybody:
+                return None
             return {
                 "config": self.cfg.to_dict(),
                 "spaces": {
@@ -120,19 +128,22 @@ class Run:
                 },
                 "policy": self.algorithm.policy.state_dict(),
                 "algorithm": self.algorithm.state_dict(),
-                "collector": self.collector.state_dict(),
-                "env": self.collector.env_state(),
-                "random": get_random_state(),
+                **everybody[0],
+                "other_ranks": everybody[1:],
                 "trainer": counters.to_data(),
             }
 
     def restore(self, state: Mapping[str, Any]) -> Counters:
         """Put a checkpoint's content back and return its counters.
 
-        An environment that cannot be saved begins new episodes. The random generators come last, as everything else may
-        draw from them.
+        An environment that cannot be saved begins new episodes, and so do all if the number of ranks is another one.
+        The random generators come last, as everything else may draw from them.
         """
-        saved, counters = state["env"], Counters.from_data(state["trainer"])
+        ranks, counters = self.algorithm.ranks, Counters.from_data(state["trainer"])
+        if saved_ranks(state) != ranks.count:
+            return self._restore_learner(state, counters)
+        own = state if ranks.is_first else state["other_ranks"][ranks.rank - 1]
+        saved = own["env"]
         if saved is not None and saved.batch_size[0] != self.env.num_envs:
             raise CheckpointError(
                 f"the checkpoint holds {saved.batch_size[0]} environments, this run has {self.env.num_envs}: resume it "
@@ -140,11 +151,28 @@ class Run:
             )
         load_weights(self.algorithm.policy, state["policy"], "the checkpoint")
         self.algorithm.load_state_dict(state["algorithm"])
-        self.collector.load_state_dict(state["collector"], saved)
+        self.collector.load_state_dict(own["collector"], saved)
         if saved is None:
-            self.collector.reset(seed=self.cfg.trainer.seed + counters.iteration)
-        set_random_state(state["random"])
+            self.collector.reset(seed=self._later_seed(counters))
+        set_random_state(own["random"])
         return counters
+
+    def _restore_learner(self, state: Mapping[str, Any], counters: Counters) -> Counters:
+        """Put back what all ranks have in common; environments and random generators start anew."""
+        load_weights(self.algorithm.policy, state["policy"], "the checkpoint")
+        self.algorithm.load_state_dict(state["algorithm"])
+        self.collector.reset(seed=self._later_seed(counters))
+        seed_everything(self._later_seed(counters))
+        return counters
+
+    def _later_seed(self, counters: Counters) -> int:
+        """Return a seed for new episodes, which are not those that the run began with."""
+        return self.algorithm.ranks.seed(self.cfg.trainer.seed + counters.iteration)
+
+
+def saved_ranks(state: Mapping[str, Any]) -> int:
+    """Return how many ranks a checkpoint was saved by."""
+    return 1 + len(state.get("other_ranks", ()))
 
 
 def _weighted(counted: list[tuple[int, float]]) -> float | None:

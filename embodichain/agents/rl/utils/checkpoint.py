@@ -6,7 +6,8 @@ noticed.
 
 A run's checkpoints hold ``config`` (the resolved config), ``spaces``, ``policy`` (its normaliser included),
 ``algorithm`` (optimiser and schedules), ``collector``, ``env`` (the simulation), ``random`` (all generators) and
-``trainer`` (counters and schedules): everything the next iteration depends on.
+``trainer`` (counters and schedules): everything the next iteration depends on. In a data-parallel run,
+``collector``, ``env`` and ``random`` are the first rank's, and ``other_ranks`` lists those of the others.
 """
 
 from __future__ import annotations

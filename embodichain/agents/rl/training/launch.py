@@ -1,0 +1,120 @@
+"""What torchrun tells a process, and what follows from it: who takes part, with which GPU, threads and seeds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from embodichain.agents.rl.training.config import TrainCfg, TrainerCfg
+from embodichain.agents.rl.utils.checkpoint import CHECKPOINTS, list_checkpoints
+from embodichain.agents.rl.utils.ranks import ProcessRanks, Ranks
+from embodichain.envs.physics.mujoco_cpu import available_cores
+from embodichain.errors import ConfigError
+
+_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_PATIENCE = timedelta(hours=2)
+"""How long ranks wait for each other: an evaluation, which the first one does alone, has to fit into it."""
+_LOOPBACK = "lo"
+
+
+@contextmanager
+def joined_ranks() -> Iterator[Ranks]:
+    """Join the processes that torchrun started, if it did, until the end of the block.
+
+    A process group that is there already is used, and left as it is.
+    """
+    if dist.is_available() and dist.is_initialized():
+        yield ProcessRanks() if dist.get_world_size() > 1 else Ranks()
+        return
+    if not _is_launched():
+        yield Ranks()
+        return
+    _stay_on_this_machine()
+    dist.init_process_group(_backend(), timeout=_PATIENCE)
+    yield ProcessRanks()
+    dist.destroy_process_group()  # not after an error: others may still be waiting for this one
+
+
+def is_first_process() -> bool:
+    """Tell whether this process speaks for all."""
+    return not _is_launched() or os.environ["RANK"] == "0"
+
+
+def local_rank() -> int:
+    """Return the number of this process on its machine."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def local_count() -> int:
+    """Return how many ranks run on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def for_rank(cfg: TrainCfg, ranks: Ranks) -> TrainCfg:
+    """Return a completed config as one rank uses it: its own seeds, its own GPU, its share of the processor's cores."""
+    if ranks.count == 1:
+        return cfg
+    trainer = cfg.trainer
+    seed = ranks.seed(trainer.seed)
+    environment: dict[str, Any] = {**_mapping(trainer.gym_config), "seed": seed}
+    environment["device"] = _own_device(str(environment.get("device", "cpu")))
+    if not environment.get("num_threads"):
+        environment["num_threads"] = max(1, available_cores() // local_count())
+    settled = trainer.replace(seed=seed, device=_own_device(trainer.device), gym_config=environment)
+    settings = dict(cfg.algorithm.cfg)
+    settings["device"] = _own_device(str(settings.get("device", trainer.device)))
+    return cfg.replace(trainer=settled, algorithm=cfg.algorithm.replace(cfg=settings))
+
+
+def restarted_run(trainer: TrainerCfg) -> Path | None:
+    """Return the folder of the run that torchrun, after a failure, starts again; ``None`` the first time."""
+    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) and trainer.run_dir is None:
+        problem = "expected a folder, as torchrun --max-restarts has to find the run again, got none"
+        raise ConfigError(f"trainer.run_dir: {problem}")
+    if not int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) or trainer.run_dir is None:
+        return None
+    return Path(trainer.run_dir)
+
+
+def has_checkpoint(run: Path) -> bool:
+    """Tell whether there is something to go on from."""
+    return bool(list_checkpoints(run / CHECKPOINTS))
+
+
+def _is_launched() -> bool:
+    """Tell whether torchrun, or something like it, started several processes."""
+    return all(name in os.environ for name in _NEEDED) and int(os.environ["WORLD_SIZE"]) > 1
+
+
+def _stay_on_this_machine() -> None:
+    """Let all sockets between ranks be on the loopback device, if nobody said otherwise and no other machine is in."""
+    if int(os.environ["WORLD_SIZE"]) == local_count():
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, _LOOPBACK)
+
+
+def _backend() -> str:
+    """Return what carries tensors: gloo on the CPU; on GPUs NCCL, which needs one for each rank, or else gloo."""
+    if not torch.cuda.is_available():
+        return "gloo"
+    torch.cuda.set_device(local_rank() % torch.cuda.device_count())
+    enough = torch.cuda.device_count() >= local_count() and dist.is_nccl_available()
+    return "cpu:gloo,cuda:nccl" if enough else "cpu:gloo,cuda:gloo"
+
+
+def _own_device(name: str) -> str:
+    """Return this rank's GPU in place of any."""
+    if torch.device(name).type != "cuda" or not torch.cuda.is_available():
+        return name
+    return f"cuda:{local_rank() % torch.cuda.device_count()}"
+
+
+def _mapping(environment: str | dict[str, Any]) -> dict[str, Any]:
+    return {"id": environment} if isinstance(environment, str) else environment
