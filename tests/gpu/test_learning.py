@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from embodichain.agents.rl.algo import ppo
 from embodichain.agents.rl.algo.gae import compute_gae
 from embodichain.agents.rl.algo.grpo import GRPO, GRPOCfg
 from embodichain.agents.rl.algo.minibatch import MinibatchAlgorithm
@@ -215,6 +216,33 @@ def test_nothing_waits_between_the_first_step_of_an_update_and_its_report(monkey
     watch("_adapt_to_kl")
     algorithm.update(make_rollout(algorithm.policy, 9))
     assert calls == ["_run_epoch", "_adapt_to_kl"] * 3
+
+
+@pytest.mark.parametrize("settings", [{}, {"clip_value_loss": True, "clip_coef": 0.1, "ent_coef": 0.01}], ids=str)
+@pytest.mark.parametrize("rows", [1, 255, 4096])
+def test_the_loss_in_one_kernel_is_the_loss_of_the_equations(
+    settings: dict[str, Any], rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    algorithm = make_ppo(make_policy(normalize_value=True), **settings)
+    algorithm.policy.update_value_normalizer(torch.randn(64, device="cuda") * 3.0)
+    table = torch.randn(rows, OBS + ACT + 4, device="cuda")  # as replayed steps keep it: columns of one table
+    names = ("sample_log_prob", "value", "advantage", "return")
+    parts = {name: table[:, OBS + ACT + i] for i, name in enumerate(names)}
+    batch = TensorDict({"observation": table[:, :OBS], "action": table[:, OBS : OBS + ACT], **parts}, [rows])
+    with torch.no_grad():
+        batch["sample_log_prob"] = algorithm.policy.evaluate(batch)[0] + 0.2 * batch["sample_log_prob"]
+    found = []
+    for works in (True, False):
+        monkeypatch.setattr(ppo, "kernels_work", lambda _, works=works: works)
+        loss, measures = algorithm._loss(batch)
+        gradient = torch.autograd.grad(loss, list(algorithm.policy.parameters()))
+        found.append((loss, measures, torch.cat([part.flatten() for part in gradient])))
+    (loss, measures, gradient), (loss2, measures2, gradient2) = found
+    torch.testing.assert_close(loss, loss2, rtol=1e-4, atol=1e-5)
+    assert {n: float(x) for n, x in measures.items()} == pytest.approx(
+        {n: float(x) for n, x in measures2.items()}, rel=1e-3, abs=1e-5
+    )
+    assert (gradient - gradient2).norm() < 1e-4 * gradient2.norm()
 
 
 @pytest.mark.parametrize(("num_envs", "num_steps"), [(1, 1), (5, 3), (4096, 24), (1000, 128)])

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from embodichain.agents.engine.layout import Key, Leaf
 from embodichain.agents.engine.shared_buffer import Ints
+from embodichain.agents.utils.kernels import kernels_work
 from embodichain.envs.random import combine
 from embodichain.errors import ChunkSizeError
-from embodichain.extras import available
 
 if TYPE_CHECKING:
     from embodichain.agents.engine.mirror_kernel import WindowKernel
@@ -79,7 +79,7 @@ class WindowCopier:
     def __init__(self, frames: dict[Key, Tensor], leaves: tuple[Leaf, ...], device: torch.device) -> None:
         self._frames, self._leaves, self._device = frames, leaves, device
         self._key = torch.zeros(1, dtype=torch.int64, device=device)
-        self.in_kernels = device.type == "cuda" and available("triton")
+        self.in_kernels = kernels_work(device)
         """Whether the draws, too, happen on the device: what is launched then depends on no number of the host."""
         self._kernels = _kernels(frames, leaves) if self.in_kernels else {}
 

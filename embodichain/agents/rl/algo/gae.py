@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from functools import cache
 from typing import Protocol
 
@@ -10,10 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from embodichain.agents.utils.kernels import kernels_work
 from embodichain.errors import RolloutError
-from embodichain.extras import available
-
-_LOG = logging.getLogger(__name__)
 
 
 class Backwards(Protocol):
@@ -71,17 +68,10 @@ def _backwards_on(device: torch.device) -> Backwards:
     """Return the fastest way for a device: numpy, one kernel, or a loop of kernels where that cannot be compiled."""
     if device.type == "cpu":
         return _backwards_cpu
-    if device.type != "cuda" or not available("triton"):
+    if not kernels_work(device):
         return _backwards
     from embodichain.agents.rl.algo.gae_kernel import backwards_kernel
 
-    number = torch.zeros(1, 1, device=device)
-    flag = number.bool()
-    try:
-        backwards_kernel(number, number, number, flag, flag, 0.0, 0.0)
-    except (RuntimeError, OSError) as error:  # no compiler on this machine, or a GPU that Triton does not know
-        _LOG.warning("advantages are computed step by step, which costs speed: %s", error)
-        return _backwards
     return backwards_kernel
 
 

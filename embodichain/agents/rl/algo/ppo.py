@@ -27,6 +27,7 @@ from embodichain.agents.rl.buffer.minibatches import Minibatches
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils.config import AlgorithmCfg, Count, NotNegative, Positive
 from embodichain.agents.rl.utils.ranks import Ranks
+from embodichain.agents.utils.kernels import kernels_work
 from embodichain.config import configclass
 
 
@@ -141,6 +142,14 @@ class PPO(MinibatchAlgorithm):
         with self.optimizer.autocast():
             log_prob, entropy, value = self.policy.evaluate(batch)
         advantage, return_, old_value = batch["advantage"], batch["return"], batch["value"]
+        mean_entropy = decision_entropy(entropy, batch, cfg.log_prob_per).mean()
+        if log_prob.ndim == batch.batch_dims == 1 and kernels_work(value.device):
+            from embodichain.agents.rl.algo.ppo_kernel import clipped_loss
+
+            new, old = (log_prob, value), (batch["sample_log_prob"], old_value)
+            settings = (cfg.clip_coef, cfg.vf_coef, cfg.clip_value_loss)
+            loss, parts = clipped_loss(new, old, advantage, return_, self.policy.value_scale, settings)
+            return loss - cfg.ent_coef * mean_entropy, parts | {"entropy": mean_entropy}
 
         # ratio = pi(a|s) / pi_old(a|s)
         log_r = log_ratio(log_prob, batch["sample_log_prob"], batch, cfg.log_prob_per)
@@ -161,7 +170,6 @@ class PPO(MinibatchAlgorithm):
         value_loss = squared_error.mean()
 
         # L = L_policy + c_value L_value - c_entropy H
-        mean_entropy = decision_entropy(entropy, batch, cfg.log_prob_per).mean()
         loss = policy_loss + cfg.vf_coef * value_loss - cfg.ent_coef * mean_entropy
         with torch.no_grad():
             # KL(pi_old || pi) = E[ratio - 1 - log ratio], an estimate that is never negative
