@@ -1,0 +1,208 @@
+"""Ranks that really are processes: how tests start them, and what they do."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.utils.tensorboard
+from tensordict import TensorDict
+
+from embodichain.agents.rl.algo import GRPO, PPO, GRPOCfg, PPOCfg
+from embodichain.agents.rl.collector import SyncCollector
+from embodichain.agents.rl.train import resume_training, train_from_config
+from embodichain.agents.rl.training.launch import joined_ranks
+from embodichain.agents.rl.utils.checkpoint import save_checkpoint
+from embodichain.agents.rl.utils.ranks import Ranks
+from embodichain.errors import EmbodiChainError
+from tests.agents.rl.helpers import ScriptedEnv, make_policy
+
+ENVS, STEPS, UPDATES = 4, 8, 3
+PATIENCE = 90.0
+
+
+# --- starting processes -------------------------------------------------------------------------------------------
+
+
+def run_ranks(count: int, function: Callable[..., None], *arguments: Any) -> list[int]:
+    """Call a function of this module in so many processes, as torchrun would start them; return their exit codes."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = [context.Process(target=_rank, args=(r, count, port, function, arguments)) for r in range(count)]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + PATIENCE
+    for process in processes:
+        process.join(max(0.1, deadline - time.monotonic()))
+    hanging = [rank for rank, process in enumerate(processes) if process.is_alive()]
+    for rank in hanging:
+        processes[rank].kill()
+        processes[rank].join()
+    assert not hanging, f"ranks {hanging} did not end"
+    return [process.exitcode or 0 for process in processes]
+
+
+def _rank(rank: int, count: int, port: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+    os.environ |= {name: str(value) for name, value in place.items()}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    function(*arguments)
+
+
+# --- updates ------------------------------------------------------------------------------------------------------
+
+RECURRENT = {"memory": {"type": "gru", "hidden_size": 6}}
+CASES: dict[str, dict[str, Any]] = {
+    "ppo": {"normalize_obs": True, "cfg": {"batch_size": 64, "learning_rate": 1e-2}},
+    "ppo in minibatches, values normalised": {"normalize_value": True, "cfg": {"batch_size": 10, "ent_coef": 0.01}},
+    "ppo with an adaptive rate": {"cfg": {"batch_size": 8, "lr_schedule": "adaptive", "desired_kl": 0.02}},
+    "ppo that stops early": {"cfg": {"batch_size": 8, "learning_rate": 2e-2, "target_kl": 0.02, "n_epochs": 8}},
+    "ppo with memory": {**RECURRENT, "cfg": {"batch_size": 16, "sequence_length": 4}},
+    "ppo on old rollouts": {"cfg": {"batch_size": 64, "correction": "decoupled", "advantage_estimator": "vtrace"}},
+    "grpo": {"name": "actor_only", "normalize_obs": True, "cfg": {"batch_size": 7, "kl_coef": 0.1}},
+    "grpo with memory": {"name": "actor_only", **RECURRENT, "cfg": {"batch_size": 12, "sequence_length": 4}},
+    "grpo without anything to learn on rank 1": {"name": "actor_only", "cfg": {"batch_size": 7}},
+}
+
+
+def make_algorithm(case: str, batch_size: int | None = None, seed: int = 0) -> PPO | GRPO:
+    """Return the algorithm of a case, with a policy that the seed decides on."""
+    settings = copy.deepcopy(CASES[case])
+    cfg = {"n_epochs": 3, **settings.pop("cfg")}
+    cfg["batch_size"] = batch_size or cfg["batch_size"]
+    torch.manual_seed(seed)
+    policy = make_policy(ScriptedEnv(ENVS), **settings)
+    if case.startswith("ppo"):
+        return PPO(PPOCfg(**cfg), policy)
+    return GRPO(GRPOCfg(group_size=2, **cfg), policy)
+
+
+def joint_rollout(case: str, algorithm: PPO | GRPO, update: int, num_ranks: int) -> TensorDict:
+    """Return what all ranks collect together, ``[num_ranks * ENVS, STEPS]``: the same in every process."""
+    num_envs = num_ranks * ENVS
+    before = torch.get_rng_state()
+    torch.manual_seed(1000 + update)
+    ends = [3, 100, 7, 5, 100, 4, 100, 8][:num_envs]
+    env = ScriptedEnv(num_envs, ends=ends, limit=6, seed=update)
+    rollout = SyncCollector(env, algorithm.policy).collect(STEPS).clone()
+    if case.endswith("on rank 1"):
+        rollout["reward"][ENVS:] = 1.0  # equal returns: nothing to compare
+        rollout["done"][ENVS:] = False
+    if case.endswith("old rollouts"):
+        rollout["sample_log_prob"] = rollout["sample_log_prob"] + 0.1 * torch.randn(num_envs, STEPS)
+    torch.set_rng_state(before)
+    return rollout
+
+
+def update_together(folder: Path) -> None:
+    """Do the updates of all cases on this rank's envs; write down its parameters after every one."""
+    with joined_ranks() as ranks:
+        for number, case in enumerate(CASES):
+            algorithm = make_algorithm(case, seed=ranks.rank)  # other weights on every rank, before it joins
+            algorithm.join(ranks)
+            torch.manual_seed(100 + ranks.rank)
+            log = []
+            for update in range(UPDATES):
+                rollout = joint_rollout(case, algorithm, update, ranks.count)
+                own = rollout[ranks.rank * ENVS : (ranks.rank + 1) * ENVS].clone()
+                measures = algorithm.update(own)
+                weights = {name: value.clone() for name, value in algorithm.policy.state_dict().items()}
+                log.append({"measures": measures, "weights": weights, "advantage": own["advantage"]})
+            save_checkpoint(folder / f"case_{number}_rank_{ranks.rank}", {"updates": log})
+
+
+# --- runs ---------------------------------------------------------------------------------------------------------
+
+
+def train(config: Path, overrides: list[str]) -> None:
+    """Start a run."""
+    train_from_config(config, overrides)
+
+
+def resume(run: Path, overrides: list[str]) -> None:
+    """Go on with a run."""
+    resume_training(run, overrides)
+
+
+def train_with(fault: str, config: Path) -> None:
+    """Start a run in which something happens to rank 1 in its third rollout; leave the error in a file."""
+    collect, count = SyncCollector.collect, 0
+    rank = int(os.environ["RANK"])
+
+    def collect_faulty(self: SyncCollector, num_steps: int) -> Any:
+        nonlocal count
+        count += 1
+        rollout = collect(self, num_steps)
+        if count == 3 and rank == 1:
+            FAULTS[fault](self, rollout)
+        return rollout
+
+    SyncCollector.collect = collect_faulty  # type: ignore[method-assign]
+    note = config.with_name(f"{fault}_{rank}.txt")
+    try:
+        note.write_text(train_from_config(config).reason)
+    except EmbodiChainError as error:
+        note.write_text(f"{type(error).__name__}: {error}")
+
+
+def _nan(collector: SyncCollector, rollout: TensorDict) -> None:
+    rollout["reward"][2, 5] = torch.nan
+
+
+def _signal(collector: SyncCollector, rollout: TensorDict) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _drift(collector: SyncCollector, rollout: TensorDict) -> None:
+    with torch.no_grad():
+        next(collector.policy.parameters()).add_(1e-7)
+
+
+def _death(collector: SyncCollector, rollout: TensorDict) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+FAULTS = {"nan": _nan, "signal": _signal, "drift": _drift, "death": _death}
+
+
+def talk(folder: Path) -> None:
+    """Say things to each other, and write down what was heard and which sockets are open."""
+    with joined_ranks() as ranks:
+        assert isinstance(ranks, Ranks)
+        data = {"tensor": torch.arange(3) + ranks.rank, "words": [ranks.rank, None, "ä", float("inf")]}
+        heard = {
+            "exchange": ranks.exchange({"rank": ranks.rank, "padding": "x" * 10**ranks.rank}),
+            "from_first": ranks.from_first(data if ranks.is_first else None),
+            "to_first": ranks.to_first(data),
+            "sum": ranks.sum(torch.tensor([0.1, 1.0]) * (ranks.rank + 1)),
+            "spread": ranks.mean_and_std(torch.arange(10.0) + 5 * ranks.rank),
+            "seed": ranks.seed(7),
+            "listening": _listening(),
+        }
+        save_checkpoint(folder / f"talk_{ranks.rank}", heard)
+        dist.barrier()
+
+
+def _listening() -> list[str]:
+    """Return the addresses at which this process waits for connections, as the kernel writes them."""
+    own = {os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink() and entry.exists()}
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in own:
+                found.append(fields[1].split(":")[0])
+    return found
