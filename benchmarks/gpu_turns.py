@@ -43,7 +43,7 @@ def nothing() -> None:
 
 def report(section: str, name: str, seconds: float, units: float, bar: str = "") -> Row:
     """Print one figure and return it."""
-    print(f"{section:10s} {name:44s} {seconds * 1e3:10.3f} ms {units / seconds:14,.0f}/s  {bar}", flush=True)
+    print(f"{section:10s} {name:54s} {seconds * 1e3:10.3f} ms {units / seconds:14,.0f}/s  {bar}", flush=True)
     return {"section": section, "name": name, "seconds": seconds, "per_second": units / seconds, "bar": bar}
 
 
