@@ -27,6 +27,7 @@ from embodichain.agents.rl.training.schedule import Every
 from embodichain.agents.rl.training.state import Counters
 from embodichain.agents.rl.training.threads import update_threads
 from embodichain.agents.rl.utils.checkpoint import find_checkpoint, list_checkpoints, load_checkpoint
+from embodichain.agents.rl.utils.threads import torch_threads
 from embodichain.envs.registration import load_gym_config, make
 from embodichain.errors import ConfigError, MissingExtraError, NotFiniteError
 from embodichain.extras import available
@@ -340,8 +341,10 @@ def test_recent_episodes_are_weighted_by_their_number():
     assert Counters.from_data(counters.to_data()) == counters
 
 
-def test_small_networks_learn_on_one_thread():
-    small, wide = nn.Linear(10, 10), nn.Linear(1000, 1000)
-    assert update_threads(small, 4096) == 1
-    assert update_threads(wide, 4096) is None
-    assert update_threads(nn.Conv2d(3, 8, 3), 4) is None
+def test_every_thread_of_an_update_has_enough_to_do():
+    small, middle, wide = nn.Linear(10, 10), nn.Linear(100, 100), nn.Linear(1000, 1000)
+    with torch_threads(4):
+        assert update_threads(small, 4096) == 1
+        assert update_threads(middle, 2048) == 2
+        assert update_threads(wide, 4096) == 4
+        assert update_threads(nn.Conv2d(3, 8, 3), 4) is None

@@ -91,12 +91,12 @@ class MinibatchAlgorithm(BaseAlgorithm):
         On a CPU the minibatch is worked through in pieces whose gradients add up to the same: memory traffic, not
         arithmetic, is what large minibatches would cost there.
         """
-        whole = batch.batch_dims > 1 or self.device.type != "cpu"
-        parts = (batch,) if whole else batch.split(CPU_ROWS * torch.get_num_threads())
-        for part in parts:
+        rows, piece = batch.numel(), CPU_ROWS * torch.get_num_threads()
+        whole = rows <= piece or batch.batch_dims > 1 or self.device.type != "cpu"
+        for part in (batch,) if whole else batch.split(piece):
             loss, measures = self._loss(part)
-            weight = share * part.numel() / batch.numel()
-            self.optimizer.backward(loss * weight)
+            weight = share if whole else share * part.numel() / rows
+            self.optimizer.backward(loss if weight == 1.0 else loss * weight)
             meter.add(weight, measures)
         meter.end_step(self.optimizer.step(), share)
 
@@ -130,7 +130,7 @@ class Meter:
     def add(self, share: float, measures: dict[str, Tensor]) -> None:
         """Take in the scalars of a share of a minibatch."""
         for name, value in measures.items():
-            part = value.detach().float() * share
+            part = value.detach().float() if share == 1.0 else value.detach().float() * share
             self.epoch_sums[name] = self.epoch_sums[name] + part if name in self.epoch_sums else part
 
     def end_step(self, grad_norm: Tensor, share: float = 1.0) -> None:
