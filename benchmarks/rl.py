@@ -1,22 +1,29 @@
-"""One PPO update and advantages alone, against other libraries, all in one run.
+"""PPO against other libraries, all in one run: an update, advantages, whole iterations; and what an update allocates.
 
     pip install -e '.[peers]'
     python -m benchmarks.rl
+    python -m benchmarks.rl --parts cart_pole half_cheetah
 
-The update is that of 65,536 transitions (1024 envs x 64 steps), observations of 48 and actions of 12 numbers, two
-networks with two hidden layers of 256 and tanh, 5 epochs of 4 minibatches. Advantages are those of [256, 1024]. The
-tables, and ``results/rl.json``, give medians over interleaved rounds; the bars are checked at the end, and the exit
-status is 1 if one of them is missed.
+* ``update``: 65,536 transitions (1024 envs x 64 steps), observations of 48 and actions of 12 numbers, two networks with
+  two hidden layers of 256 and tanh, 5 epochs of 4 minibatches.
+* ``gae``: advantages of [256, 1024].
+* ``cart_pole``: collecting and learning on CartPole-v1, 64 envs x 128 steps, 4 epochs of 4 minibatches, hidden layers
+  of 64; and on this package's own ``CartPoleRL`` with the same settings.
+* ``half_cheetah``: the same on HalfCheetah-v5, 64 x 64, 10 epochs, hidden layers of 256.
+* ``push_cube``: collecting on ``PushCubeRL``, 256 envs, against its simulation alone.
+* ``memory``: what an update allocates besides the rollout.
+
+The tables, and ``results/rl.json``, give medians over interleaved rounds; parts that are not run keep their figures
+there. The bars are checked at the end, and the exit status is 1 if one of them is missed.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,24 +32,26 @@ import tyro
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from torch import Tensor
 
-from benchmarks import rl_candidates as candidates
+from benchmarks import rl_advantages, rl_end_to_end, rl_end_to_end_peers, rl_updates
+from benchmarks.rl_memory import measure_memory
+from benchmarks.rl_work import CARTPOLE, HALF_CHEETAH, Call, Work
 from benchmarks.timing import Rounds, interleave, machine
 from embodichain.extras import available
 
-OURS, FLOOR, BARE = "embodichain", "forward and backward alone", "bare loop"
-SB3, RSL_RL, SKRL, TORCHRL = "Stable-Baselines3", "rsl_rl", "skrl", "TorchRL"
-PEERS = {SB3: "stable_baselines3", RSL_RL: "rsl_rl", SKRL: "skrl", TORCHRL: "torchrl"}
-DISTRIBUTIONS = {SB3: "stable-baselines3", RSL_RL: "rsl-rl-lib", SKRL: "skrl", TORCHRL: "torchrl"}
-PACKAGES = ("torch", "numpy", "tensordict")
+OURS, FLOOR, BARE, BARE_ONE = "embodichain", "forward and backward alone", "bare loop", "bare loop, one thread"
+OURS_CART_POLE, NUMPY, SIMULATION = "embodichain on CartPoleRL", "numpy loop", "simulation alone"
+PEERS = {"Stable-Baselines3": "stable_baselines3", "rsl_rl": "rsl_rl", "skrl": "skrl", "TorchRL": "torchrl"}
+DISTRIBUTIONS = {"Stable-Baselines3": "stable-baselines3", "rsl_rl": "rsl-rl-lib", "skrl": "skrl", "TorchRL": "torchrl"}
+PACKAGES = ("torch", "numpy", "tensordict", "gymnasium", "mujoco")
+Part = Literal["update", "gae", "cart_pole", "half_cheetah", "push_cube", "memory"]
 
 
 @dataclass(frozen=True)
 class Args:
     """What to measure."""
 
-    parts: tuple[Literal["update", "gae", "memory"], ...] = ("update", "gae", "memory")
+    parts: tuple[Part, ...] = ("update", "gae", "cart_pole", "half_cheetah", "push_cube", "memory")
     """Which tables."""
     rounds: int = 5
     """Windows per candidate."""
@@ -55,17 +64,26 @@ class Args:
 
 
 @dataclass(frozen=True)
-class Bar:
-    """A promise: a ratio that has to be reached."""
+class Promise:
+    """A ratio that has to be reached: of the rate of one candidate to that of another."""
 
     text: str
     wanted: float
-    ratio: float
-    quiet: bool
+    one: str
+    other: str
 
-    @property
-    def holds(self) -> bool:
-        return self.ratio >= self.wanted
+
+@dataclass(frozen=True)
+class Contest:
+    """One table: who does the same work, and what is promised about it."""
+
+    title: str
+    makers: dict[str, Callable[[], Call]]
+    promises: list[Promise]
+    window: float = 1.0
+    """Seconds of a window; two calls at least."""
+    units: float | None = None
+    """Environment steps of a call; without, times are told in place of rates."""
 
 
 def installed() -> list[str]:
@@ -73,116 +91,127 @@ def installed() -> list[str]:
     return [name for name, module in PEERS.items() if available(module)]
 
 
-def measure(made: dict[str, Callable[[], object]], window: float, args: Args, progress: Progress, title: str) -> Rounds:
-    """Time all candidates in turn; a unit of work is one call."""
+def update_contest() -> Contest:
+    """One update by everybody."""
+    rows = rl_updates.data()
+    makers = {OURS: lambda: rl_updates.ours(rows), FLOOR: lambda: rl_updates.forward_backward(rows)}
+    makers |= {BARE: lambda: rl_updates.bare_loop(rows)}
+    makers |= {name: partial(getattr(rl_updates, PEERS[name]), rows) for name in installed()}
+    promises = [Promise("update: within 10% of forward and backward alone", 1 / 1.1, OURS, FLOOR)]
+    promises += [Promise(f"update: faster than {name}", 1.0, OURS, name) for name in (BARE, *installed())]
+    return Contest("One PPO update", makers, promises)
+
+
+def gae_contest() -> Contest:
+    """Advantages by everybody."""
+    rows = rl_updates.data(rl_advantages.STEPS, rl_advantages.ENVS)
+    makers = {OURS: lambda: rl_advantages.ours(rows), NUMPY: lambda: rl_advantages.numpy_loop(rows)}
+    makers |= {name: partial(getattr(rl_advantages, PEERS[name]), rows) for name in installed()}
+    promise = Promise("advantages: within 1.5 times the numpy loop", 1 / 1.5, OURS, NUMPY)
+    return Contest("Advantages of [256, 1024]", makers, [promise], window=0.3)
+
+
+def training_contest(work: Work) -> Contest:
+    """Whole iterations by everybody."""
+    makers: dict[str, Callable[[], Call]] = {OURS: lambda: rl_end_to_end.ours(work)}
+    makers |= {BARE: lambda: rl_end_to_end.BareLoop(work), BARE_ONE: lambda: rl_end_to_end.BareLoop(work, threads=1)}
+    makers |= {name: partial(getattr(rl_end_to_end_peers, PEERS[name]), work) for name in installed()}
+    promises = [Promise(f"{work.env}: not below the {name}", 1.0, OURS, name) for name in (BARE, BARE_ONE)]
+    if work is CARTPOLE:
+        makers[OURS_CART_POLE] = lambda: rl_end_to_end.ours_cart_pole(work)
+        promises += [
+            Promise(f"CartPoleRL: 2.5 times the rate of {name} on {work.env}", 2.5, OURS_CART_POLE, name)
+            for name in installed()
+        ]
+    return Contest(f"PPO on {work.env}, steps per second", makers, promises, units=work.transitions)
+
+
+def push_cube_contest() -> Contest:
+    """Collection on our own task, with and without a policy."""
+    makers = {OURS: rl_end_to_end.push_cube_collection, SIMULATION: rl_end_to_end.push_cube_simulation}
+    promise = Promise("PushCubeRL: collection at 80% of simulation alone", 0.8, OURS, SIMULATION)
+    size = rl_end_to_end.PUSH_CUBE
+    units = size["num_envs"] * size["num_steps"]
+    return Contest("Collection on PushCubeRL, steps per second", makers, [promise], units=units)
+
+
+CONTESTS: dict[str, Callable[[], Contest]] = {
+    "update": update_contest,
+    "gae": gae_contest,
+    "cart_pole": lambda: training_contest(CARTPOLE),
+    "half_cheetah": lambda: training_contest(HALF_CHEETAH),
+    "push_cube": push_cube_contest,
+}
+
+
+def measure(contest: Contest, args: Args, progress: Progress) -> Rounds:
+    """Time all candidates in turn."""
     torch.set_num_threads(args.torch_threads)
-    bar = progress.add_task(title, total=args.rounds * len(made))
-    units = dict.fromkeys(made, 1.0)
-    return interleave(made, units, args.rounds, window, args.patience, lambda: progress.advance(bar))
+    made = {name: make() for name, make in contest.makers.items()}
+    torch.set_num_threads(args.torch_threads)  # some libraries change it
+    bar = progress.add_task(contest.title, total=args.rounds * len(made))
+    units = dict.fromkeys(made, contest.units or 1.0)
+    return interleave(made, units, args.rounds, contest.window, args.patience, lambda: progress.advance(bar))
 
 
-def measure_update(args: Args, progress: Progress) -> tuple[Rounds, list[Bar]]:
-    """Time one update by everybody."""
-    rows = candidates.data()
-    makers = {OURS: candidates.ours, FLOOR: candidates.forward_backward, BARE: candidates.bare_loop}
-    makers |= {name: getattr(candidates, PEERS[name]) for name in installed()}
-    rounds = measure({name: make(rows) for name, make in makers.items()}, 1.0, args, progress, "update")
-    promises = [
-        Bar(
-            "update: within 10% of forward and backward alone",
-            1 / 1.1,
-            rounds.ratio(OURS, FLOOR),
-            rounds.is_quiet(OURS, FLOOR),
-        )
-    ]
-    for name in (BARE, *installed()):
-        promises.append(Bar(f"update: faster than {name}", 1.0, rounds.ratio(OURS, name), rounds.is_quiet(OURS, name)))
-    return rounds, promises
-
-
-def measure_gae(args: Args, progress: Progress) -> tuple[Rounds, list[Bar]]:
-    """Time advantages by everybody."""
-    rows = candidates.data(candidates.GAE_STEPS, candidates.GAE_ENVS)
-    makers = {OURS: candidates.gae_ours, "numpy loop": candidates.gae_numpy}
-    makers |= {name: getattr(candidates, f"gae_{PEERS[name]}") for name in installed()}
-    rounds = measure({name: make(rows) for name, make in makers.items()}, 0.3, args, progress, "advantages")
-    ratio, quiet = rounds.ratio(OURS, "numpy loop"), rounds.is_quiet(OURS, "numpy loop")
-    return rounds, [Bar("advantages: within 1.5 times the numpy loop", 1 / 1.5, ratio, quiet)]
-
-
-def measure_memory() -> dict[str, float]:
-    """Return, in MB, a rollout, one minibatch of it, and the most that an update has allocated besides the rollout."""
-    rows = candidates.data()
-    call = candidates.ours(rows)
-    call()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        call()
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(file))
-        events = [e for e in json.loads(file.read_text())["traceEvents"] if e.get("name") == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda e: e["ts"]):
-        held += event["args"]["Bytes"]
-        peak = max(peak, held)
-    rollout = sum(leaf.nbytes for leaf in candidates.rollout(rows).values())
-    per_row = sum(
-        _row(rows[key]) for key in ("observation", "action", "sample_log_prob", "value", "advantage", "return")
-    )
-    return {
-        "rollout": rollout / 2**20,
-        "minibatch": per_row * candidates.ROWS / candidates.MINIBATCHES / 2**20,
-        "peak of an update besides the rollout": peak / 2**20,
-    }
-
-
-def _row(tensor: Tensor) -> int:
-    return tensor[0, 0].nbytes
-
-
-def table(title: str, rounds: Rounds) -> Table:
-    """Lay out milliseconds per call and the ratios to ours."""
-    out = Table(title=title, title_justify="left")
-    for column in ("", "ms", "fastest", "slowest", f"{OURS} is"):
+def table(contest: Contest, rounds: Rounds) -> Table:
+    """Lay out milliseconds per call or steps per second, and the ratios to ours."""
+    out = Table(title=contest.title, title_justify="left")
+    for column in ("", "ms" if contest.units is None else "1/s", "fastest", "slowest", f"{OURS} is"):
         out.add_column(column, justify="left" if not column else "right")
     for name in sorted(rounds.windows, key=rounds.rate, reverse=True):
         row = rounds.summary(name)
-        times = [f"{1e3 / float(row[key]):,.1f}" for key in ("median", "highest", "lowest")]
+        rates = [float(row[key]) for key in ("median", "highest", "lowest")]
+        cells = [f"{1e3 / rate:,.1f}" if contest.units is None else f"{rate:,.0f}" for rate in rates]
         ratio = "" if name == OURS else f"{rounds.ratio(OURS, name):.2f}x"
-        out.add_row(name if row["quiet"] else f"{name} *", *times, ratio, style="bold" if name == OURS else "")
+        out.add_row(name if row["quiet"] else f"{name} *", *cells, ratio, style="bold" if name == OURS else "")
     return out
+
+
+def judge(promises: list[Promise], rounds: Rounds) -> list[dict[str, Any]]:
+    """Return the bars: what was wanted, what was reached, and whether it holds."""
+    bars = []
+    for promise in promises:
+        ratio = rounds.ratio(promise.one, promise.other)
+        quiet = rounds.is_quiet(promise.one, promise.other)
+        bar = {"text": promise.text, "wanted": promise.wanted, "ratio": ratio, "quiet": quiet}
+        bars.append(bar | {"holds": ratio >= promise.wanted})
+    return bars
 
 
 def main() -> int:
     """Measure, print, write, and tell whether the bars hold."""
     args, console = tyro.cli(Args, description=__doc__), Console()
+    found: dict[str, Any] = json.loads(args.output.read_text()) if args.output.exists() else {}
     packages = (*PACKAGES, *(DISTRIBUTIONS[name] for name in installed()))
-    found: dict[str, Any] = {"machine": machine(packages), "arguments": dataclasses.asdict(args) | {"output": None}}
-    promises: list[Bar] = []
-    with Progress(console=console, transient=True) as progress:
-        for part, title in (("update", "One PPO update"), ("gae", "Advantages of [256, 1024]")):
-            if part not in args.parts:
-                continue
-            rounds, bars = (measure_update if part == "update" else measure_gae)(args, progress)
-            promises += bars
-            found[part] = {
-                name: {**rounds.summary(name), "ours_over_it": rounds.ratio(OURS, name)} for name in rounds.windows
-            }
-            console.print(table(title, rounds))
-    if "memory" in args.parts:
-        found["memory"] = measure_memory()
-        console.print("Memory: " + ", ".join(f"{name} {size:.1f} MB" for name, size in found["memory"].items()))
+    settings = {"rounds": args.rounds, "torch_threads": args.torch_threads}
+    held = True
+    for part in args.parts:
+        if part == "memory":
+            found[part] = measure_memory()
+            console.print("Memory: " + ", ".join(f"{name} {size:.1f} MB" for name, size in found[part].items()))
+            continue
+        contest = CONTESTS[part]()
+        with Progress(console=console, transient=True) as progress:
+            rounds = measure(contest, args, progress)
+        console.print(table(contest, rounds))
+        bars = judge(contest.promises, rounds)
+        for bar in bars:
+            verdict = "[green]holds[/]" if bar["holds"] else "[red]missed[/]"
+            console.print(
+                f"{verdict}  {bar['text']}: {bar['ratio']:.2f}{'' if bar['quiet'] else ' *'}", highlight=False
+            )
+        held &= all(bar["holds"] for bar in bars)
+        rates = {name: rounds.summary(name) | {"ours_over_it": rounds.ratio(OURS, name)} for name in rounds.windows}
+        found[part] = {"machine": machine(packages), "arguments": settings, "rates": rates, "bars": bars}
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(json.dumps(found, indent=2) + "\n")
     missing = [name for name in PEERS if name not in installed()]
     if missing:
         console.print(f"Not installed: {', '.join(missing)}; pip install 'embodichain-agents[peers]'")
     console.print("* other programs used the processor meanwhile")
-    for bar in promises:
-        verdict = "[green]holds[/]" if bar.holds else "[red]missed[/]"
-        console.print(f"{verdict}  {bar.text}: {bar.ratio:.2f}{'' if bar.quiet else ' *'}", highlight=False)
-    found["bars"] = [dataclasses.asdict(bar) | {"holds": bar.holds} for bar in promises]
-    args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps(found, indent=2) + "\n")
-    return 0 if all(bar.holds for bar in promises) else 1
+    return 0 if held else 1
 
 
 if __name__ == "__main__":

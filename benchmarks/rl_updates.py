@@ -1,4 +1,4 @@
-"""One PPO update, and advantages alone, by this package and by others, on the same numbers.
+"""One PPO update by this package and by others, on the same numbers.
 
 Every function returns a call that does the work once. The libraries come with the ``peers`` extra.
 """
@@ -6,7 +6,6 @@ Every function returns a call that does the work once. The libraries come with t
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import gymnasium as gym
@@ -15,15 +14,14 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from embodichain.agents.rl.algo import PPO, PPOCfg, compute_gae
+from benchmarks.rl_work import Call, tanh_network
+from embodichain.agents.rl.algo import PPO, PPOCfg
 from embodichain.agents.rl.models import build_policy
 
 STEPS, ENVS, OBS, ACTIONS, WIDTH, EPOCHS, MINIBATCHES = 64, 1024, 48, 12, 256, 5, 4
 ROWS = STEPS * ENVS
-GAE_STEPS, GAE_ENVS, GAMMA, LAMBDA = 256, 1024, 0.99, 0.95
 OBS_SPACE = gym.spaces.Box(-np.inf, np.inf, (OBS,), np.float32)
 ACTION_SPACE = gym.spaces.Box(-1, 1, (ACTIONS,), np.float32)
-Call = Callable[[], object]
 
 
 def data(steps: int = STEPS, envs: int = ENVS) -> dict[str, Tensor]:
@@ -47,18 +45,6 @@ def data(steps: int = STEPS, envs: int = ENVS) -> dict[str, Tensor]:
     }
 
 
-def tanh_network(outputs: int, last_gain: float) -> nn.Sequential:
-    """Return the network that every candidate trains: two hidden layers with tanh."""
-    layers = [nn.Linear(OBS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, outputs)]
-    for layer, gain in zip(layers, (2**0.5, 2**0.5, last_gain), strict=True):
-        nn.init.orthogonal_(layer.weight, gain)
-        nn.init.zeros_(layer.bias)
-    return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
-
-
-# --- one update ---
-
-
 def rollout(rows: dict[str, Tensor]) -> TensorDict:
     """Return the numbers as a rollout of ours, ``[envs, steps]``."""
     keys = ("observation", "action", "reward", "value", "next_value", "done", "sample_log_prob")
@@ -79,7 +65,7 @@ def ours(rows: dict[str, Tensor]) -> Call:
 
 def forward_backward(rows: dict[str, Tensor]) -> Call:
     """Both networks forward and backward on minibatches, and nothing else: what no update can do without."""
-    actor, critic = tanh_network(ACTIONS, 0.01), tanh_network(1, 1.0)
+    actor, critic = tanh_network(OBS, ACTIONS, WIDTH, 0.01), tanh_network(OBS, 1, WIDTH, 1.0)
     batch = rows["observation"].flatten(0, 1)[: ROWS // MINIBATCHES].clone()
 
     def call() -> None:
@@ -91,7 +77,7 @@ def forward_backward(rows: dict[str, Tensor]) -> Call:
 
 def bare_loop(rows: dict[str, Tensor]) -> Call:
     """PPO without a framework, as single-file recipes have it."""
-    actor, critic = tanh_network(ACTIONS, 0.01), tanh_network(1, 1.0)
+    actor, critic = tanh_network(OBS, ACTIONS, WIDTH, 0.01), tanh_network(OBS, 1, WIDTH, 1.0)
     log_std = nn.Parameter(torch.zeros(ACTIONS))
     parameters = [*actor.parameters(), *critic.parameters(), log_std]
     adam = torch.optim.Adam(parameters, lr=3e-4, eps=1e-5)
@@ -226,7 +212,7 @@ def skrl(rows: dict[str, Tensor]) -> Call:
         def __init__(self) -> None:
             Model.__init__(self, **spaces)
             GaussianMixin.__init__(self)
-            self.net, self.log_std = tanh_network(ACTIONS, 0.01), nn.Parameter(torch.zeros(ACTIONS))
+            self.net, self.log_std = tanh_network(OBS, ACTIONS, WIDTH, 0.01), nn.Parameter(torch.zeros(ACTIONS))
 
         def compute(self, inputs: Any, role: str = "") -> Any:
             return self.net(inputs["observations"]), {"log_std": self.log_std}
@@ -235,7 +221,7 @@ def skrl(rows: dict[str, Tensor]) -> Call:
         def __init__(self) -> None:
             Model.__init__(self, **spaces)
             DeterministicMixin.__init__(self)
-            self.net = tanh_network(1, 1.0)
+            self.net = tanh_network(OBS, 1, WIDTH, 1.0)
 
         def compute(self, inputs: Any, role: str = "") -> Any:
             return self.net(inputs["observations"]), {}
@@ -276,7 +262,7 @@ def torchrl(rows: dict[str, Tensor]) -> Call:
     class Head(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.net, self.log_std = tanh_network(ACTIONS, 0.01), nn.Parameter(torch.zeros(ACTIONS))
+            self.net, self.log_std = tanh_network(OBS, ACTIONS, WIDTH, 0.01), nn.Parameter(torch.zeros(ACTIONS))
 
         def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
             mean = self.net(obs)
@@ -288,7 +274,7 @@ def torchrl(rows: dict[str, Tensor]) -> Call:
         distribution_class=lambda loc, scale: Independent(Normal(loc, scale), 1),
         return_log_prob=True,
     )
-    critic = ValueOperator(tanh_network(1, 1.0), in_keys=["observation"])
+    critic = ValueOperator(tanh_network(OBS, 1, WIDTH, 1.0), in_keys=["observation"])
     loss_module = ClipPPOLoss(
         actor,
         critic,
@@ -318,80 +304,3 @@ def torchrl(rows: dict[str, Tensor]) -> Call:
                 adam.step()
 
     return call
-
-
-# --- advantages alone ---
-
-
-def gae_ours(rows: dict[str, Tensor]) -> Call:
-    """``compute_gae`` on a rollout as collectors store it."""
-    parts = [rows[key].t() for key in ("reward", "value", "next_value", "done", "done")]
-    return lambda: compute_gae(*parts, gamma=GAMMA, gae_lambda=LAMBDA)
-
-
-def gae_numpy(rows: dict[str, Tensor]) -> Call:
-    """A bare loop of numpy over steps."""
-    reward, value, next_value = (rows[key].numpy() for key in ("reward", "value", "next_value"))
-    ended = rows["done"].float().numpy()
-
-    def call() -> np.ndarray:
-        alive = 1 - ended
-        advantage = reward + np.float32(GAMMA) * alive * next_value - value
-        decay = np.float32(GAMMA * LAMBDA) * alive
-        for t in range(len(advantage) - 2, -1, -1):
-            advantage[t] += decay[t] * advantage[t + 1]
-        return advantage + value
-
-    return call
-
-
-def gae_stable_baselines3(rows: dict[str, Tensor]) -> Call:
-    """Stable-Baselines3's ``RolloutBuffer``."""
-    from stable_baselines3.common.buffers import RolloutBuffer
-
-    steps, envs = rows["reward"].shape
-    buffer = RolloutBuffer(steps, OBS_SPACE, ACTION_SPACE, "cpu", LAMBDA, GAMMA, envs)
-    buffer.rewards, buffer.values = rows["reward"].numpy(), rows["value"].numpy()
-    done = rows["done"].float().numpy()
-    buffer.episode_starts = np.concatenate([np.zeros((1, envs), np.float32), done[:-1]])
-    last = rows["next_value"][-1]
-    return lambda: buffer.compute_returns_and_advantage(last, done[-1])
-
-
-def gae_rsl_rl(rows: dict[str, Tensor]) -> Call:
-    """rsl_rl's ``PPO.compute_returns``."""
-    from rsl_rl.algorithms import PPO as RslPPO  # noqa: N811 - not ours
-    from rsl_rl.models import MLPModel
-    from rsl_rl.storage import RolloutStorage
-
-    steps, envs = rows["reward"].shape
-    example = TensorDict({"policy": torch.zeros(envs, 1)}, batch_size=[envs])
-    groups, gaussian = {"actor": ["policy"], "critic": ["policy"]}, {"class_name": "GaussianDistribution"}
-    actor = MLPModel(example, groups, "actor", 1, [4], "tanh", distribution_cfg=gaussian)
-    storage = RolloutStorage("rl", envs, steps, example, [1])
-    algorithm = RslPPO(actor, MLPModel(example, groups, "critic", 1, [4], "tanh"), storage)
-    for theirs, key in (("rewards", "reward"), ("values", "value"), ("dones", "done")):
-        getattr(storage, theirs).copy_(rows[key].unsqueeze(-1))
-
-    def call() -> None:
-        with torch.inference_mode():
-            algorithm.compute_returns(example)
-
-    return call
-
-
-def gae_skrl(rows: dict[str, Tensor]) -> Call:
-    """skrl's ``compute_gae``."""
-    from skrl.agents.torch.ppo.ppo import compute_gae as skrl_gae
-
-    reward, value, done = (rows[key].unsqueeze(-1) for key in ("reward", "value", "done"))
-    never, last = torch.zeros_like(done), rows["next_value"][-1].unsqueeze(-1)
-    return lambda: skrl_gae(rewards=reward, terminated=done, truncated=never, values=value, last_values=last)
-
-
-def gae_torchrl(rows: dict[str, Tensor]) -> Call:
-    """TorchRL's loop, the faster of its two ways here."""
-    from torchrl.objectives.value.functional import generalized_advantage_estimate
-
-    parts = [rows[key].t().contiguous().unsqueeze(-1) for key in ("value", "next_value", "reward", "done")]
-    return lambda: generalized_advantage_estimate(GAMMA, LAMBDA, *parts)
