@@ -35,6 +35,7 @@ class Worlds:
         with warp.ScopedDevice(warp.device_from_torch(device)):
             self.model = mjw.put_model(model)
             self.data = mjw.make_data(model, nworld=count, naconmax=room.contacts, njmax=room.rows)
+            warp.synchronize()  # torch, on a stream of its own, may look at it now
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._workspace = Workspace(device)
         self._graphs: dict[int, Any] = {}
