@@ -109,7 +109,7 @@ class OnlineDataEngine:
         Each chunk is from an episode drawn uniformly among those that are long enough, at a uniform start; never with a
         padded or half-overwritten frame. ``generator`` (numpy's or torch's) makes the draws reproducible for the same
         content of the buffer. The batch is yours. With ``reuse_outputs=True`` the same few TensorDicts are filled in
-        turn, which is faster for small batches: the fourth draw of the same shape after it, by
+        turn, which is faster for small batches: the second draw of the same shape after it, by
         the same thread, overwrites such a batch.
 
         Raises ``ChunkSizeError`` (a ``ValueError``) if ``chunk_size`` exceeds ``max_episode_steps`` or the longest

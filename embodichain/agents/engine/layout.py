@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,10 +29,15 @@ class Leaf:
     dtype: torch.dtype
     shape: tuple[int, ...]
 
-    @property
+    @cached_property
     def elements(self) -> int:
         """Number of elements in one frame."""
         return math.prod(self.shape)
+
+    @cached_property
+    def strides(self) -> tuple[int, ...]:
+        """How many elements lie between neighbours along each axis: first of a sequence of frames, then of one."""
+        return tuple(math.prod(self.shape[axis:]) for axis in range(len(self.shape) + 1))
 
     @property
     def nbytes(self) -> int:

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from embodichain.agents.engine.layout import FrameLayout, Key, Leaf, unflatten
 
-RING_SIZE = 4
+RING_SIZE = 2
+"""One batch to work with while the next is drawn; more of them would take the place of the frames in the caches."""
 _RING_SHAPES = 16
 _POOL_SIZE = 8
 
@@ -33,20 +34,19 @@ _use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count"
 class Target:
     """Where the windows of a batch are copied to."""
 
-    def __init__(self, flat: dict[Key, Tensor]) -> None:
-        self.flat = flat
-        """``[batch_size, chunk_size * elements]`` per key."""
+    def __init__(self, tensors: dict[Key, Tensor]) -> None:
+        self.tensors = tensors
+        """``[batch_size, chunk_size, ...]`` per key, contiguous."""
 
     @cached_property
     def bytes(self) -> list[NDArray[np.uint8]]:
         """The same memory, ``[batch_size, chunk_size * bytes_per_frame]`` per key, for copying single windows."""
-        return [value.view(torch.uint8).numpy() for value in self.flat.values()]
+        return [value.flatten(1).view(torch.uint8).numpy() for value in self.tensors.values()]
 
-
-def assemble(layout: FrameLayout, flat: dict[Key, Tensor], batch_size: int, chunk_size: int) -> TensorDict:
-    """Return windows ``[batch_size, chunk_size * elements]`` as a nested batch ``[batch_size, chunk_size]``."""
-    shaped = {leaf.key: flat[leaf.key].view(batch_size, chunk_size, *leaf.shape) for leaf in layout.leaves}
-    return TensorDict(unflatten(shaped), batch_size=[batch_size, chunk_size])
+    def as_batch(self, batch_size: int, chunk_size: int) -> TensorDict:
+        """Return a nested batch ``[batch_size, chunk_size]`` on this memory."""
+        # The shapes are ours; the checks of the public constructor take several times as long as the rest.
+        return TensorDict._new_unsafe(unflatten(self.tensors), batch_size=torch.Size((batch_size, chunk_size)))
 
 
 class _Block:
@@ -54,6 +54,7 @@ class _Block:
 
     def __init__(self, leaf: Leaf, frames: int) -> None:
         self.frames = frames
+        self._leaf = leaf
         self._base = torch.empty(frames * leaf.elements, dtype=leaf.dtype)
         self._storage = self._base.untyped_storage()
         self._own_count = self._count()
@@ -67,11 +68,12 @@ class _Block:
 
     def is_shared(self) -> bool:
         """Tell whether the memory went to another process (a DataLoader does that), whose holders cannot be counted."""
-        return self._base.is_shared()
+        return self._storage.is_shared()
 
-    def tensor(self, rows: int, width: int) -> Tensor:
-        """Return a new tensor ``[rows, width]`` on this memory."""
-        return self._base.as_strided((rows, width), (width, 1))
+    def tensor(self, batch_size: int, chunk_size: int) -> Tensor:
+        """Return a new tensor ``[batch_size, chunk_size, ...]`` on this memory."""
+        leaf = self._leaf
+        return self._base.as_strided((batch_size, chunk_size, *leaf.shape), (chunk_size * leaf.elements, *leaf.strides))
 
 
 class OutputPool:
@@ -84,9 +86,7 @@ class OutputPool:
     def get(self, batch_size: int, chunk_size: int) -> Target:
         """Return memory that nothing else refers to."""
         frames, leaves = batch_size * chunk_size, self._layout.leaves
-        return Target(
-            {leaf.key: self._block(leaf, frames).tensor(batch_size, chunk_size * leaf.elements) for leaf in leaves}
-        )
+        return Target({leaf.key: self._block(leaf, frames).tensor(batch_size, chunk_size) for leaf in leaves})
 
     def _block(self, leaf: Leaf, frames: int) -> _Block:
         blocks = self._blocks[leaf.key]
@@ -129,5 +129,7 @@ class OutputRing:
 
     def _new(self, batch_size: int, chunk_size: int) -> Output:
         leaves = self._layout.leaves
-        flat = {leaf.key: torch.empty(batch_size, chunk_size * leaf.elements, dtype=leaf.dtype) for leaf in leaves}
-        return Output(Target(flat), assemble(self._layout, flat, batch_size, chunk_size))
+        target = Target(
+            {leaf.key: torch.empty(batch_size, chunk_size, *leaf.shape, dtype=leaf.dtype) for leaf in leaves}
+        )
+        return Output(target, target.as_batch(batch_size, chunk_size))

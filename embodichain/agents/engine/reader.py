@@ -13,7 +13,7 @@ from tensordict import TensorDict
 
 from embodichain.agents.engine.config import OnlineDataEngineCfg
 from embodichain.agents.engine.failure import FailureReport
-from embodichain.agents.engine.outputs import OutputPool, OutputRing, assemble
+from embodichain.agents.engine.outputs import OutputPool, OutputRing
 from embodichain.agents.engine.readers import Forks, ReaderSlot
 from embodichain.agents.engine.refill import ReadLimiter
 from embodichain.agents.engine.sampling import WindowSampler
@@ -68,7 +68,7 @@ class StreamReader:
         else:
             target = own.pool.get(batch_size, chunk_size)
             windows, redrawn = own.sampler.draw(source, target, batch_size, chunk_size)
-            batch = assemble(self.buffer.layout, target.flat, batch_size, chunk_size)
+            batch = target.as_batch(batch_size, chunk_size)
         self.count(batch_size, redrawn, lambda: windows // self.buffer.max_steps)
         return batch
 

@@ -1,14 +1,15 @@
 """Random windows of stored episodes, gathered while workers overwrite rows.
 
 The picks are numpy on a few hundred row headers. The copy is one ``index_select`` per key over overlapping windows:
-the frames ``[num_rows, max_steps, ...]`` seen as ``[num_rows * max_steps - chunk_size + 1, chunk_size * elements]``
-with the stride of one frame, so that window ``row * max_steps + start`` is one contiguous piece of memory.
+the frames ``[num_rows, max_steps, ...]`` seen as ``[num_rows * max_steps - chunk_size + 1, chunk_size, ...]`` with the
+stride of one frame, so that window ``row * max_steps + start`` is one contiguous piece of memory.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -32,29 +33,36 @@ class Windows:
     """All windows of one key, overlapping in memory."""
 
     tensor: Tensor
-    """``[num_windows, chunk_size * elements]``, for copying many."""
+    """``[num_windows, chunk_size, ...]``, for copying many."""
     bytes: NDArray[np.uint8]
     """``[num_windows, chunk_size * bytes_per_frame]``, for copying one: numpy has the smaller overhead."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Candidates:
-    """The rows to draw from, as they were when ``stamp`` was taken; good until any sequence number changes."""
+    """What was known of the rows at one moment: all sequence numbers, and where long enough episodes are."""
 
     stamp: bytes
     """The sequence numbers of all rows."""
+    lengths: bytes
+    """The lengths of all rows."""
     chunk_size: int
     rows: Ints
-    """Rows that hold a long enough episode and are not being written."""
+    """The rows with a long enough episode."""
     first: Ints
-    """The window at the beginning of each of these rows."""
+    """The first window of each of these rows."""
     starts: Floats
     """How many windows each of these rows has."""
 
     @property
     def sequence(self) -> Ints:
-        """The stamp as numbers."""
+        """The sequence numbers as numbers."""
         return np.frombuffer(self.stamp, np.int64)
+
+    @cached_property
+    def is_busy(self) -> bool:
+        """Whether any row was being written."""
+        return bool(np.bitwise_or.reduce(self.sequence) & 1)
 
 
 class WindowSampler:
@@ -63,22 +71,25 @@ class WindowSampler:
     def __init__(self, buffer: SharedBuffer) -> None:
         self.buffer = buffer
         self._windows: dict[int, dict[Key, Windows]] = {}
-        self._known = Candidates(b"", 0, np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))
+        self._known = Candidates(b"", b"", 0, _NONE, _NONE, np.zeros(0))
 
     def draw(self, generator: np.random.Generator, out: Target, batch_size: int, chunk_size: int) -> tuple[Ints, int]:
         """Fill ``out``; return which windows were drawn (``row * max_steps + start``), and how many again.
 
         An episode is drawn uniformly from those that are long enough, then a start uniformly within it.
         """
-        known, picks = self.pick(generator, batch_size, chunk_size)
+        known, chosen, picks = self.pick(generator, batch_size, chunk_size)
         index = torch.from_numpy(picks)
         for key, windows in self._windows_of(chunk_size).items():
-            torch.index_select(windows.tensor, 0, index, out=out.flat[key])
-        changed = self._changed(known, picks)
+            torch.index_select(windows.tensor, 0, index, out=out.tensors[key])
+        changed = self._changed(known, chosen)
         return picks, self._redraw(generator, out, picks, changed, chunk_size) if len(changed) else 0
 
-    def pick(self, generator: np.random.Generator, count: int, chunk_size: int) -> tuple[Candidates, Ints]:
-        """Choose ``count`` windows of the rows that nobody is writing to; return what was known of these rows too."""
+    def pick(self, generator: np.random.Generator, count: int, chunk_size: int) -> tuple[Candidates, Ints, Ints]:
+        """Choose ``count`` windows: return the candidates, which of their rows were chosen, and the windows.
+
+        Some of these rows may be in the middle of a write.
+        """
         deadline = 0.0
         while True:
             known = self._candidates(chunk_size)
@@ -86,29 +97,36 @@ class WindowSampler:
                 # u * n, rounded down, is uniform on 0 .. n-1 (to 2^-53) and cheaper than bounded integers.
                 u = generator.random(2 * count)
                 chosen = (u[:count] * len(known.rows)).astype(np.int64)
-                return known, known.first[chosen] + (u[count:] * known.starts[chosen]).astype(np.int64)
-            self._explain_nothing_long_enough(known.sequence, chunk_size)
+                return known, chosen, known.first[chosen] + (u[count:] * known.starts[chosen]).astype(np.int64)
+            self._explain_nothing_long_enough(known, chunk_size)
             deadline = self._wait_for_writers(deadline)
 
     def _candidates(self, chunk_size: int) -> Candidates:
-        """Return the rows that can be drawn from now; what was found out last time holds if no number has changed."""
-        stamp = self.buffer.sequence.tobytes()  # before the lengths: a length that changes later fails the check
-        if stamp != self._known.stamp or chunk_size != self._known.chunk_size:
-            fence()
-            length, sequence = self.buffer.length.copy(), np.frombuffer(stamp, np.int64)
-            rows = np.flatnonzero((length >= chunk_size) & (sequence & 1 == 0))
-            starts = (length[rows] - (chunk_size - 1)).astype(np.float64)
-            self._known = Candidates(stamp, chunk_size, rows, rows * self.buffer.max_steps, starts)
+        """Look at all rows; what was found out last time is not worked out again where nothing has changed."""
+        known, stamp = self._known, self.buffer.sequence.tobytes()
+        if chunk_size != known.chunk_size:
+            known = Candidates(b"", b"", chunk_size, _NONE, _NONE, known.starts)
+        if stamp == known.stamp:
+            return known
+        fence()  # sequence numbers before lengths: a length that changes later fails the check
+        rows, first, starts, lengths = known.rows, known.first, known.starts, self.buffer.length.tobytes()
+        if lengths != known.lengths:
+            length = np.frombuffer(lengths, np.int64)
+            rows = np.flatnonzero(length >= chunk_size)
+            first, starts = rows * self.buffer.max_steps, (length[rows] - (chunk_size - 1)).astype(np.float64)
+        self._known = Candidates(stamp, lengths, chunk_size, rows, first, starts)
         return self._known
 
-    def _changed(self, known: Candidates, picks: Ints) -> Ints:
-        """Return the places in ``picks`` whose row has been written to since ``known``."""
+    def _changed(self, known: Candidates, chosen: Ints) -> Ints:
+        """Return the places in ``chosen`` whose row was being written at the time of ``known``, or has been since."""
         fence()
         now = self.buffer.sequence.tobytes()
-        if now == known.stamp:
+        if now == known.stamp and not known.is_busy:
             return _NONE
-        rows = picks // self.buffer.max_steps
-        return np.flatnonzero((np.frombuffer(now, np.int64) != known.sequence)[rows])
+        # Numbers only grow: with the last bit cleared, an odd one differs from all that can follow.
+        changed = np.frombuffer(now, np.int64) != known.sequence & -2
+        marks = changed[known.rows[chosen]]
+        return np.flatnonzero(marks) if b"\1" in marks.tobytes() else _NONE
 
     def _redraw(self, generator: np.random.Generator, out: Target, picks: Ints, changed: Ints, chunk_size: int) -> int:
         """Replace the windows whose row changed while it was copied, and only those, one by one; return how often."""
@@ -133,17 +151,21 @@ class WindowSampler:
         return redrawn
 
     def _pick_one(self, generator: np.random.Generator, chunk_size: int) -> tuple[int, int, int]:
-        """Choose one window, as ``pick`` does: return its row, its start and the row's sequence number."""
-        for _ in range(_QUICK_TRIES):  # uniform over all rows, until one is fit: uniform over those that are
-            row = int(generator.random() * self.buffer.num_rows)
-            sequence = int(self.buffer.sequence[row])
-            fence()
-            length = int(self.buffer.length[row])
-            if sequence % 2 == 0 and length >= chunk_size:
-                return row, int(generator.random() * (length - chunk_size + 1)), sequence
-        known, (window,) = self.pick(generator, 1, chunk_size)
-        row, start = divmod(int(window), self.buffer.max_steps)
-        return row, start, int(known.sequence[row])
+        """Choose one window of a row that nobody is writing to: return row, start and the row's sequence number."""
+        deadline = 0.0
+        while True:
+            for _ in range(_QUICK_TRIES):  # uniform over all rows, until one is fit: uniform over those that are
+                row = int(generator.random() * self.buffer.num_rows)
+                sequence = int(self.buffer.sequence[row])
+                fence()
+                length = int(self.buffer.length[row])
+                if sequence % 2 == 0 and length >= chunk_size:
+                    return row, int(generator.random() * (length - chunk_size + 1)), sequence
+            known, _, (window,) = self.pick(generator, 1, chunk_size)  # few are fit: ask for these
+            row, start = divmod(int(window), self.buffer.max_steps)
+            if known.sequence[row] % 2 == 0:
+                return row, start, int(known.sequence[row])
+            deadline = self._wait_for_writers(deadline)
 
     def _windows_of(self, chunk_size: int) -> dict[Key, Windows]:
         windows = self._windows.get(chunk_size)
@@ -151,15 +173,17 @@ class WindowSampler:
             count = self.buffer.num_rows * self.buffer.max_steps - chunk_size + 1
             windows = self._windows[chunk_size] = {}
             for leaf in self.buffer.layout.leaves:
-                size = (count, chunk_size * leaf.elements)
-                tensor = self.buffer.frames[leaf.key].as_strided(size, (leaf.elements, 1))
-                windows[leaf.key] = Windows(tensor, tensor.view(torch.uint8).numpy())
+                frames = self.buffer.frames[leaf.key]
+                tensor = frames.as_strided((count, chunk_size, *leaf.shape), (leaf.elements, *leaf.strides))
+                flat = frames.as_strided((count, chunk_size * leaf.elements), (leaf.elements, 1))
+                windows[leaf.key] = Windows(tensor, flat.view(torch.uint8).numpy())
         return windows
 
-    def _explain_nothing_long_enough(self, sequence: Ints, chunk_size: int) -> None:
-        length = self.buffer.length
-        if (sequence & 1).any() or (length >= chunk_size).any():
-            return  # a row that is being written may turn out long enough, or has just done so
+    @staticmethod
+    def _explain_nothing_long_enough(known: Candidates, chunk_size: int) -> None:
+        if known.is_busy:
+            return  # a row that is being written may turn out long enough
+        length = np.frombuffer(known.lengths, np.int64)
         longest = int(length.max(initial=0))
         raise ChunkSizeError(
             f"chunk_size is {chunk_size}, but the longest of the {int((length > 0).sum())} stored episodes has "

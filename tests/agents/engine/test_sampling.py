@@ -109,9 +109,24 @@ def test_sizes_must_be_positive(reader: StreamReader, batch: int, size: int) -> 
 
 
 def test_rows_that_are_being_written_are_left_alone(buffer: SharedBuffer, reader: StreamReader) -> None:
-    buffer.sequence[3] += 1
     rows, _ = chunks(reader.sample(300, 20))
-    assert set(rows.tolist()) == {5}
+    assert set(rows.tolist()) == {3, 5}
+    buffer.sequence[3] += 1
+    for _ in range(3):
+        rows, _ = chunks(reader.sample(300, 20))
+        assert set(rows.tolist()) == {5}
+    buffer.sequence[3] += 1  # the write has ended, with an episode of the same length
+    rows, _ = chunks(reader.sample(300, 20))
+    assert set(rows.tolist()) == {3, 5}
+
+
+def test_what_is_written_is_drawn_from_then_on(buffer: SharedBuffer, reader: StreamReader) -> None:
+    for row, length, expected in ((0, 20, {0, 3, 5}), (3, 19, {0, 5}), (3, 20, {0, 3, 5})):
+        buffer.write(row, 0, episode(row, length))
+        for _ in range(2):
+            rows, _ = chunks(reader.sample(300, 20))
+            assert set(rows.tolist()) == expected
+            chunks(reader.sample(300, 2))  # another size in between
 
 
 def test_waiting_for_a_writer_that_never_ends_is_an_error(
@@ -128,17 +143,17 @@ def test_only_windows_whose_row_changed_are_drawn_again(buffer: SharedBuffer, mo
     sampler, original = WindowSampler(buffer), WindowSampler._changed
     drawn: list[Any] = []
 
-    def overwrite_then_check(self: WindowSampler, known: Any, picks: Any) -> Any:
+    def overwrite_then_check(self: WindowSampler, known: Any, chosen: Any) -> Any:
         if not drawn:
             buffer.write(3, 0, episode(3, 6))
-        drawn.append(picks // buffer.max_steps)
-        return original(self, known, picks)
+        drawn.append(known.rows[chosen])
+        return original(self, known, chosen)
 
     monkeypatch.setattr(WindowSampler, "_changed", overwrite_then_check)
     target = outputs.OutputPool(LAYOUT).get(200, 8)
     windows, redrawn = sampler.draw(np.random.default_rng(0), target, 200, 8)
     assert redrawn == int((drawn[0] == 3).sum()) > 0
-    got, starts = chunks(outputs.assemble(LAYOUT, target.flat, 200, 8))
+    got, starts = chunks(target.as_batch(200, 8))
     assert 3 not in got.tolist()  # its new episode is too short
     assert torch.equal(got * buffer.max_steps + starts, torch.from_numpy(windows))
     kept = torch.from_numpy(drawn[0] != 3)
