@@ -13,6 +13,8 @@ with workers are timed by the clock on the wall.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import json
 import multiprocessing as mp
 import os
@@ -32,8 +34,9 @@ from embodichain.agents.datasets import OnlineDataset
 from embodichain.agents.engine import OnlineDataEngine, OnlineDataEngineCfg
 from embodichain.agents.engine.episode import Episode
 from embodichain.agents.engine.layout import FrameLayout, Leaf
+from embodichain.agents.engine.outputs import RING_SIZE
 from embodichain.agents.engine.reader import StreamReader
-from embodichain.agents.engine.shared_buffer import Control, SharedBuffer, State, Work
+from embodichain.agents.engine.shared_buffer import Control, Read, SharedBuffer, State, Work
 from embodichain.agents.engine.sources import open_source
 from embodichain.agents.engine.worker import Worker
 from embodichain.envs.registration import make
@@ -135,6 +138,24 @@ def indexing(buffer: SharedBuffer, batch: int, chunk: int) -> Callable[[], Any]:
     return sample
 
 
+def gather(buffer: SharedBuffer, batch: int, chunk: int) -> Callable[[], Any]:
+    """Return the copy of random windows alone: nothing is picked, checked or counted."""
+    count = ROWS * STEPS - chunk + 1
+    views = [
+        buffer.frames[leaf.key].as_strided((count, chunk * leaf.elements), (leaf.elements, 1))
+        for leaf in buffer.layout.leaves
+    ]
+    outputs = [[torch.empty(batch, view.shape[1], dtype=view.dtype) for view in views] for _ in range(RING_SIZE)]
+    turn = itertools.cycle(zip([torch.randint(count, (batch,)) for _ in range(512)], itertools.cycle(outputs)))
+
+    def copy() -> None:
+        index, output = next(turn)
+        for view, out in zip(views, output, strict=True):
+            torch.index_select(view, 0, index, out=out)
+
+    return copy
+
+
 def torchrl(buffer: SharedBuffer, batch: int, chunk: int) -> Callable[[], Any]:
     """Return TorchRL's replay buffer with a slice sampler on the same frames."""
     from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
@@ -193,31 +214,47 @@ def count_torn(batch: TensorDict) -> int:
     return int((flat != flat[:, :1]).any(dim=1).sum())
 
 
+@contextlib.contextmanager
+def full_speed_writer(buffer: SharedBuffer) -> Iterator[None]:
+    """Have a process overwrite rows without a pause; entered when every row holds stamps."""
+    writer = mp.get_context("fork").Process(target=write_for_ever, args=(buffer,))
+    writer.start()
+    before = buffer.episodes_written
+    while buffer.episodes_written < before + 2 * ROWS:
+        time.sleep(0.01)
+    yield
+    buffer.control[Control.STATE] = State.STOPPED
+    writer.join()
+    buffer.control[Control.STATE] = State.RUNNING
+
+
 def bench_beside_writer() -> None:
-    """Compare sampling alone with sampling beside a writer at full speed."""
+    """Compare sampling alone with sampling beside a writer at full speed.
+
+    What a bare copy of windows loses, without any check, is what the writer takes of the memory and the caches.
+    """
     for kind, batch, chunk in CASES:
         buffer = make_buffer(kind)
         reader = make_reader(buffer)
         sample = lambda r=reader, b=batch, c=chunk: r.sample(b, c, reuse_outputs=True)  # noqa: E731
-        rates: dict[str, list[float]] = {"alone": [], "beside a writer": []}
+        bare = {"copy of the windows": gather(buffer, batch, chunk), "memcpy": memcpy(buffer, batch, chunk)}
+        contenders: Contenders = {"sample_batch": sample, **bare}
+        rates: dict[str, dict[str, list[float]]] = {name: {"alone": [], "beside a writer": []} for name in contenders}
         torn = windows = 0
-        for _ in range(5):
-            rates["alone"] += turns({"alone": sample}, rounds=1, seconds=0.3)["alone"]
-            writer = mp.get_context("fork").Process(target=write_for_ever, args=(buffer,))
-            writer.start()
-            before = buffer.episodes_written
-            while buffer.episodes_written < before + 2 * ROWS:  # by then every row holds stamps
-                time.sleep(0.01)
-            rates["beside a writer"] += turns({"": sample}, rounds=1, seconds=0.3)[""]
-            for _ in range(20 if kind == "image" else 200):
-                torn, windows = torn + count_torn(sample()), windows + batch
-            buffer.control[Control.STATE] = State.STOPPED
-            writer.join()
-            buffer.control[Control.STATE] = State.RUNNING
-        report(
-            f"{kind} {batch} x {chunk}, writer at full speed", rates, "alone", "batches/s", {"beside a writer": 0.85}
-        )
-        print(f"  torn chunks: {torn} of {windows}")
+        for _ in range(9):
+            for name, values in turns(contenders, rounds=1, seconds=0.15).items():
+                rates[name]["alone"] += values
+            with full_speed_writer(buffer):
+                for name, values in turns(contenders, rounds=1, seconds=0.15).items():
+                    rates[name]["beside a writer"] += values
+                for _ in range(12 if kind == "image" else 120):
+                    torn, windows = torn + count_torn(sample()), windows + batch
+        what = f"{kind} {batch} x {chunk}, writer at full speed"
+        report(what, rates["sample_batch"], "alone", "batches/s", {"beside a writer": 0.85})
+        for name in bare:
+            report(f"{what}: {name} without a check, for comparison", rates[name], "alone", "copies/s")
+        redrawn = int(buffer.readers[:, Read.REDRAWN].sum())
+        print(f"  torn chunks: {torn} of {windows}; drawn again: {redrawn} of {buffer.samples}")
         results.append({"what": f"torn {kind} {batch} x {chunk}", "torn": torn, "windows": windows})
 
 
