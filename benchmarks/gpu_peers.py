@@ -86,8 +86,7 @@ class BareWarp:
         self._warp, self._commands = warp, commands
         self._physics = MujocoWarpPhysics(env.physics.model, env.num_envs)
         self._physics.set_state(torch.arange(env.num_envs, device="cuda"), state)
-        worlds = self._physics._parts[0]
-        model, data = worlds.model, worlds.data
+        model, data = self._physics._model, self._physics._data
         self._state = state
         substeps = env.cfg.env.substeps
         mujoco_warp.step(model, data)

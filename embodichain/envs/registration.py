@@ -110,10 +110,8 @@ def _make_task(cfg: GymCfg, task: type[Task]) -> VecEnv:
     if cfg.device == "cpu":
         return TaskEnv(cfg, task, MujocoCpuPhysics(model, cfg.num_envs, cfg.num_threads))
     from embodichain.envs.physics.mujoco_warp import MujocoWarpPhysics  # an extra
-    from embodichain.envs.physics.warp_worlds import choose_parts
 
-    parts = 1 if cfg.env.observations.cameras else choose_parts(cfg.num_envs)
-    return TaskEnv(cfg, task, MujocoWarpPhysics(model, cfg.num_envs, cfg.device, parts))
+    return TaskEnv(cfg, task, MujocoWarpPhysics(model, cfg.num_envs, cfg.device))
 
 
 for _id, _task in (

@@ -15,11 +15,9 @@ from embodichain.envs.graphed import StepParts, _copy
 from embodichain.envs.physics.warp_capacity import capacity
 from embodichain.envs.physics.warp_device import find_device, out_of_memory
 from embodichain.envs.physics.warp_memory import Workspace
-from embodichain.envs.physics.warp_worlds import choose_parts
 from embodichain.envs.registration import list_envs, load_gym_config
 from embodichain.envs.rendering import CameraCfg, Renderer
 from embodichain.errors import ConfigError, SimulationError, UnknownNameError
-from embodichain.extras import available
 
 
 @pytest.mark.parametrize("spec", list_envs(), ids=lambda spec: spec.id)
@@ -49,39 +47,6 @@ def test_all_touching_at_once_still_fits() -> None:
     mujoco.mj_forward(model, data)
     assert 0 < data.ncon <= capacity(model, 1).contacts
     assert 0 < data.nefc <= capacity(model, 1).rows
-
-
-@pytest.mark.parametrize(("num_envs", "parts"), [(1, 1), (1024, 1), (2048, 2), (3000, 1), (4096, 4), (6144, 2)])
-def test_large_simulations_are_split(num_envs: int, parts: int) -> None:
-    assert choose_parts(num_envs) == parts
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.skipif(not available("mujoco_warp"), reason="needs the extra 'gpu'")
-def test_worlds_in_parts_move_as_in_one() -> None:
-    from embodichain.envs.physics.mujoco_warp import MujocoWarpPhysics
-
-    spec = next(spec for spec in list_envs() if spec.id == "PushCubeRL")
-    model = spec.task.build_model(load_gym_config(spec.id))
-    mass = torch.linspace(0.5, 2.0, 6).unsqueeze(1)
-    ends = []
-    for parts in (1, 3):
-        physics = MujocoWarpPhysics(model, 6, "cpu", parts)
-        physics.model_field("body_mass").mul_(mass)
-        start = physics.qpos.clone()
-        start[:, -6:] += torch.linspace(0.0, 0.5, 6).unsqueeze(1)  # the arm's joints
-        physics.set(torch.arange(6), start, torch.zeros(6, model.nv))
-        physics.ctrl.copy_(start[:, -6:] + 0.2)
-        for _ in range(3):
-            physics.step(4)
-        physics.settle()
-        assert not physics.diverged.any()
-        ends.append(torch.cat((physics.state(), physics.qpos - start), dim=1))
-    assert torch.equal(*ends)
-    assert ends[0][:, -6:].abs().min() > 1e-3  # all joints moved
-    assert ends[0][:, -6:].std(0).max() > 1e-2  # and, masses and starts being different, not alike
-    with pytest.raises(ConfigError, match="use parts=1"):
-        physics.open_cameras([CameraCfg(name="side")])
 
 
 @pytest.mark.parametrize("name", ["gpu", "mps", "cuda:x", "cuda:0:1"])

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from embodichain.envs.env_cfg import GymCfg
-from embodichain.envs.physics import warp_worlds
 from embodichain.envs.registration import load_gym_config
 from embodichain.envs.task_env import TaskEnv
 from embodichain.envs.tasks import Reach
@@ -150,22 +149,6 @@ def test_a_state_is_restored(changes: dict[str, Any]) -> None:
         assert (env.get_state()[5:8] == state[:3]).all()
 
 
-@pytest.mark.parametrize("changes", [{}, RANDOMISED])
-def test_worlds_in_parts_move_as_in_one(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warp_worlds, "LEAST_WORLDS", 64)
-    split = make_task(num_envs=256, max_episode_steps=9, **changes)
-    monkeypatch.setattr(warp_worlds, "LEAST_WORLDS", 1024)
-    with split, make_task(num_envs=256, max_episode_steps=9, **changes) as whole:
-        assert len(split.physics._parts) == warp_worlds.MOST_PARTS > 1  # type: ignore[attr-defined]
-        for action in actions(whole, 14).cuda():
-            split.set_state(whole.get_state())
-            a, b = whole.step(action), split.step(action)
-            assert difference(a[4]["final_observation"], b[4]["final_observation"]).quantile(0.9) < 1e-4
-            assert torch.equal(a[4]["episode_seed"], b[4]["episode_seed"])
-        with no_waiting():
-            split.step(torch.zeros(256, 6, device="cuda"))
-
-
 def test_friction_and_mass_are_drawn_per_env_and_act() -> None:
     with make_task(max_episode_steps=4, **RANDOMISED) as env, make_task(device="cpu", **RANDOMISED) as cpu:
         body = env.physics.model.body("cube").id
@@ -176,7 +159,7 @@ def test_friction_and_mass_are_drawn_per_env_and_act() -> None:
         for action in actions(env, 6).cuda():
             env.step(action)
         assert (env.physics.model_field("body_mass")[:, body] != mass).all()
-        derived = env.physics._wp.to_torch(env.physics._parts[0].model.body_invweight0)[:, body, 0]  # type: ignore[attr-defined]
+        derived = env.physics._wp.to_torch(env.physics._model.body_invweight0)[:, body, 0]  # type: ignore[attr-defined]
         fresh = env.physics.model_field("body_mass")[:, body]
         env.step(torch.zeros(env.num_envs, 6, device="cuda"))
         assert torch.allclose(derived * fresh, torch.ones_like(fresh), rtol=1e-3)  # 1 / mass for a free body

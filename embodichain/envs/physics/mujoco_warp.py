@@ -1,15 +1,15 @@
 """Physics on a GPU: MuJoCo Warp steps all worlds at once, on tensors that torch shares without copies.
 
-The substeps of one call are recorded once as CUDA graphs and replayed in torch's order; nothing here waits for the
+The substeps of one call are recorded once as a CUDA graph and replayed on torch's stream; nothing here waits for the
 device. Numbers are float32, so trajectories agree with the CPU backend within a tolerance, not bit for bit.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import mujoco
 import torch
@@ -17,8 +17,9 @@ from torch import Tensor
 
 from embodichain.envs.physics.base import Physics, PictureTaker
 from embodichain.envs.physics.warp_cameras import WarpCameras
+from embodichain.envs.physics.warp_capacity import capacity
 from embodichain.envs.physics.warp_device import find_device, out_of_memory
-from embodichain.envs.physics.warp_worlds import Worlds
+from embodichain.envs.physics.warp_memory import Workspace
 from embodichain.envs.rendering import CameraCfg
 from embodichain.errors import ConfigError
 from embodichain.extras import require
@@ -36,64 +37,43 @@ class MujocoWarpPhysics(Physics):
     over them are added up in that order.
     """
 
-    def __init__(self, model: mujoco.MjModel, num_envs: int, device: str = "cuda", parts: int = 1) -> None:
-        """Make worlds; those of ``parts``, equal in number, are simulated side by side. Cameras need them in one."""
+    def __init__(self, model: mujoco.MjModel, num_envs: int, device: str = "cuda") -> None:
         self._wp = require("warp", extra="gpu")
         self.device = find_device(device, self._wp)
         self._mjw = require("mujoco_warp", extra="gpu")
         self.model, self.num_envs = model, num_envs
-        ends = [num_envs * part // parts for part in range(parts + 1)]
+        room = capacity(model, num_envs)
         try:
-            self._parts = [
-                Worlds(self._wp, self._mjw, model, slice(begin, end), self.device)
-                for begin, end in itertools.pairwise(ends)
-            ]
+            with self._wp.ScopedDevice(self._wp.device_from_torch(self.device)):
+                self._model = self._mjw.put_model(model)
+                self._data = self._mjw.make_data(model, nworld=num_envs, naconmax=room.contacts, njmax=room.rows)
         except NotImplementedError as error:
             raise ConfigError(f"device: MuJoCo Warp cannot simulate this model ({error}); use device 'cpu'") from error
         except (RuntimeError, ValueError) as error:
             raise out_of_memory(error, num_envs, self.device) from error
-        self._arrays = {name: self._joined(name) for name in _STATE_FIELDS if getattr(self._parts[0].data, name).size}
+        arrays = {name: getattr(self._data, name) for name in _STATE_FIELDS}
+        self._arrays = {name: self._wp.to_torch(array) for name, array in arrays.items() if array.size}
         empty = torch.zeros(num_envs, 0, device=self.device)
         self.qpos, self.qvel, self.ctrl = (self._arrays.get(name, empty) for name in ("qpos", "qvel", "ctrl"))
         self._columns = {name: array.reshape(num_envs, -1) for name, array in self._arrays.items()}
         self._rest = {name: column[0].clone() for name, column in self._columns.items()}
         self._all = torch.arange(num_envs, device=self.device)
         self._fields: dict[str, Tensor] = {}
+        self._graphs: dict[int, Any] = {}
+        self._workspace = Workspace(self.device)
         self._diverged = torch.zeros(num_envs, dtype=torch.bool, device=self.device)
-
-    def _joined(self, name: str) -> Tensor:
-        """Return a field of the data of all worlds as one tensor, which they share from now on."""
-        if len(self._parts) == 1:
-            shared: Tensor = self._wp.to_torch(getattr(self._parts[0].data, name))
-            return shared
-        whole = torch.cat([self._wp.to_torch(getattr(part.data, name)) for part in self._parts])
-        for part in self._parts:
-            part.share(name, whole)
-        return whole
 
     # --- simulating -----------------------------------------------------------------------------------------------
 
     def step(self, count: int) -> None:
         """Advance all worlds; :meth:`settle` completes the step."""
-        derive = "body_mass" in self._fields
         if self.device.type == "cpu":
-            for part in self._parts:
-                part.advance(count, derive)
+            self._substeps(count)
             return
-        if not all(part.is_recorded(count) for part in self._parts):
-            saved = self.state()
-            for part in self._parts:
-                part.record(count, derive)
-            self.set_state(self._all, saved)
-        current = torch.cuda.current_stream(self.device)
-        first, *others = self._parts
-        streams = [part.stream for part in others if part.stream is not None]
-        for part, stream in zip(others, streams, strict=True):
-            stream.wait_stream(current)
-            part.replay(count, stream)
-        first.replay(count, current)
-        for stream in streams:
-            current.wait_stream(stream)
+        if count not in self._graphs:
+            self._graphs[count] = self._record(lambda: self._substeps(count))
+        stream = self._wp.stream_from_torch(torch.cuda.current_stream(self.device))
+        self._wp.capture_launch(self._graphs[count], stream=stream)
 
     def settle(self) -> None:
         """Start worlds over that are no longer sane, as MuJoCo itself does; the environment ends their episodes."""
@@ -103,6 +83,32 @@ class MujocoWarpPhysics(Physics):
         for name, column in self._columns.items():
             if name != "ctrl":
                 column.copy_(torch.where(rows, column, self._rest[name]))
+
+    def _substeps(self, count: int) -> None:
+        if "body_mass" in self._fields:  # constants that follow from masses, for whatever was written to them
+            self._mjw.set_const(self._model, self._data, restore=False)
+        for _ in range(count):
+            self._mjw.step(self._model, self._data)
+
+    def _record(self, work: Callable[[], None]) -> Any:
+        """Return a graph of ``work``, run once before to compile and load its kernels; the state is as before."""
+        saved = self.state()
+        with self._side_stream() as stream, self._wp.ScopedAllocator(stream.device, self._workspace):
+            work()
+            with self._wp.ScopedCapture(stream=stream) as capture:
+                work()
+        self.set_state(self._all, saved)
+        return capture.graph
+
+    @contextmanager
+    def _side_stream(self) -> Iterator[Any]:
+        """Let Warp work on a stream that can be recorded (torch's default one cannot), in torch's order."""
+        current, side = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)
+        side.wait_stream(current)
+        stream = self._wp.stream_from_torch(side)
+        with self._wp.ScopedStream(stream, sync_enter=False, sync_exit=False):
+            yield stream
+        current.wait_stream(side)
 
     @contextmanager
     def _torch_stream(self) -> Iterator[None]:
@@ -125,10 +131,9 @@ class MujocoWarpPhysics(Physics):
             return torch.zeros(self.num_envs, 0, device=self.device)
         saved = self.state()
         with self._torch_stream():
-            for part in self._parts:
-                self._mjw.forward(part.model, part.data)
+            self._mjw.forward(self._model, self._data)
         self.set_state(self._all, saved)
-        return torch.cat([self._wp.to_torch(part.data.sensordata) for part in self._parts])
+        return self._wp.to_torch(self._data.sensordata).clone()
 
     # --- the state ------------------------------------------------------------------------------------------------
 
@@ -161,13 +166,9 @@ class MujocoWarpPhysics(Physics):
     # --- pictures -------------------------------------------------------------------------------------------------
 
     def open_cameras(self, cfgs: Sequence[CameraCfg]) -> PictureTaker | None:
-        if not cfgs:
-            return None
-        if len(self._parts) > 1:
-            raise ConfigError(f"cameras need all worlds in one part, got {len(self._parts)}: use parts=1")
-        simulation = (self._wp, self._mjw, self._parts[0].model, self._parts[0].data)
+        parts = (self._wp, self._mjw, self._model, self._data)
         try:
-            return WarpCameras(self.model, simulation, cfgs, self._torch_stream)
+            return WarpCameras(self.model, parts, cfgs, self._torch_stream) if cfgs else None
         except (NotImplementedError, ValueError) as error:
             _LOG.warning("cameras are drawn on the CPU, which costs speed: %s", error)
             return None
@@ -180,17 +181,17 @@ class MujocoWarpPhysics(Physics):
             if name == "body_mass":  # what follows from masses becomes per-world too
                 for constant in _MASS_CONSTANTS:
                     self._expand(constant)
+            self._graphs.clear()
         return self._fields[name]
 
     def _expand(self, name: str) -> Tensor:
         """Give a model field one row per world."""
-        shared = getattr(self._parts[0].model, name)
+        shared = getattr(self._model, name)
         if not shared.size:
             return torch.zeros(self.num_envs, 0, device=self.device)
         values = self._wp.to_torch(shared)
         own = values[:1].repeat(self.num_envs, *([1] * (values.dim() - 1))).contiguous()
-        for part in self._parts:
-            part.give(name, own)
+        setattr(self._model, name, self._wp.from_torch(own, dtype=shared.dtype))
         return own
 
     def refresh_model(self, env_ids: Tensor) -> None:
