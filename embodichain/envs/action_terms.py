@@ -25,7 +25,7 @@ class DeltaQpos:
 
     def target(self, action: Tensor, qpos: Tensor) -> Tensor:
         """Return joint targets ``[n, num_joints]``."""
-        return torch.clamp(qpos + self.scale * action, self.robot.lower, self.robot.upper)
+        return torch.clamp(torch.add(qpos.float(), action, alpha=self.scale), self.robot.lower, self.robot.upper)
 
     def encode(self, qpos: Tensor, displacement: Tensor, twist: Tensor) -> Tensor:
         """Return the action that asks for a joint displacement."""
@@ -59,6 +59,7 @@ class EndEffectorDelta:
 
     def target(self, action: Tensor, qpos: Tensor) -> Tensor:
         """Return joint targets ``[n, num_joints]``."""
+        qpos = qpos.float()
         if self.cfg.rotation_scale:
             turn = self.cfg.rotation_scale * action[:, 3:]
         else:
@@ -122,10 +123,13 @@ class RobotActionManager(ActionManager):
         return super().unwrap(action, step).clamp(-self.clip, self.clip)
 
     def control(self, action: Tensor, qpos: Tensor) -> Tensor:
-        """Return controls ``[num_envs, nu]`` for a checked action and joint positions ``[num_envs, dofs]``."""
-        target = self.term.target(action[:, : self.term.dim], qpos[:, : self.robot.num_joints])
+        """Return controls ``[num_envs, nu]`` for a checked action and joint positions ``[num_envs, dofs]``.
+
+        The positions may be the simulation's own, of whatever precision.
+        """
         if not self.robot.num_fingers:
-            return target
+            return self.term.target(action, qpos)
+        target = self.term.target(action[:, : self.term.dim], qpos[:, : self.robot.num_joints])
         openness = 0.5 * (action[:, self.term.dim :] + 1.0)
         return torch.cat((target, torch.lerp(self.robot.finger_closed, self.robot.finger_open, openness)), dim=-1)
 

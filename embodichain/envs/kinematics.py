@@ -18,7 +18,7 @@ from torch import Tensor
 from embodichain.errors import AssetError
 
 Links: TypeAlias = tuple[Tensor, ...]
-"""What does not depend on the angle, and the factors of its sine and cosine, ``[num_joints, 1, 4, 4]`` each."""
+"""What does not depend on the angle, and the factors of its sine and cosine, ``[num_joints, 4, 4]`` each."""
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ class SerialChain:
         skew = np.zeros((self.num_joints, 4, 4))
         skew[:, :3, :3] = np.cross(np.eye(3)[None], axes[:, None, :])
         # Rodrigues: L(q) = F (I + sin q K + (1 - cos q) K^2) = (F + F K^2) + sin q F K - cos q F K^2
-        parts = np.stack((fixed + fixed @ skew @ skew, fixed @ skew, -fixed @ skew @ skew))[:, :, None]
+        parts = np.stack((fixed + fixed @ skew @ skew, fixed @ skew, -fixed @ skew @ skew))
         with_tip = parts.copy()
         with_tip[:, -1] = parts[:, -1] @ tip
         as_tensor = lambda x: torch.tensor(np.asarray(x), dtype=torch.float32, device=device)  # noqa: E731
@@ -102,8 +102,8 @@ class SerialChain:
 def _transforms(links: Links, qpos: Tensor) -> tuple[Tensor, ...]:
     """Return the transform ``[n, 4, 4]`` of every link, for joint positions ``[n, num_joints]``."""
     constant, sine, cosine = links
-    angle = qpos.t()[:, :, None, None]
-    return (constant + torch.sin(angle) * sine + torch.cos(angle) * cosine).unbind(0)
+    angle = qpos.view(*qpos.shape, 1, 1)
+    return torch.addcmul(constant, torch.sin(angle), sine).addcmul_(torch.cos(angle), cosine).unbind(1)
 
 
 def _walk(links: Links, qpos: Tensor) -> list[Tensor]:

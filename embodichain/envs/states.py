@@ -39,10 +39,10 @@ class LiveState:
     def write(self, env_ids: Tensor, rows: Any) -> None:
         """Put rows of what :meth:`read` returned, as a nested dict or TensorDict, into these envs."""
         self.physics.set_state(env_ids, rows["physics"])
-        self.streams.state[env_ids] = rows["streams"]
-        self.step[env_ids] = rows["step"]
+        self.streams.state.index_copy_(0, env_ids, rows["streams"])
+        self.step.index_copy_(0, env_ids, rows["step"])
         for name, value in self.variables.items():
-            value[env_ids] = rows["variables"][name]
+            value.index_copy_(0, env_ids, rows["variables"][name])
         if self.domain.active:
             self.domain.set_state(env_ids, dict(rows["model"].items()))
 

@@ -82,7 +82,7 @@ class Task(ABC):
 
     @abstractmethod
     def reward_terms(self, scene: Scene, action: Tensor) -> dict[str, Tensor]:
-        """Return the unweighted terms named in ``reward_weights``."""
+        """Return the unweighted terms named in ``reward_weights``; ``scene["success"]`` is where the task is solved."""
 
     @abstractmethod
     def success(self, scene: Scene) -> Tensor:
@@ -93,7 +93,7 @@ class Task(ABC):
         return None
 
     def metrics(self, scene: Scene) -> dict[str, Tensor]:
-        """Return measures worth logging, ``[n]`` each; ``success`` is added by the environment."""
+        """Return measures worth logging, ``[n]`` each; the environment adds ``success`` and ``diverged``."""
         return {}
 
     @abstractmethod
@@ -117,11 +117,6 @@ class Task(ABC):
             qpos[:, self.robot.qpos][:, :joints].add_(spread.position * drawn[:, :joints])
             qvel[:, self.robot.qvel][:, :joints].add_(spread.velocity * drawn[:, joints:])
         return Start(qpos, qvel)
-
-
-def own(live: Tensor) -> Tensor:
-    """Return a float32 copy of a part of the live state; without it, a float32 backend's state would be observed."""
-    return live.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
 
 
 def draw_pose(area: PoseRangeCfg, env_ids: Tensor, streams: RandomStreams) -> Tensor:

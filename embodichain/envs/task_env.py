@@ -18,16 +18,16 @@ from embodichain.envs.chunks import ChunkTally, Moment
 from embodichain.envs.domain import DomainRandomization
 from embodichain.envs.env_cfg import GymCfg
 from embodichain.envs.graphed import GraphedStep, StepParts
-from embodichain.envs.observations import ObservationBuilder
+from embodichain.envs.observations import ObservationBuilder, Seen
 from embodichain.envs.physics import Physics
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.rendering import Cameras, Load, Quality
+from embodichain.envs.restarts import Drawn, Restarts
 from embodichain.envs.robot import Robot
-from embodichain.envs.starts import StartStore
+from embodichain.envs.scoring import Scoring
 from embodichain.envs.states import LiveState, check_state
-from embodichain.envs.task import Scene, Start, Task
+from embodichain.envs.task import Scene, Task
 from embodichain.envs.vec_env import Action, EnvIds, StepResult, VecEnv
-from embodichain.errors import ConfigError, nearest
 
 _DEFAULT_EPISODE = 100  # steps, where neither the config nor the task says how long an episode is
 
@@ -45,21 +45,22 @@ class TaskEnv(VecEnv):
             cfg.env.actions, self.robot, self.num_envs, self.device
         )
         self.action_space = self.action_manager.space
-        self._weights = _reward_weights(cfg, task_class)
-        self._weight_row = torch.tensor(list(self._weights.values()), device=self.device)
-        self._domain = DomainRandomization(cfg.env.events, physics, task_class.object_body)
+        self._scoring = Scoring(cfg, self.task, self.num_envs, self.max_episode_steps)
         self.seed = secrets.randbits(61) if cfg.seed is None else cfg.seed
         self._streams = RandomStreams(self.num_envs, self.device, self.seed)
         self._step = torch.zeros(self.num_envs, dtype=torch.int64, device=self.device)
         self._all = torch.arange(self.num_envs, device=self.device)
+        self._one = torch.ones((), dtype=torch.int64, device=self.device)
         self._cameras = Cameras(physics.model, cfg.env.observations.cameras)
         self._pictures = physics.open_cameras(cfg.env.observations.cameras)
         self._observations = ObservationBuilder(cfg.env.observations, self)
-        self._live = LiveState(physics, self._streams, self._step, self.task.variables, self._domain)
-        self._starts = StartStore(self._live, self._begin_and_observe)
-        self._begin(self._all)
+        domain = DomainRandomization(cfg.env.events, physics, task_class.object_body)
+        self._live = LiveState(physics, self._streams, self._step, self.task.variables, domain)
+        self._restarts = Restarts(self.task, self._live, self._seen_in)
+        self._restarts.begin(self._all)
         self._scene: Scene | None = None
-        self._obs: TensorDict = self._observations.build(self._look(), self._all)
+        self._seen = self._observations.build(self._look(), self._all)
+        self._obs: TensorDict = self._observations.pack(self._seen)
         self.observation_space: gym.spaces.Dict = self._observations.space(self._obs)
         self._masked = self.device.type != "cpu"
         parts = StepParts(self._control, self._advance_physics, self._draw_next, self._conclude)
@@ -74,7 +75,7 @@ class TaskEnv(VecEnv):
         if isinstance(resolved, int):
             self._streams.seed(ids, resolved)
         episodes = resolved if isinstance(resolved, Tensor) else None
-        self._begin(ids, episodes)
+        self._restarts.begin(ids, episodes)
         self._refresh(ids)
         return self._obs, {"episode_seed": self._streams.episode_seed}
 
@@ -104,33 +105,23 @@ class TaskEnv(VecEnv):
 
     def _control(self, applied: Tensor) -> None:
         """Write what the motors are to do."""
-        joints = self.physics.qpos[:, self.robot.qpos].to(torch.float32)
-        self.physics.ctrl.copy_(self.action_manager.control(applied, joints))
+        self.physics.ctrl.copy_(self.action_manager.control(applied, self.physics.qpos[:, self.robot.qpos]))
 
     def _advance_physics(self) -> None:
         self.physics.step(self.cfg.env.substeps)
 
-    def _draw_next(self) -> tuple[Start, Tensor] | None:
-        """On a GPU: draw the next start of every env, and return it with the random streams as they are then.
+    def _draw_next(self) -> Drawn | None:
+        """On a GPU: draw the starts that may be needed."""
+        return self._restarts.draw() if self._masked else None
 
-        Finding out which envs need one would mean to wait for the device.
-        """
-        if not self._masked:
-            return None
-        before = self._streams.state.clone()
-        self._streams.next_episode(self._all)
-        start = self.task.sample_start(self._all, self._streams)
-        streams = self._streams.state.clone()
-        self._streams.state.copy_(before)
-        return start, streams
-
-    def _conclude(self, applied: Tensor, drawn: tuple[Start, Tensor] | None) -> StepResult:
+    def _conclude(self, applied: Tensor, drawn: Drawn | None) -> StepResult:
         """Measure, observe and restart what is done."""
         moment = self._measure(applied)
-        self._obs = obs = self._observations.build(self._look(), self._all)
+        self._show(self._observations.build(self._look(), self._all))
+        final = self._obs
         self._restart(moment.terminated | moment.truncated, drawn)
         info = {
-            "final_observation": obs,
+            "final_observation": final,
             "rewards": moment.parts,
             "metrics": moment.metrics,
             "episode_seed": self._streams.episode_seed,
@@ -138,22 +129,26 @@ class TaskEnv(VecEnv):
         return self._obs, moment.reward, moment.terminated, moment.truncated, info
 
     def _measure(self, applied: Tensor) -> Moment:
-        """Look at the state reached and reward it; nothing is observed yet, and nothing restarted."""
+        """Look at the state reached and judge it; nothing is observed yet, and nothing restarted."""
         self.physics.settle()
-        self._step += 1
+        self._step.add_(self._one)
         self._scene = scene = self.task.read()
+        return self._scoring.score(scene, applied, self._step, self.physics.diverged)
 
-        success = self.task.success(scene) & ~self.physics.diverged
-        parts, reward = self._reward(scene, applied, success)
-        terminated = success & self.cfg.env.terminate_on_success
-        failed = self.task.failed(scene)
-        if failed is not None:
-            terminated = terminated | failed
-        terminated = terminated | self.physics.diverged
-        truncated = self._step >= self.max_episode_steps
-        measures = {name: value.clone() for name, value in self.task.metrics(scene).items()}
-        metrics = {"success": success.to(torch.float32), **measures}
-        return Moment(parts, reward, terminated, truncated, metrics)
+    def _restart(self, done: Tensor, drawn: Drawn | None = None) -> None:
+        """Start the next episode where ``done`` ``[num_envs]`` holds: by index on the CPU, by mask on a GPU."""
+        if not self._masked:
+            ended = done.nonzero()
+            if ended.numel():
+                ids = ended.view(-1)
+                self._show(self._seen.with_rows(self._restarts.at(ids), ids))
+                self._scene = None
+            return
+        if self._cameras.cfgs and not bool(done.any()):
+            return  # to find that out is faster than to draw all pictures again
+        self._restarts.where(done, drawn or self._restarts.draw())
+        self._scene = None
+        self._show(self._observations.build(self._look(), self._all))
 
     def get_state(self) -> TensorDict:
         return TensorDict(self._live.read(), batch_size=[self.num_envs], device=self.device)
@@ -211,53 +206,19 @@ class TaskEnv(VecEnv):
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
-    def _begin(self, env_ids: Tensor, episodes: Tensor | None = None) -> None:
-        """Start an episode in each of these envs."""
-        self._streams.next_episode(env_ids, episodes)
-        start = self.task.sample_start(env_ids, self._streams)
-        self.physics.set(env_ids, start.qpos, start.qvel)
-        if self._domain.active:
-            self._domain.apply(env_ids, self._streams)
-        for name, value in start.variables.items():
-            if name not in self.task.variables:  # the first start, of all envs, tells shapes and types
-                self.task.variables[name] = torch.empty_like(value)
-            self.task.variables[name][env_ids] = value
-        self._step[env_ids] = 0
+    def _show(self, seen: Seen) -> None:
+        """Make this what is observed from now on."""
+        self._seen, self._obs = seen, self._observations.pack(seen)
 
-    def _begin_and_observe(self, env_ids: Tensor) -> TensorDict:
-        self._begin(env_ids)
+    def _seen_in(self, env_ids: Tensor) -> Seen:
         return self._observations.build(self.task.read(env_ids), env_ids)
-
-    def _restart(self, done: Tensor, drawn: tuple[Start, Tensor] | None = None) -> None:
-        """Start the next episode where ``done`` ``[num_envs]`` holds: by index on the CPU, by mask on a GPU."""
-        drawn = drawn or self._draw_next()
-        if drawn is None:
-            ended = torch.nonzero(done).reshape(-1)
-            if ended.numel():
-                self._obs = self._observations.merge(self._obs, self._starts.enter(ended), ended)
-                self._scene = None
-            return
-        if self._cameras.cfgs and not bool(done.any()):
-            return  # to find that out is faster than to draw all pictures again
-        start, streams = drawn
-        rows = done.unsqueeze(1)
-        self.physics.set_where(done, start.qpos, start.qvel)
-        if self._domain.active:
-            streams = self._domain.apply_where(done, self._streams, streams)
-        self._streams.state.copy_(torch.where(rows, streams, self._streams.state))
-        for name, value in start.variables.items():
-            where = done.view(-1, *([1] * (value.dim() - 1)))
-            self.task.variables[name].copy_(torch.where(where, value, self.task.variables[name]))
-        self._step.masked_fill_(done, 0)
-        self._scene = None
-        self._obs = self._observations.build(self._look(), self._all)
 
     def _adopt(self) -> Callable[[], None]:
         """Return what makes this env look at the measurements that a recorded step writes to."""
-        scene, obs = self._scene, self._obs
+        scene, seen, obs = self._scene, self._seen, self._obs
 
         def restore() -> None:
-            self._scene, self._obs = scene, obs
+            self._scene, self._seen, self._obs = scene, seen, obs
 
         return restore
 
@@ -267,7 +228,7 @@ class TaskEnv(VecEnv):
         if ids.numel():
             scene = self._look()
             rows = scene if ids.numel() == self.num_envs else {name: value[ids] for name, value in scene.items()}
-            self._obs = self._observations.merge(self._obs, self._observations.build(rows, ids), ids)
+            self._show(self._seen.with_rows(self._observations.build(rows, ids), ids))
 
     def _look(self) -> Scene:
         """Return the measurements of the present state, which are taken once."""
@@ -277,20 +238,8 @@ class TaskEnv(VecEnv):
 
     def _refresh(self, env_ids: Tensor) -> None:
         """Measure and observe these envs again, without touching what was returned before."""
-        rows = self._observations.build(self.task.read(env_ids), env_ids)
-        self._obs = self._observations.merge(self._obs, rows, env_ids)
+        self._show(self._seen.with_rows(self._seen_in(env_ids), env_ids))
         self._scene = None
-
-    def _reward(self, scene: Scene, action: Tensor, success: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """Return the weighted parts and their sum."""
-        if self.cfg.env.rewards.mode == "sparse":
-            reward = success.to(torch.float32)
-            return {"success": reward.clone()}, reward
-        if not self._weights:
-            return {}, torch.zeros(self.num_envs, device=self.device)
-        terms = self.task.reward_terms(scene, action)
-        parts = self._weight_row * torch.stack([terms[name] for name in self._weights], dim=1)
-        return dict(zip(self._weights, parts.unbind(1), strict=True)), parts.sum(dim=1)
 
     def _loader(self) -> Load:
         """Return what puts one env's state, goal markers included, into an ``MjData``."""
@@ -305,15 +254,3 @@ class TaskEnv(VecEnv):
                 data.mocap_pos[mocap] = positions[env]
 
         return load
-
-
-def _reward_weights(cfg: GymCfg, task_class: type[Task]) -> dict[str, float]:
-    """Return the weight of each reward term, those of the config over those of the task; 0 leaves a term out."""
-    known = task_class.reward_weights
-    unknown = [name for name in cfg.env.rewards.weights if name not in known]
-    if unknown:
-        raise ConfigError(
-            [f"env.rewards.weights.{n}: no such reward term of {cfg.id}.{nearest(n, known)}" for n in unknown]
-        )
-    weights = {**known, **cfg.env.rewards.weights}
-    return {name: weight for name, weight in weights.items() if weight != 0.0}

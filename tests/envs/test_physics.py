@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from embodichain.envs.physics import Physics
 from embodichain.envs.physics.mujoco_cpu import MujocoCpuPhysics, available_cores
 from embodichain.errors import SimulationError
 
@@ -196,10 +197,36 @@ def test_an_unstable_env_is_reported_and_the_others_do_not_notice(model):
     others = [0, 1, 3]
     assert torch.equal(wild.state()[others], calm.state()[others])
     wild.step(3)
-    assert not bool(wild.diverged.any())
+    assert wild.diverged is None
     wild.qpos[1, 0] = float("nan")
     wild.step(1)
     assert wild.diverged.tolist() == [False, True, False, False]
+
+
+def test_warnings_go_to_the_log_and_not_into_the_working_directory(model, tmp_path, monkeypatch, caplog):
+    """Without a listener, MuJoCo writes a file wherever the process happens to be."""
+    monkeypatch.chdir(tmp_path)
+    physics = MujocoCpuPhysics(model, 4, num_threads=2)
+    scattered(physics)
+    physics.qvel[:, 7] = 1e12
+    with caplog.at_level("WARNING"):
+        physics.step(1)
+    assert bool(physics.diverged.all())
+    assert "The simulation is unstable" in caplog.text
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_snapshot_is_a_copy_of_positions_and_velocities(model):
+    physics = MujocoCpuPhysics(model, 4)
+    scattered(physics)
+    everything, some = physics.snapshot(), physics.snapshot(torch.tensor([3, 1]))
+    expected = torch.cat((physics.qpos, physics.qvel), dim=1).to(torch.float32)
+    assert torch.equal(everything, expected)
+    assert torch.equal(some, expected[[3, 1]])
+    assert torch.equal(Physics.snapshot(physics), expected)
+    assert torch.equal(Physics.snapshot(physics, torch.tensor([3, 1])), expected[[3, 1]])
+    physics.step(1)
+    assert torch.equal(everything, expected)
 
 
 def test_model_fields_per_env_equal_models_of_their_own(model):

@@ -168,6 +168,35 @@ def test_a_limit_and_a_success_may_fall_together():
     assert bool((terminated & truncated).all())
 
 
+def test_an_env_that_becomes_unstable_ends_and_says_so():
+    env = small("ReachRL", 3, env={"success_threshold": 10.0, "terminate_on_success": False})
+    calm = small("ReachRL", 3, env={"success_threshold": 10.0, "terminate_on_success": False})
+    env.physics.qvel[1] = 1e12
+    for step in range(2):
+        obs, _, terminated, _, info = env.step(torch.zeros(3, 6))
+        expected = calm.step(torch.zeros(3, 6))[0]
+        assert info["metrics"]["diverged"].tolist() == ([0.0, 1.0, 0.0] if step == 0 else [0.0] * 3)
+        assert info["metrics"]["success"].tolist() == ([1.0, 0.0, 1.0] if step == 0 else [1.0] * 3)
+        assert terminated.tolist() == ([False, True, False] if step == 0 else [False] * 3)
+        assert all(bool(torch.isfinite(leaf).all()) for leaf in flat(obs).values())
+        for name, leaf in flat(obs).items():
+            assert torch.equal(leaf[[0, 2]], flat(expected)[name][[0, 2]])
+
+
+def test_rows_keep_their_places_whatever_the_order_of_the_ids():
+    env, ordered = small("PushCubeRL", 3), small("PushCubeRL", 3)
+    permuted = flat(env.reset(seed=5, env_ids=[2, 0, 1])[0])
+    assert_same_leaves(permuted, flat(ordered.reset(seed=5)[0]))
+    state = ordered.get_state()
+    assert_same_leaves(flat(env.set_state(state[[2, 0, 1]], env_ids=[2, 0, 1])), permuted)
+
+
+def assert_same_leaves(found: dict, expected: dict) -> None:
+    assert found.keys() == expected.keys()
+    for name, leaf in found.items():
+        assert torch.equal(leaf, expected[name]), name
+
+
 def test_close_releases_threads_and_may_be_called_twice():
     gc.collect()
     before = len(os.listdir("/proc/self/task"))

@@ -58,6 +58,11 @@ class Physics(ABC):
     def set_state(self, env_ids: Tensor, state: Tensor) -> None:
         """Restore rows of :meth:`state`."""
 
+    def snapshot(self, env_ids: Tensor | None = None) -> Tensor:
+        """Return positions and velocities side by side, a float32 copy ``[n, nq + nv]``, of these envs or of all."""
+        parts = (self.qpos, self.qvel) if env_ids is None else (self.qpos[env_ids], self.qvel[env_ids])
+        return torch.cat(parts, dim=1).to(torch.float32)
+
     @property
     @abstractmethod
     def sensordata(self) -> Tensor:
@@ -65,8 +70,11 @@ class Physics(ABC):
 
     @property
     @abstractmethod
-    def diverged(self) -> Tensor:
-        """Which envs ``[num_envs]`` became unstable in the last ``step`` (MuJoCo then restarts them from scratch)."""
+    def diverged(self) -> Tensor | None:
+        """Which envs ``[num_envs]`` became unstable in the last ``step`` (MuJoCo then restarts them from scratch).
+
+        ``None`` if that is known of none of them without waiting for the device.
+        """
 
     @abstractmethod
     def model_field(self, name: str) -> Tensor:

@@ -7,6 +7,7 @@ start) as one row of one float64 array, and one ``MjData`` per *thread*. A step 
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from embodichain.envs.physics.base import Physics
 from embodichain.errors import SimulationError
 
+_LOG = logging.getLogger(__name__)
 # Bad positions, velocities and accelerations: these warnings follow each other.
 _UNSTABLE = slice(int(mujoco.mjtWarning.mjWARN_BADQPOS), int(mujoco.mjtWarning.mjWARN_BADQACC) + 1)
 
@@ -26,6 +28,19 @@ _UNSTABLE = slice(int(mujoco.mjtWarning.mjWARN_BADQPOS), int(mujoco.mjtWarning.m
 def available_cores() -> int:
     """Return the number of cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def log_warnings() -> None:
+    """Let MuJoCo's warnings go to the log, unless somebody else listens to them already.
+
+    Without a listener MuJoCo appends them to ``MUJOCO_LOG.TXT`` in whatever directory the process is in.
+    """
+    if mujoco.get_mju_user_warning() is None:
+        mujoco.set_mju_user_warning(_log_warning)
+
+
+def _log_warning(message: str) -> None:
+    _LOG.warning("MuJoCo: %s", message)
 
 
 class _Closed:
@@ -39,22 +54,25 @@ class MujocoCpuPhysics(Physics):
     """Steps all envs on ``num_threads`` native threads (0: every core this process may use)."""
 
     def __init__(self, model: mujoco.MjModel, num_envs: int, num_threads: int = 0) -> None:
+        log_warnings()
         self.model = model
         self.num_envs = num_envs
         self.device = torch.device("cpu")
         self.num_threads = num_threads or available_cores()
         self._batch: Any = batch.Batch(model, nsim=num_envs, nthread=min(self.num_threads, num_envs))
         self._state = torch.from_numpy(self._batch.state)
-        self.qpos = torch.from_numpy(self._batch.bind("qpos"))
-        self.qvel = torch.from_numpy(self._batch.bind("qvel"))
+        # A row of the state is the time, the positions, the velocities, and more.
+        time, nq, nv = mujoco.mj_stateSize(model, int(mujoco.mjtState.mjSTATE_TIME)), int(model.nq), int(model.nv)
+        self._motion = self._state[:, time : time + nq + nv]
+        self.qpos, self.qvel = self._motion[:, :nq], self._motion[:, nq:]
         self.ctrl = torch.from_numpy(self._batch.bind("ctrl"))
         self._sensordata = self._batch.bind("sensordata") if model.nsensordata else np.zeros((num_envs, 0))
         self._sensors_current = False
         self._fields: dict[str, Tensor] = {}
         self._rest = self._state[0].clone()
-        self._counters = torch.from_numpy(self._batch.warning)[:, _UNSTABLE, 1]
-        self._warnings = self._counters.sum(dim=1)
-        self._diverged = torch.zeros(num_envs, dtype=torch.bool)
+        self._warned = self._batch.warning.tobytes()
+        self._unstable = self._batch.warning[:, _UNSTABLE, 1].sum(axis=1)
+        self._diverged: Tensor | None = None
 
     def step(self, count: int) -> None:
         self._sensors_current = False
@@ -62,9 +80,12 @@ class MujocoCpuPhysics(Physics):
             self._batch.step(nstep=count)
         except batch.SimulationError as error:
             raise SimulationError(f"MuJoCo could not step: {error}") from error
-        warnings = self._counters.sum(dim=1)
-        self._diverged = warnings != self._warnings
-        self._warnings = warnings
+        self._diverged = None
+        warned = self._batch.warning.tobytes()
+        if warned != self._warned:  # MuJoCo counts its warnings; nearly always, there are none
+            unstable = self._batch.warning[:, _UNSTABLE, 1].sum(axis=1)
+            self._diverged = torch.from_numpy(unstable != self._unstable)
+            self._warned, self._unstable = warned, unstable
 
     def set(self, env_ids: Tensor, qpos: Tensor, qvel: Tensor) -> None:
         self._sensors_current = False
@@ -81,7 +102,10 @@ class MujocoCpuPhysics(Physics):
 
     def set_state(self, env_ids: Tensor, state: Tensor) -> None:
         self._sensors_current = False
-        self._state[env_ids] = state
+        self._state.index_copy_(0, env_ids, state)
+
+    def snapshot(self, env_ids: Tensor | None = None) -> Tensor:
+        return (self._motion if env_ids is None else self._motion.index_select(0, env_ids)).float()
 
     @property
     def sensordata(self) -> Tensor:
@@ -94,7 +118,7 @@ class MujocoCpuPhysics(Physics):
         return torch.from_numpy(self._sensordata.copy())
 
     @property
-    def diverged(self) -> Tensor:
+    def diverged(self) -> Tensor | None:
         return self._diverged
 
     def model_field(self, name: str) -> Tensor:
@@ -110,9 +134,9 @@ class MujocoCpuPhysics(Physics):
 
     def close(self) -> None:
         # A view of the state keeps the batch and its threads alive, so the tensors become copies.
-        self._state, self.qpos, self.qvel, self.ctrl = (
-            t.clone() for t in (self._state, self.qpos, self.qvel, self.ctrl)
+        self._state, self._motion, self.qpos, self.qvel, self.ctrl = (
+            t.clone() for t in (self._state, self._motion, self.qpos, self.qvel, self.ctrl)
         )
-        self._sensordata, self._counters = self._sensordata.copy(), self._counters.clone()
+        self._sensordata = self._sensordata.copy()
         self._fields = {name: field.clone() for name, field in self._fields.items()}
         self._batch = _Closed()

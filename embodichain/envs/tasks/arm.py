@@ -10,7 +10,7 @@ from embodichain.envs.env_cfg import GymCfg
 from embodichain.envs.kinematics import length, rotation_error
 from embodichain.envs.physics import Physics
 from embodichain.envs.robot import Robot
-from embodichain.envs.task import Scene, Task, own
+from embodichain.envs.task import Scene, Task
 
 HALF_CUBE = 0.025
 # Tool pointing straight down, its x axis along -y of the world.
@@ -26,22 +26,25 @@ class ArmTask(Task):
         super().__init__(cfg, physics, robot)
         self.chain = chain_of(robot, cfg.id)
         self._down = _DOWN.to(physics.device)
+        # A free cube comes first in the positions and in the velocities.
+        pose, motion = (
+            ({"cube_pos": 3, "cube_quat": 4}, {"cube_vel": 3, "cube_spin": 3}) if self.object_body else ({}, {})
+        )
+        columns = {**pose, "qpos": robot.dofs, **motion, "qvel": robot.dofs}
+        self._names, self._sizes = tuple(columns), tuple(columns.values())
 
-    def read_arm(self, qpos: Tensor, qvel: Tensor) -> Scene:
-        """Return the robot's joints and the place of its tool, for full states ``[n, nq]`` and ``[n, nv]``."""
-        joints = qpos[:, self.robot.qpos]
-        place = self.chain.position(joints[:, : self.robot.num_joints])
-        return {"qpos": joints, "qvel": qvel[:, self.robot.qvel], "ee_pos": place}
-
-    def state_of(self, env_ids: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return float32 copies of the positions and velocities of these envs (default: all)."""
-        qpos, qvel = self.physics.qpos, self.physics.qvel
-        return (own(qpos), own(qvel)) if env_ids is None else (own(qpos[env_ids]), own(qvel[env_ids]))
+    def read_arm(self, env_ids: Tensor | None) -> Scene:
+        """Return the robot's joints, the place of its tool and the cube, if there is one, of these envs or of all."""
+        parts = self.physics.snapshot(env_ids).split_with_sizes(self._sizes, dim=1)
+        scene = dict(zip(self._names, parts, strict=True))
+        joints = scene["qpos"]
+        scene["ee_pos"] = self.chain.position(joints[:, : self.robot.num_joints] if self.robot.num_fingers else joints)
+        return scene
 
     def variable(self, name: str, env_ids: Tensor | None) -> Tensor:
         """Return a task variable of these envs (default: all)."""
         value = self.variables[name]
-        return value.clone() if env_ids is None else value[env_ids]
+        return value if env_ids is None else value[env_ids]
 
     def move_tool(
         self,
@@ -56,11 +59,6 @@ class ArmTask(Task):
         rotation = self.chain.pose(scene["qpos"][:, : self.robot.num_joints])[1]
         turn = rotation_error(target, rotation).clamp(-_MAX_TURN, _MAX_TURN)
         return actions.encode(scene["qpos"], torch.cat((_GAIN * by, turn), dim=-1), grip)
-
-
-def read_cube(qpos: Tensor, qvel: Tensor) -> Scene:
-    """Return the pose and velocity of the free cube, which comes first in the state."""
-    return {"cube_pos": qpos[:, :3], "cube_quat": qpos[:, 3:7], "cube_vel": qvel[:, :3]}
 
 
 def place_cube(qpos: Tensor, pose: Tensor) -> None:

@@ -13,7 +13,7 @@ from embodichain.envs.env_cfg import ActionsCfg, EffortTermCfg, EnvCfg, EventsCf
 from embodichain.envs.physics import Physics
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.robot import Robot
-from embodichain.envs.task import Scene, Start, Task, own
+from embodichain.envs.task import Scene, Start, Task
 from embodichain.errors import ConfigError
 
 MAX_ANGLE = math.radians(12.0)
@@ -33,6 +33,7 @@ class CartPole(Task):
         if cfg.robot.uid != "cart":
             raise ConfigError(f"robot.uid: {cfg.id} needs the robot 'cart', got {cfg.robot.uid!r}")
         super().__init__(cfg, physics, robot)
+        self._limits = torch.tensor([MAX_POSITION, MAX_ANGLE], device=physics.device)
 
     @staticmethod
     def default_cfg() -> GymCfg:
@@ -58,37 +59,30 @@ class CartPole(Task):
         return start
 
     def read(self, env_ids: Tensor | None = None) -> Scene:
-        qpos, qvel = self.physics.qpos, self.physics.qvel
-        if env_ids is not None:
-            qpos, qvel = qpos[env_ids], qvel[env_ids]
-        return {"qpos": own(qpos), "qvel": own(qvel)}
+        qpos, qvel = self.physics.snapshot(env_ids).split_with_sizes((2, 2), dim=1)
+        away = qpos.abs()
+        return {"qpos": qpos, "qvel": qvel, "away": away, "fallen": (away > self._limits).any(dim=1)}
 
     def observe(self, scene: Scene) -> dict[str, Any]:
         return {"robot": {"qpos": scene["qpos"], "qvel": scene["qvel"]}}
 
     def reward_terms(self, scene: Scene, action: Tensor) -> dict[str, Tensor]:
-        return {
-            "alive": torch.ones_like(action[:, 0]),
-            "position": scene["qpos"][:, 0].square(),
-            "effort": action[:, 0].square(),
-        }
+        force, position = action[:, 0], scene["qpos"][:, 0]
+        return {"alive": torch.ones_like(force), "position": position.square(), "effort": force.square()}
 
     def success(self, scene: Scene) -> Tensor:
         """The pole stands and the cart is on the rail."""
-        return ~self._fallen(scene)
+        return ~scene["fallen"]
 
     def failed(self, scene: Scene) -> Tensor:
-        return self._fallen(scene)
+        return scene["fallen"]
 
     def metrics(self, scene: Scene) -> dict[str, Tensor]:
-        return {"angle": scene["qpos"][:, 1].abs(), "position": scene["qpos"][:, 0].abs()}
+        position, angle = scene["away"].unbind(1)
+        return {"angle": angle, "position": position}
 
     def expert_action(self, scene: Scene, actions: RobotActionManager) -> Tensor:
         position, angle = scene["qpos"].unbind(1)
         velocity, rate = scene["qvel"].unbind(1)
         force = -(_GAIN[0] * position + _GAIN[1] * velocity + _GAIN[2] * angle + _GAIN[3] * rate)
         return force.clamp(-1.0, 1.0).unsqueeze(1)
-
-    def _fallen(self, scene: Scene) -> Tensor:
-        position, angle = scene["qpos"].unbind(1)
-        return (angle.abs() > MAX_ANGLE) | (position.abs() > MAX_POSITION)

@@ -23,7 +23,7 @@ from embodichain.envs.physics import Physics
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.robot import Robot
 from embodichain.envs.task import Scene, Start, draw_poses
-from embodichain.envs.tasks.arm import HALF_CUBE, ArmTask, place_cube, read_cube, shorten
+from embodichain.envs.tasks.arm import HALF_CUBE, ArmTask, place_cube, shorten
 from embodichain.errors import ConfigError
 
 _ABOVE = 0.1  # height over the cube from which the expert comes down
@@ -74,10 +74,10 @@ class PickCube(ArmTask):
         return start
 
     def read(self, env_ids: Tensor | None = None) -> Scene:
-        qpos, qvel = self.state_of(env_ids)
-        scene = {**self.read_arm(qpos, qvel), **read_cube(qpos, qvel)}
+        scene = self.read_arm(env_ids)
         scene["goal"] = self.variable("goal", env_ids)
-        scene["distance"] = length(scene["goal"] - scene["cube_pos"])
+        scene["to_goal"] = scene["goal"] - scene["cube_pos"]
+        scene["distance"] = length(scene["to_goal"])
         scene["to_cube"] = scene["cube_pos"] - scene["ee_pos"]
         fingers = scene["qpos"][:, self.robot.num_joints :]
         opening = 0.5 * (fingers[:, 0] + fingers[:, 1])
@@ -96,7 +96,7 @@ class PickCube(ArmTask):
                 "offset": scene["to_cube"],
                 "held": scene["held"].unsqueeze(1),
             },
-            "goal": {"pos": scene["goal"], "offset": scene["goal"] - scene["cube_pos"]},
+            "goal": {"pos": scene["goal"], "offset": scene["to_goal"]},
         }
 
     def reward_terms(self, scene: Scene, action: Tensor) -> dict[str, Tensor]:
@@ -106,7 +106,7 @@ class PickCube(ArmTask):
             "grasp": 1.0 - held,
             "place": 1.0 - held * (1.0 - torch.tanh(5.0 * scene["distance"])),
             "effort": action.square().mean(dim=1),
-            "success": self.success(scene).to(torch.float32),
+            "success": scene["success"],
         }
 
     def success(self, scene: Scene) -> Tensor:
@@ -122,7 +122,7 @@ class PickCube(ArmTask):
         low = to_cube[:, 2].abs() < 0.01
         climb = torch.where(aligned, torch.zeros_like(to_cube[:, 2]), torch.full_like(to_cube[:, 2], _ABOVE))
         approach = torch.cat((to_cube[:, :2], (to_cube[:, 2] + climb).unsqueeze(1)), dim=1)
-        by = torch.where(held.unsqueeze(1), scene["goal"] - scene["cube_pos"], approach)
+        by = torch.where(held.unsqueeze(1), scene["to_goal"], approach)
         close = held | (aligned & low)
         grip = torch.where(close, -torch.ones_like(scene["held"]), torch.ones_like(scene["held"])).unsqueeze(1)
         return self.move_tool(scene, actions, shorten(by, _MAX_STEP), self._heading(scene), grip)

@@ -19,9 +19,11 @@ from embodichain.envs.env_cfg import (
     RobotCfg,
 )
 from embodichain.envs.kinematics import dot, length
+from embodichain.envs.physics import Physics
 from embodichain.envs.random import RandomStreams
+from embodichain.envs.robot import Robot
 from embodichain.envs.task import Scene, Start, draw_poses
-from embodichain.envs.tasks.arm import ArmTask, place_cube, read_cube, shorten
+from embodichain.envs.tasks.arm import ArmTask, place_cube, shorten
 
 _REACH = 0.05  # distance from the cube's centre at which the tool's centre touches or nearly touches it
 _LOW, _HIGH = 0.03, 0.1  # heights of the tool's tip for pushing and for passing over the cube
@@ -35,6 +37,10 @@ class PushCube(ArmTask):
     scene_file = "push_scene.xml"
     object_body = "cube"
     reward_weights = {"reach": -1.0, "place": -4.0, "effort": -0.01, "success": 10.0}
+
+    def __init__(self, cfg: GymCfg, physics: Physics, robot: Robot) -> None:
+        super().__init__(cfg, physics, robot)
+        self._low = torch.full((1, 1), _LOW, device=physics.device)
 
     @staticmethod
     def default_cfg() -> GymCfg:
@@ -65,17 +71,15 @@ class PushCube(ArmTask):
         return start
 
     def read(self, env_ids: Tensor | None = None) -> Scene:
-        qpos, qvel = self.state_of(env_ids)
-        scene = {**self.read_arm(qpos, qvel), **read_cube(qpos, qvel)}
-        scene["goal"] = self.goal(env_ids)
-        scene["to_goal"] = scene["goal"] - scene["cube_pos"][:, :2]
-        scene["distance"] = length(scene["to_goal"])
-        direction = scene["to_goal"] / scene["distance"].clamp_min(1e-6).unsqueeze(1)
+        scene, goal = self.read_arm(env_ids), self.goal(env_ids)
+        cube = scene["cube_pos"][:, :2]
+        to_goal = goal - cube
+        distance = torch.linalg.vector_norm(to_goal, dim=1, keepdim=True)
+        direction = to_goal / distance.clamp_min(1e-6)
         # Where the tool has to be to push: behind the cube as seen from the goal, near the table.
-        behind = scene["cube_pos"][:, :2] - _REACH * direction
-        scene["behind"] = torch.cat((behind, torch.full_like(behind[:, :1], _LOW)), dim=1)
-        scene["direction"] = direction
-        return scene
+        behind = torch.sub(cube, direction, alpha=_REACH)
+        scene["behind"] = torch.cat((behind, self._low.expand(behind.shape[0], 1)), dim=1)
+        return {**scene, "goal": goal, "to_goal": to_goal, "distance": distance.squeeze(1), "direction": direction}
 
     def goal(self, env_ids: Tensor | None = None) -> Tensor:
         """Return where the cube has to go in these envs (default: all), ``[n, 2]``."""
@@ -98,7 +102,7 @@ class PushCube(ArmTask):
             "reach": length(scene["behind"] - scene["ee_pos"]),
             "place": scene["distance"],
             "effort": action.square().mean(dim=1),
-            "success": self.success(scene).to(torch.float32),
+            "success": scene["success"],
         }
 
     def success(self, scene: Scene) -> Tensor:

@@ -56,22 +56,23 @@ class Reach(ArmTask):
         return start
 
     def read(self, env_ids: Tensor | None = None) -> Scene:
-        scene = self.read_arm(*self.state_of(env_ids))
+        scene = self.read_arm(env_ids)
         scene["goal"] = self.variable("goal", env_ids)
-        scene["distance"] = length(scene["goal"] - scene["ee_pos"])
+        scene["to_goal"] = scene["goal"] - scene["ee_pos"]
+        scene["distance"] = length(scene["to_goal"])
         return scene
 
     def observe(self, scene: Scene) -> dict[str, Any]:
         return {
             "robot": {"qpos": scene["qpos"], "qvel": scene["qvel"], "ee_pos": scene["ee_pos"]},
-            "goal": {"pos": scene["goal"], "offset": scene["goal"] - scene["ee_pos"]},
+            "goal": {"pos": scene["goal"], "offset": scene["to_goal"]},
         }
 
     def reward_terms(self, scene: Scene, action: Tensor) -> dict[str, Tensor]:
         return {
             "distance": scene["distance"],
             "effort": action.square().mean(dim=1),
-            "success": self.success(scene).to(torch.float32),
+            "success": scene["success"],
         }
 
     def success(self, scene: Scene) -> Tensor:
@@ -81,7 +82,7 @@ class Reach(ArmTask):
         return {"distance": scene["distance"]}
 
     def expert_action(self, scene: Scene, actions: RobotActionManager) -> Tensor:
-        return self.move_tool(scene, actions, shorten(scene["goal"] - scene["ee_pos"], _MAX_STEP))
+        return self.move_tool(scene, actions, shorten(scene["to_goal"], _MAX_STEP))
 
     def markers(self) -> dict[str, Tensor]:
         return {"goal": self.variables["goal"]}
