@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import threading
 import time
 
@@ -123,16 +125,25 @@ def test_an_error_in_a_group_comes_out_and_leaves_no_step_under_way():
     assert torch.equal(env.groups[0].count, count)
 
 
-def test_threads_end_with_the_collector():
-    before = threading.active_count()
-    collector = SyncCollector(grouped(), LinearPolicy(), pipeline_stages=2)
+@pytest.mark.parametrize("fails", [False, True])
+def test_threads_end_with_the_collector(fails):
+    """After an error, too: its traceback must not keep everything alive that it passed through."""
+    before = set(threading.enumerate())
+    env = grouped()
+    collector = SyncCollector(env, LinearPolicy(), pipeline_stages=2)
     collector.collect(1)
-    assert threading.active_count() == before + 2
+    threads = set(threading.enumerate()) - before
+    assert len(threads) == 2
+    if fails:
+        env.groups[1].step = lambda action: 1 / 0
+        with contextlib.suppress(ZeroDivisionError):
+            collector.collect(1)
     del collector
     deadline = time.monotonic() + 5.0
-    while threading.active_count() > before and time.monotonic() < deadline:
+    while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert threading.active_count() == before
+        gc.collect()
+    assert not any(thread.is_alive() for thread in threads)
 
 
 def test_environments_without_groups_are_refused():

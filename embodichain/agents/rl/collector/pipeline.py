@@ -95,7 +95,8 @@ class _Simulator:
     def __init__(self, env: VecEnv) -> None:
         orders: queue.SimpleQueue[tuple[Tensor, Future[StepResult]] | None] = queue.SimpleQueue()
         threading.Thread(target=_serve, args=(env, orders), name="embodichain-group", daemon=True).start()
-        weakref.finalize(self, orders.put, None)
+        # At the program's end it is left waiting: Python must not wake threads that own C++ objects by then.
+        weakref.finalize(self, orders.put, None).atexit = False
         self._orders = orders
 
     def step(self, action: Tensor) -> Future[StepResult]:
@@ -112,6 +113,7 @@ def _serve(env: VecEnv, orders: queue.SimpleQueue[tuple[Tensor, Future[StepResul
             future.set_result(env.step(action))
         except BaseException as error:  # noqa: BLE001 - it is raised where the step is waited for
             future.set_exception(error)
+        del order, action, future  # what came of it belongs to whoever waits, not to this thread until the next step
 
 
 class _Turn:
