@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from embodichain.envs.registration import make
 from embodichain.envs.vec_env import VecEnv
 
 INFERENCE_SECONDS = 0.1
+_STEP = 1.7
+"""Inferences that a simulated step of all envs lasts; half of them then take little less than one."""
 _NETWORK = {"type": "mlp", "hidden_sizes": [256, 256], "activation": "elu"}
 _PROBE_ENVS = 256
 
@@ -61,22 +64,27 @@ class RemotePolicy(Policy):
         self.inner.update_normalizer(obs)
 
 
+def _make_env(num_envs: int) -> VecEnv:
+    return make("PushCubeRL", num_envs=num_envs, seed=0, num_threads=1)
+
+
 class RemoteInference:
     """``PushCubeRL``; simulation and update have a core each.
 
-    A simulated step of all envs takes about two inferences, so that two groups keep both sides busy, and an update as
-    long as collecting a rollout in two groups: all three stages are comparable.
+    A simulated step of all envs takes somewhat less than two inferences, so that two groups keep both sides busy, and
+    an update as long as collecting a rollout in two groups: all three stages are comparable.
     """
 
     packages = ("torch", "mujoco")
     title, score_name = "PushCubeRL, inference of 100 ms", "mean reward"
 
-    def __init__(self, rollouts: int, sizes: Sizes | None = None) -> None:
+    def __init__(self, rollouts: int, worker: Literal["thread", "process"], sizes: Sizes | None = None) -> None:
         torch.set_num_threads(1)
+        self.worker: Literal["thread", "process"] = worker
         self.sizes = sizes or self._calibrated(rollouts)
 
     def _calibrated(self, rollouts: int) -> Sizes:
-        env = self.env(1, _PROBE_ENVS)
+        env = _make_env(_PROBE_ENVS)
         env.reset(seed=0)
         action = torch.zeros(_PROBE_ENVS, *(env.action_space.shape or ()))
         began = time.perf_counter()
@@ -84,15 +92,15 @@ class RemoteInference:
             env.step(action)
         step = (time.perf_counter() - began) / 10
         env.close()
-        num_envs = max(2, int(_PROBE_ENVS * 2.0 * INFERENCE_SECONDS / step) // 64 * 64)
-        self.sizes = Sizes(num_envs, 8, rollouts, epochs=1)
+        num_envs = max(2, int(_PROBE_ENVS * _STEP * INFERENCE_SECONDS / step) // 64 * 64)
+        self.sizes = Sizes(num_envs, 4, rollouts, epochs=1)
         update = run(self, "sync", seed=0, rollouts=2).update
         collect = measure_stages(self, groups=2).bound(2, self.sizes.num_steps)
         return replace(self.sizes, epochs=max(1, round(collect / update)))
 
-    def env(self, groups: int, num_envs: int) -> VecEnv:
-        """Return environments that simulate on one core."""
-        return make_grouped(lambda n: make("PushCubeRL", num_envs=n, seed=0, num_threads=1), num_envs, groups)
+    def maker(self, groups: int, num_envs: int) -> Callable[[], VecEnv]:
+        """Return what makes environments that simulate on one core."""
+        return partial(make_grouped, _make_env, num_envs, groups)
 
     def learner(self, env: VecEnv, seed: int) -> PPO:
         """Return PPO with a small network."""
@@ -120,6 +128,6 @@ class RemoteInference:
         return [
             f"inference is a sleep of {1000 * INFERENCE_SECONDS:.0f} ms per call, off the cores; simulation and update "
             "are real, on a core each",
-            "sizes are chosen so that a step of all envs takes two inferences and an update as long as a rollout in "
-            "two groups",
+            f"sizes are chosen so that a step of all envs takes {_STEP} inferences, and an update as long as a rollout "
+            "in two groups",
         ]

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -41,13 +42,28 @@ _LARGE = {**_MODEL, "width": 1024, "depth": 6, "num_heads": 16, "hidden_size": 5
 _SMALL = {**_MODEL, "width": 32, "depth": 1, "num_heads": 2, "hidden_size": 32, "patch_size": 16}
 
 
+def _make_task(num_threads: int, num_envs: int, cameras: bool = True) -> TaskEnv:
+    overrides: dict[str, Any] = {} if cameras else {"env": {"observations": {"cameras": []}}}
+    env = make(str(GYM_CONFIG), num_envs=num_envs, num_threads=num_threads, **overrides)
+    if not isinstance(env, TaskEnv):
+        raise TypeError(f"{GYM_CONFIG} is no task of this package")
+    return env
+
+
+def _make_chunked(num_threads: int, num_envs: int) -> VecEnv:
+    return chunked(_make_task(num_threads, num_envs), CHUNK)
+
+
 class CameraVLA:
     """``PushCubeLanguageRL`` seen through a camera of 64x64 pixels, four actions per decision."""
 
     packages = ("torch", "mujoco", "tensordict")
     title, score_name = "PushCubeLanguageRL, VLA on camera pictures", "success of finished episodes"
 
-    def __init__(self, rollouts: int | None, small: bool, sizes: Sizes | None) -> None:
+    def __init__(
+        self, rollouts: int | None, small: bool, worker: Literal["thread", "process"], sizes: Sizes | None
+    ) -> None:
+        self.worker: Literal["thread", "process"] = worker
         self.small, self.device = small, torch.device("cpu" if small else "cuda")
         self._start: VLAPolicy | None = None
         self._last_score = 0.0
@@ -63,9 +79,9 @@ class CameraVLA:
 
     # --- what is run ----------------------------------------------------------------------------------------------
 
-    def env(self, groups: int, num_envs: int) -> VecEnv:
-        """Return environments of decisions."""
-        return make_grouped(lambda n: chunked(self._make(n), CHUNK), num_envs, groups)
+    def maker(self, groups: int, num_envs: int) -> Callable[[], VecEnv]:
+        """Return what makes environments of decisions."""
+        return partial(make_grouped, partial(_make_chunked, 1 if self.small else 0), num_envs, groups)
 
     def learner(self, env: VecEnv, seed: int) -> PPO:
         """Return PPO with a copy of the policy that all runs start from."""
@@ -100,11 +116,7 @@ class CameraVLA:
     # --- before the runs ------------------------------------------------------------------------------------------
 
     def _make(self, num_envs: int, cameras: bool = True) -> TaskEnv:
-        overrides: dict[str, Any] = {} if cameras else {"env": {"observations": {"cameras": []}}}
-        env = make(str(GYM_CONFIG), num_envs=num_envs, num_threads=1 if self.small else 0, **overrides)
-        if not isinstance(env, TaskEnv):
-            raise TypeError(f"{GYM_CONFIG} is no task of this package")
-        return env
+        return _make_task(1 if self.small else 0, num_envs, cameras)
 
     def _policy(self) -> VLAPolicy:
         if self._start is None:
@@ -150,7 +162,7 @@ class CameraVLA:
         """Let the value head learn what the policy is worth, and nothing else."""
         for name, parameter in policy.named_parameters():
             parameter.requires_grad_("to_value" in name)
-        env = self.env(1, self.sizes.num_envs)
+        env = self.maker(1, self.sizes.num_envs)()
         learner = PPO(self._cfg(1e-3, 4), policy)
         collector = SyncCollector(env, policy, self.device)
         collector.reset(seed=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from benchmarks.timing import cores, own_cpu, total_cpu
 from embodichain.agents.rl.algo import PPO
@@ -39,9 +39,11 @@ class Case(Protocol):
     """What is run."""
 
     sizes: Sizes
+    worker: Literal["thread", "process"]
+    """Where asynchronous collection happens."""
 
-    def env(self, groups: int, num_envs: int) -> VecEnv:
-        """Return environments in so many groups."""
+    def maker(self, groups: int, num_envs: int) -> Callable[[], VecEnv]:
+        """Return what makes environments in so many groups, in this process or in another."""
 
     def learner(self, env: VecEnv, seed: int) -> PPO:
         """Return an algorithm with a policy that is the same for every way."""
@@ -83,7 +85,7 @@ class Outcome:
     update: float = 0.0
     """Seconds of an update, on average."""
     simulation: float = 0.0
-    """Seconds of simulation per rollout, on average; groups are added up."""
+    """Seconds of simulation per rollout, on average; groups are added up. Not known of another process."""
     lag_mean: float = 0.0
     lag_max: float = 0.0
     foreign: float = 0.0
@@ -118,7 +120,7 @@ class Clock:
 def measure_stages(case: Case, groups: int, rollouts: int = 2) -> Stages:
     """Time the stages of collection for one of ``groups`` groups, by itself."""
     sizes = case.sizes
-    env = case.env(1, sizes.num_envs // groups)
+    env = case.maker(1, sizes.num_envs // groups)()
     clock = Clock(env)
     learner = case.learner(env, 0)
     collector = SyncCollector(env, learner.policy, learner.device)
@@ -136,15 +138,15 @@ def measure_stages(case: Case, groups: int, rollouts: int = 2) -> Stages:
 def run(case: Case, way: str, seed: int, rollouts: int | None = None) -> Outcome:
     """Collect and learn, after one time that does not count."""
     count, sizes = rollouts or case.sizes.rollouts, case.sizes
-    env = case.env(WAYS[way][1], sizes.num_envs)
+    env = case.maker(WAYS[way][1], sizes.num_envs)()
     clock = Clock(env)
     learner = case.learner(env, seed)
     collector = _collector(case, env, learner, way, seed)
     collector.reset(seed=seed)
     learner.update(collector.collect(sizes.num_steps))
-    collector.stop()  # what was collected ahead counts for nobody
     if isinstance(collector, AsyncCollector):
-        collector.buffer.clear()
+        with collector.hold():  # what was collected ahead counts for nobody
+            collector.buffer.clear()
     outcome, updating, lags = Outcome(), 0.0, []
     clock.seconds = 0.0
     own, total, began = own_cpu(), total_cpu(), time.perf_counter()
@@ -175,6 +177,8 @@ def _collector(case: Case, env: VecEnv, learner: PPO, way: str, seed: int) -> Sy
     sizes = case.sizes
     if not is_async:
         return SyncCollector(env, learner.policy, learner.device, pipeline_stages=groups)
-    cfg = AsyncCfg(num_steps=sizes.num_steps, pipeline_stages=groups, max_policy_lag=1, seed=seed, kl_rows=0)
+    settings = {"worker": case.worker, "num_steps": sizes.num_steps, "pipeline_stages": groups}
+    cfg = AsyncCfg.from_dict({**settings, "max_policy_lag": 1, "seed": seed, "kl_rows": 0})
     buffer = VLABuffer(2 * sizes.num_envs * sizes.num_steps, learner.device)
-    return AsyncCollector(env, learner.policy, buffer, learner.device, cfg=cfg)
+    source = env if case.worker == "thread" else case.maker(groups, sizes.num_envs)
+    return AsyncCollector(source, learner.policy, buffer, learner.device, cfg=cfg)
