@@ -3,7 +3,7 @@
 The flags are those of the config at hand: entries of mappings and lists have theirs too (``--weights.reach 2``,
 ``--layers.0.width 64``), and so have the fields of an optional config that is ``None``. Tyro parses plain types and
 lists of them (``--hidden 64 64``); anything else is written as YAML (``--events '{push: {force: 3}}'``). A flag that
-holds a mapping adds to it: ``--weights reach 2 lift 1``.
+holds a mapping adds to it: ``--weights reach 2 lift 1``. Where nothing may be set, ``null`` and ``None`` set nothing.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _parse(flags: Mapping[str, _Flag], argv: Sequence[str], prog: str | None, de
         with contextlib.redirect_stderr(said):
             values, unknown = tyro.cli(
                 schema,
-                args=list(argv),
+                args=_with_none(flags, argv),
                 prog=prog,
                 description=description,
                 return_unknown_args=True,
@@ -114,6 +114,21 @@ def _parse(flags: Mapping[str, _Flag], argv: Sequence[str], prog: str | None, de
     if unknown:
         raise ConfigError([_unknown(word, flags) for word in _first_words(unknown)], "command line")
     return dict(values)
+
+
+def _with_none(flags: Mapping[str, _Flag], argv: Sequence[str]) -> list[str]:
+    """Return the words with ``null``, as JSON and YAML have it, written as tyro knows it where nothing may be set."""
+    words = list(argv)
+    for i, word in enumerate(words):
+        name, equals, value = word.removeprefix("--").partition("=")
+        flag = flags.get(name.replace("-", "_")) if word.startswith("--") else None
+        if flag is None or type(None) not in typing.get_args(flag.annotation) or not _is_plain(flag.annotation):
+            continue
+        if equals and value == "null":
+            words[i] = f"--{name}=None"
+        elif not equals and words[i + 1 : i + 2] == ["null"]:
+            words[i + 1] = "None"
+    return words
 
 
 def _plain_text(boxed: str) -> str:
