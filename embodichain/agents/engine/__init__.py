@@ -5,6 +5,15 @@ from __future__ import annotations
 from embodichain.agents.engine.config import ActionSourceCfg, OnlineDataEngineCfg
 from embodichain.agents.engine.data import OnlineDataEngine
 from embodichain.agents.engine.episode import EpisodeInfo
-from embodichain.agents.engine.stats import StreamStats
+from embodichain.agents.engine.ray_config import PlacementCfg
+from embodichain.agents.engine.stats import StreamStats, WorkerStats
 
-__all__ = ["ActionSourceCfg", "EpisodeInfo", "OnlineDataEngine", "OnlineDataEngineCfg", "StreamStats"]
+__all__ = [
+    "ActionSourceCfg",
+    "EpisodeInfo",
+    "OnlineDataEngine",
+    "OnlineDataEngineCfg",
+    "PlacementCfg",
+    "StreamStats",
+    "WorkerStats",
+]

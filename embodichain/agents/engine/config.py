@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+from embodichain.agents.engine.ray_config import PlacementCfg
 from embodichain.config import Config, Field, configclass
 from embodichain.errors import ConfigError
 
@@ -64,8 +65,14 @@ class OnlineDataEngineCfg(Config):
     """``threshold`` rewrites the whole buffer; ``continuous`` writes one episode per ``refill_threshold`` samples."""
     max_samples_per_episode: Annotated[float, Field(gt=0)] | None = None
     """With ``continuous``: readers wait rather than draw more samples per written episode; None: they never wait."""
-    num_workers: Annotated[int, Field(ge=1, le=256)] = 1
-    """Number of simulation processes; each owns its share of the rows."""
+    num_workers: Annotated[int, Field(ge=1, le=4096)] = 1
+    """Number of simulation processes; on a Ray cluster at most so many, as nodes come and go."""
+    workers: Literal["local", "ray"] = "local"
+    """Where they run: on this machine, or anywhere in a Ray cluster (extra ``ray``)."""
+    address: str | None = None
+    """With ``ray``: the cluster, as ``HOST:PORT`` or ``auto``; None starts one on this machine, for itself alone."""
+    placement: PlacementCfg = PlacementCfg()
+    """With ``ray``: what a worker needs of a node."""
     seed: Annotated[int, Field(ge=0, lt=2**62)] = 0
     """Seed of the simulation and of the draws."""
     max_restarts: Annotated[int, Field(ge=0)] = 3
@@ -85,7 +92,16 @@ class OnlineDataEngineCfg(Config):
         problems = []
         if not self.gym_config and action.source != "dataset":
             problems.append("gym_config: expected the config of an environment, got {}")
-        if self.buffer_size < self.num_workers:
+        if self.workers == "local":
+            problems += [
+                f'{name}: only workers="ray" has a cluster; got {given!r}'
+                for name, given, default in (
+                    ("address", self.address, None),
+                    ("placement", self.placement, PlacementCfg()),
+                )
+                if given != default
+            ]
+        if self.buffer_size < self.num_workers and self.workers == "local":
             problems.append(
                 f"buffer_size: expected at least one row per worker ({self.num_workers}), got {self.buffer_size}"
             )

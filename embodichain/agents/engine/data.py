@@ -20,7 +20,7 @@ from embodichain.agents.engine.mirror import DeviceMirror
 from embodichain.agents.engine.progress import fill_progress
 from embodichain.agents.engine.reader import Generator, StreamReader
 from embodichain.agents.engine.shared_buffer import Control
-from embodichain.agents.engine.stats import StatsCounter, StreamStats
+from embodichain.agents.engine.stats import StatsCounter, StreamStats, WorkersCounter, WorkerStats
 from embodichain.agents.engine.supervisor import Supervisor
 from embodichain.errors import ConfigError, EngineStateError
 
@@ -45,6 +45,7 @@ class OnlineDataEngine:
         self._supervisor: Supervisor | None = None
         self._reader: StreamReader | None = None
         self._stats: StatsCounter | None = None
+        self._worker_stats: WorkersCounter | None = None
         self._mirror: DeviceMirror | None = None
 
     # --- life -----------------------------------------------------------------------------------------------------
@@ -54,7 +55,7 @@ class OnlineDataEngine:
         self._check_creator("start")
         if self._supervisor is not None and self._supervisor.is_alive():
             raise EngineStateError("the engine is already running")
-        self._reader = self._stats = None
+        self._reader = self._stats = self._worker_stats = None
         supervisor = self._supervisor = Supervisor(self.cfg)
         weakref.finalize(self, _stop_in, os.getpid(), supervisor)  # also at the end of the program
         supervisor.start()
@@ -136,6 +137,15 @@ class OnlineDataEngine:
             self._stats = StatsCounter(reader.buffer)
         return self._stats.snapshot()
 
+    def worker_stats(self) -> list[WorkerStats]:
+        """Return what each worker does; rates are since the last call. For the process that started them."""
+        self._check_creator("watch")
+        buffer = self._sampling().buffer
+        if self._worker_stats is None:
+            self._worker_stats = WorkersCounter(buffer)
+        supervisor = self._supervisor
+        return [] if supervisor is None else self._worker_stats.snapshot(supervisor.workers, supervisor.replaced)
+
     @property
     def is_init(self) -> bool:
         """Whether every row of the buffer has been written at least once."""
@@ -168,7 +178,14 @@ class OnlineDataEngine:
     def __getstate__(self) -> dict[str, Any]:
         """Pickle what sampling needs: another process attaches to the same memory."""
         self._sampling()
-        return {**self.__dict__, "_creator": None, "_supervisor": None, "_stats": None, "_mirror": None}
+        return {
+            **self.__dict__,
+            "_creator": None,
+            "_supervisor": None,
+            "_stats": None,
+            "_worker_stats": None,
+            "_mirror": None,
+        }
 
 
 def _usable_device(name: str) -> torch.device:

@@ -28,6 +28,8 @@ class WorkerProcess:
         self.started = time.monotonic()
         self.joined = 0.0
         """When the worker was given the buffer; 0 while it is still building its environment."""
+        self.node = socket.gethostname()
+        self.lost = False
         self.socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with other:
             self._process = subprocess.Popen(

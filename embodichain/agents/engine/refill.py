@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+import numpy as np
+
 from embodichain.agents.engine.config import OnlineDataEngineCfg
 from embodichain.agents.engine.shared_buffer import Ints, SharedBuffer, Work
 from embodichain.errors import StreamStalledError
@@ -20,6 +22,12 @@ _POLL_SECONDS = 0.001
 
 class RefillPolicy(Protocol):
     """Decides when a worker simulates."""
+
+    record: Ints
+    """Where ``Work.WRITTEN`` is counted, and where the policy keeps what it decided."""
+
+    def episodes_due(self) -> int:
+        """Return how many episodes should be written as soon as possible."""
 
     def wants_episode(self) -> bool:
         """Tell whether the worker should go on towards its next episode now."""
@@ -31,24 +39,28 @@ class ThresholdRefill:
     Requests that come while a fill is under way collapse into one: slow simulation never falls behind by more.
     """
 
-    def __init__(self, buffer: SharedBuffer, worker: int, samples_per_fill: int) -> None:
+    def __init__(self, buffer: SharedBuffer, worker: int | None, samples_per_fill: int) -> None:
         self._buffer = buffer
-        self._record: Ints = buffer.workers[worker]
-        self._rows = len(buffer.rows_of(worker))
+        self.record, self._rows = _share(buffer, worker)
         self._samples_per_fill = samples_per_fill
-        if self._record[Work.TARGET] == 0:
-            self._record[Work.TARGET] = self._rows
+        if self.record[Work.TARGET] == 0:
+            self.record[Work.TARGET] = self._rows
+
+    def episodes_due(self) -> int:
+        """Return what the fill that is under way or due still lacks."""
+        missing = int(self.record[Work.TARGET] - self.record[Work.WRITTEN])
+        if missing > 0:
+            return missing
+        requests = self._buffer.samples // self._samples_per_fill
+        if requests <= self.record[Work.SERVED]:
+            return 0
+        self.record[Work.SERVED] = requests
+        self.record[Work.TARGET] = self.record[Work.WRITTEN] + self._rows
+        return self._rows
 
     def wants_episode(self) -> bool:
         """Tell whether a fill is under way or due."""
-        if self._record[Work.WRITTEN] < self._record[Work.TARGET]:
-            return True
-        requests = self._buffer.samples // self._samples_per_fill
-        if requests <= self._record[Work.SERVED]:
-            return False
-        self._record[Work.SERVED] = requests
-        self._record[Work.TARGET] = self._record[Work.WRITTEN] + self._rows
-        return True
+        return self.episodes_due() > 0
 
 
 class ContinuousRefill:
@@ -58,24 +70,34 @@ class ContinuousRefill:
     long after the sampling has stopped.
     """
 
-    def __init__(self, buffer: SharedBuffer, worker: int, samples_per_episode: float) -> None:
+    def __init__(self, buffer: SharedBuffer, worker: int | None, samples_per_episode: float) -> None:
         self._buffer = buffer
-        self._record: Ints = buffer.workers[worker]
-        self._rows = len(buffer.rows_of(worker))
+        self.record, self._rows = _share(buffer, worker)
         self._samples_per_own_episode = samples_per_episode * buffer.num_rows / self._rows
+
+    def episodes_due(self) -> int:
+        """Return how many episodes the samples drawn so far have earned."""
+        # SERVED counts the episodes whose debt was forgotten.
+        earned = self._rows + int(self._buffer.samples / self._samples_per_own_episode)
+        due = earned - int(self.record[Work.SERVED]) - int(self.record[Work.WRITTEN])
+        if due > self._rows:
+            self.record[Work.SERVED] += due - self._rows
+        return min(max(due, 0), self._rows)
 
     def wants_episode(self) -> bool:
         """Tell whether the samples drawn so far have earned another episode."""
-        # SERVED counts the episodes whose debt was forgotten.
-        earned = self._rows + int(self._buffer.samples / self._samples_per_own_episode)
-        due = earned - int(self._record[Work.SERVED]) - int(self._record[Work.WRITTEN])
-        if due > self._rows:
-            self._record[Work.SERVED] += due - self._rows
-        return due > 0
+        return self.episodes_due() > 0
 
 
-def make_refill(cfg: OnlineDataEngineCfg, buffer: SharedBuffer, worker: int) -> RefillPolicy:
-    """Return the policy that the config names."""
+def _share(buffer: SharedBuffer, worker: int | None) -> tuple[Ints, int]:
+    """Return the record and the number of rows of a worker; of all together, with a record of its own, for None."""
+    if worker is None:
+        return np.zeros(len(Work), np.int64), buffer.num_rows
+    return buffer.workers[worker], len(buffer.rows_of(worker))
+
+
+def make_refill(cfg: OnlineDataEngineCfg, buffer: SharedBuffer, worker: int | None) -> RefillPolicy:
+    """Return the policy that the config names, for one worker or, with None, for all of them together."""
     if cfg.refill == "continuous":
         return ContinuousRefill(buffer, worker, cfg.refill_threshold)
     return ThresholdRefill(buffer, worker, cfg.refill_threshold * cfg.buffer_size)

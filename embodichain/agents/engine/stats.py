@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
+from embodichain.agents.engine.fleet import WorkerHandle
 from embodichain.agents.engine.shared_buffer import Control, Read, SharedBuffer, Work
 
 
@@ -64,3 +68,70 @@ class StatsCounter:
             restarts=int(buffer.control[Control.RESTARTS]),
             rejected_reads=int(read[Read.REDRAWN]),
         )
+
+
+WorkerState = Literal["waiting", "building", "running"]
+
+
+@dataclass(frozen=True)
+class WorkerStats:
+    """A snapshot of one worker; rates are since the snapshot before."""
+
+    worker: int
+    node: str
+    """Name of its machine; empty while it has none."""
+    pid: int
+    """Its process id there."""
+    state: WorkerState
+    """``waiting`` for a node, ``building`` its environment, or ``running``."""
+    episodes_written: int
+    episodes_per_second: float
+    frames_per_second: float
+    silent_seconds: float
+    """Time since its last sign of life; 0 unless it is running."""
+    mean_age_seconds: float
+    """Mean age of its episodes that are in the buffer; 0 if there are none."""
+    restarts: int
+    """How often the worker in this place was replaced."""
+
+
+class WorkersCounter:
+    """Turns the records of the workers into statistics; remembers the last snapshot for the rates."""
+
+    def __init__(self, buffer: SharedBuffer) -> None:
+        self._buffer = buffer
+        self._last = (time.monotonic(), buffer.workers.copy())
+
+    def snapshot(self, handles: Mapping[int, WorkerHandle], replaced: Sequence[int]) -> list[WorkerStats]:
+        """Return the statistics of all workers at this moment, those that are being replaced included."""
+        buffer, now, clock = self._buffer, time.monotonic(), time.time()
+        (then, before), records = self._last, buffer.workers.copy()
+        self._last = (now, records)
+        rates = (records - before) / max(now - then, 1e-9)
+        owners, times = buffer.origins[:, 0].copy(), buffer.stamps[:, 0].copy()
+        filled = buffer.length > 0
+        stats = []
+        for index, count in enumerate(replaced):
+            handle, own = handles.get(index), filled & (owners == index)
+            running = handle is not None and handle.joined > 0
+            stats.append(
+                WorkerStats(
+                    worker=index,
+                    node="" if handle is None else handle.node,
+                    pid=0 if handle is None else handle.pid,
+                    state=_state(handle),
+                    episodes_written=int(records[index, Work.WRITTEN]),
+                    episodes_per_second=float(rates[index, Work.WRITTEN]),
+                    frames_per_second=float(rates[index, Work.FRAMES]),
+                    silent_seconds=max(now - records[index, Work.HEARTBEAT] / 1e9, 0.0) if running else 0.0,
+                    mean_age_seconds=float(clock - times[own].mean()) if own.any() else 0.0,
+                    restarts=count,
+                )
+            )
+        return stats
+
+
+def _state(handle: WorkerHandle | None) -> WorkerState:
+    if handle is None or math.isinf(handle.started):
+        return "waiting"
+    return "running" if handle.joined else "building"

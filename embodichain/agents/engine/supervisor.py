@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-import selectors
+import math
 import threading
 import time
 from typing import Any
 
 from embodichain.agents.engine.config import OnlineDataEngineCfg
 from embodichain.agents.engine.failure import FailureReport
+from embodichain.agents.engine.fleet import WorkerHandle, make_fleet
 from embodichain.agents.engine.layout import FrameLayout
-from embodichain.agents.engine.process import WorkerProcess
 from embodichain.agents.engine.shared_buffer import Control, SharedBuffer, State, Work
 from embodichain.errors import ConfigError, EmbodiChainError, StreamStalledError
 
@@ -37,9 +37,11 @@ class Supervisor(threading.Thread):
         self.changed = threading.Event()
         """Set when there is something new to see: the buffer, its first fill, or an error."""
         self._cfg = cfg
-        self._workers: dict[int, WorkerProcess] = {}
+        self._workers: dict[int, WorkerHandle] = {}
+        self.replaced = [0] * cfg.num_workers
+        """How often each worker was replaced, for whatever reason."""
         self._restarts = [0] * cfg.num_workers
-        self._selector = selectors.DefaultSelector()
+        self._fleet = make_fleet(cfg)
         self._stopping = threading.Event()
         self._last_progress = (0, time.monotonic())
 
@@ -52,6 +54,11 @@ class Supervisor(threading.Thread):
     def pids(self) -> list[int]:
         """The process ids of the workers, by index."""
         return [self._workers[index].pid for index in sorted(self._workers)]
+
+    @property
+    def workers(self) -> dict[int, WorkerHandle]:
+        """The workers by index; one that is being replaced is missing."""
+        return dict(self._workers)
 
     def stop(self) -> None:
         """Stop the workers, gracefully, then firmly, and wait until they are gone."""
@@ -71,13 +78,11 @@ class Supervisor(threading.Thread):
             self.error = error
         finally:
             self._end_workers()
-            self._selector.close()
+            self._fleet.close()
             self.changed.set()
 
     def _watch(self) -> None:
-        for key, _ in self._selector.select(_POLL_SECONDS):
-            worker: WorkerProcess = key.data
-            message = worker.receive()
+        for worker, message in self._fleet.hear(_POLL_SECONDS):
             if message is None:
                 self._replace(worker, FailureReport(worker.index, worker.exit_words()))
             elif message["event"] == "layout":
@@ -90,11 +95,9 @@ class Supervisor(threading.Thread):
             self._check_first_fill(self.buffer)
 
     def _spawn(self, index: int, incarnation: int) -> None:
-        worker = WorkerProcess(self._cfg, index, incarnation)
-        self._workers[index] = worker
-        self._selector.register(worker.socket, selectors.EVENT_READ, worker)
+        self._workers[index] = self._fleet.start(index, incarnation)
 
-    def _admit(self, worker: WorkerProcess, message: dict[str, Any]) -> None:
+    def _admit(self, worker: WorkerHandle, message: dict[str, Any]) -> None:
         """Give a worker that has built its environment the buffer, made to measure for the first one."""
         layout = FrameLayout.from_json(message["layout"])
         if self.buffer is None:
@@ -108,7 +111,7 @@ class Supervisor(threading.Thread):
             self._give_up(FailureReport(worker.index, words))
         worker.share(self.buffer)
 
-    def _check_pulse(self, worker: WorkerProcess) -> None:
+    def _check_pulse(self, worker: WorkerHandle) -> None:
         """Replace a worker that has shown no sign of life for too long."""
         now = time.monotonic()
         if self.buffer is None or not worker.joined:
@@ -123,16 +126,15 @@ class Supervisor(threading.Thread):
             self._replace(worker, FailureReport(worker.index, f"hung: no sign of life for {limit:g} s"))
 
     def _check_first_fill(self, buffer: SharedBuffer) -> None:
-        written = buffer.workers[:, Work.WRITTEN]
-        if all(int(written[index]) >= len(buffer.rows_of(index)) for index in range(buffer.num_workers)):
+        if (buffer.sequence >= 2).all():
             buffer.control[Control.READY] = 1
             buffer.control[Control.STATE] = State.RUNNING
             self.changed.set()
             return
-        now, count = time.monotonic(), int(written.sum())
+        now, count = time.monotonic(), buffer.episodes_written
         if count > self._last_progress[0]:
             self._last_progress = (count, now)
-        elif now - self._last_progress[1] > self._cfg.start_timeout and all(w.joined for w in self._workers.values()):
+        elif now - self._last_progress[1] > self._cfg.start_timeout and self._nobody_builds():
             total = buffer.workers.sum(axis=0)
             raise StreamStalledError(
                 f"no episode was written in start_timeout ({self._cfg.start_timeout:g} s): "
@@ -141,23 +143,30 @@ class Supervisor(threading.Thread):
                 "Raise start_timeout, or check only_success"
             )
 
-    def _replace(self, worker: WorkerProcess, report: FailureReport) -> None:
+    def _nobody_builds(self) -> bool:
+        """Tell whether every worker that has a place has built its environment; not if all still wait for a place."""
+        workers = self._workers.values()
+        placed = [worker for worker in workers if math.isfinite(worker.started)]
+        return (not workers or bool(placed)) and all(worker.joined for worker in placed)
+
+    def _replace(self, worker: WorkerHandle, report: FailureReport) -> None:
         """Put a new worker in the place of a failed one, or give up."""
-        self._selector.unregister(worker.socket)
+        self._fleet.forget(worker)
         worker.kill()
         del self._workers[worker.index]
         if self._stopping.is_set():
             return
-        if self.buffer is None or (not worker.joined and worker.incarnation == 0):
-            raise report.as_user_error()  # it never worked: trying again would not help
-        if self._restarts[worker.index] >= self._cfg.max_restarts:
-            self._give_up(report)
-        self._restarts[worker.index] += 1
-        self.buffer.control[Control.RESTARTS] += 1
-        count = f"{self._restarts[worker.index]} of {self._cfg.max_restarts}"
-        log.warning(
-            "simulation worker %d %s; replacing it (%s)\n%s", worker.index, report.what, count, report.traceback
-        )
+        if not worker.lost:  # a machine that is gone is nobody's fault
+            if self.buffer is None or (not worker.joined and worker.incarnation == 0):
+                raise report.as_user_error()  # it never worked: trying again would not help
+            if self._restarts[worker.index] >= self._cfg.max_restarts:
+                self._give_up(report)
+            self._restarts[worker.index] += 1
+        self.replaced[worker.index] += 1
+        if self.buffer is not None:
+            self.buffer.control[Control.RESTARTS] += 1
+        count = "" if worker.lost else f" ({self._restarts[worker.index]} of {self._cfg.max_restarts})"
+        log.warning("simulation worker %d %s; replacing it%s\n%s", worker.index, report.what, count, report.traceback)
         try:
             self._spawn(worker.index, worker.incarnation + 1)
         except OSError as error:

@@ -51,9 +51,9 @@ class Worker:
         self._source = source
         self._buffer = buffer
         self._parent = parent
-        self._only_success = cfg.check().only_success
         self._rows = buffer.rows_of(worker)
         self._record: Ints = buffer.workers[worker]
+        self._wanted = Selection(cfg.check().only_success, self._record)
         self._refill: RefillPolicy = make_refill(cfg, buffer, worker)
 
     def loop(self) -> None:
@@ -73,6 +73,20 @@ class Worker:
 
     def take(self, episode: Episode) -> None:
         """Count a finished episode and store it if it is wanted."""
+        if self._wanted.takes(episode):
+            row = self._rows[int(self._record[Work.WRITTEN]) % len(self._rows)]
+            self._buffer.write(row, self._index, episode)
+            self._record[Work.WRITTEN] += 1
+
+
+class Selection:
+    """Counts finished episodes and tells which of them are to be stored."""
+
+    def __init__(self, only_success: bool, record: Ints) -> None:
+        self._only_success, self._record = only_success, record
+
+    def takes(self, episode: Episode) -> bool:
+        """Count an episode, after a look at its numbers; tell whether it is wanted."""
         episode.check_finite()
         record = self._record
         record[Work.FINISHED] += 1
@@ -80,14 +94,9 @@ class Worker:
         if episode.success is not None:
             record[Work.JUDGED] += 1
             record[Work.SUCCEEDED] += int(episode.success)
-        if self._only_success:
-            if episode.success is None:
-                raise ConfigError("only_success: the episodes do not say whether they succeeded", "action_config")
-            if not episode.success:
-                return
-        row = self._rows[int(record[Work.WRITTEN]) % len(self._rows)]
-        self._buffer.write(row, self._index, episode)
-        record[Work.WRITTEN] += 1
+        elif self._only_success:
+            raise ConfigError("only_success: the episodes do not say whether they succeeded", "action_config")
+        return not self._only_success or bool(episode.success)
 
 
 def _join(connection: socket.socket, source: EpisodeSource) -> SharedBuffer:

@@ -1,0 +1,110 @@
+"""Finished episodes on their way through Ray's object store: one array of bytes and one of numbers per batch."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from embodichain.agents.engine.episode import Episode
+from embodichain.agents.engine.layout import Allocator, FrameLayout, Key
+from embodichain.agents.engine.shared_buffer import Ints, Work
+
+_FIRST_BYTES = 1 << 20
+_OFFSET, _LENGTH, _SEED, _VERSION, _SUCCESS = range(5)
+
+
+@dataclass(frozen=True)
+class EpisodeBatch:
+    """Episodes of one worker, and what it has done meanwhile."""
+
+    headers: Ints
+    """``[num_episodes, 5]``: where an episode begins in ``data``, its length, seed, policy version, and success."""
+    data: NDArray[np.uint8]
+    """The frames: each episode in one piece, its arrays one after the other in the order of the layout."""
+    counts: Ints
+    """Counts to be added to the worker's record, see ``Work``."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return EpisodeBatch, (self.headers, self.data, self.counts)
+
+    def episodes(self, layout: FrameLayout) -> Iterator[Episode]:
+        """Return the episodes; their frames lie in ``data``, which is not copied."""
+        memory = tensor_on(self.data)
+        for offset, length, seed, version, success in self.headers.tolist():
+            views = _views(memory[offset:], layout, length)
+            frames: dict[Key, tuple[Tensor, ...]] = {
+                leaf.key: (view,) for leaf, view in zip(layout.leaves, views, strict=True)
+            }
+            yield Episode(frames, length, seed, None if success < 0 else bool(success), version)
+
+
+class BatchWriter:
+    """Gathers episodes, whose frames are copied at once, into a batch."""
+
+    def __init__(self, layout: FrameLayout) -> None:
+        self.layout = layout
+        self.counts: Ints = np.zeros(len(Work), np.int64)
+        self._headers: list[tuple[int, ...]] = []
+        self._data = np.empty(_FIRST_BYTES, np.uint8)
+        self._used = 0
+
+    def __len__(self) -> int:
+        return len(self._headers)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes gathered so far."""
+        return self._used
+
+    def add(self, episode: Episode) -> None:
+        """Copy an episode into the batch."""
+        size, offset = _size(self.layout, episode.length), self._used
+        if offset + size > self._data.size:
+            grown = np.empty(max(2 * self._data.size, offset + size), np.uint8)
+            grown[:offset] = self._data[:offset]
+            self._data = grown
+        views = _views(torch.from_numpy(self._data[offset : offset + size]), self.layout, episode.length)
+        for leaf, view in zip(self.layout.leaves, views, strict=True):
+            torch.cat(episode.frames[leaf.key], out=view)
+        success = -1 if episode.success is None else int(episode.success)
+        self._headers.append((offset, episode.length, episode.seed, episode.policy_version, success))
+        self._used = offset + size
+
+    def take(self) -> EpisodeBatch:
+        """Return the batch, and begin the next one."""
+        headers = np.array(self._headers, np.int64).reshape(len(self._headers), 5)
+        batch = EpisodeBatch(headers, self._data[: self._used], self.counts.copy())
+        self._headers, self._used = [], 0
+        self.counts[:] = 0
+        self._data = np.empty(self._data.size, np.uint8)
+        return batch
+
+
+def _places(layout: FrameLayout, length: int) -> tuple[list[int], int]:
+    allocator = Allocator()
+    return [allocator.take(length * leaf.nbytes) for leaf in layout.leaves], allocator.size
+
+
+def _size(layout: FrameLayout, length: int) -> int:
+    return _places(layout, length)[1]
+
+
+def _views(memory: Tensor, layout: FrameLayout, length: int) -> Iterator[Tensor]:
+    """Return the arrays ``[length, ...]`` of an episode that begins where ``memory`` does."""
+    for leaf, offset in zip(layout.leaves, _places(layout, length)[0], strict=True):
+        yield memory[offset : offset + length * leaf.nbytes].view(leaf.dtype).view(length, *leaf.shape)
+
+
+def tensor_on(data: NDArray[np.uint8]) -> Tensor:
+    """Return bytes as a tensor, without a copy; it is not written to, so read-only memory will do."""
+    if not data.size:
+        return torch.empty(0, dtype=torch.uint8)
+    memory = (ctypes.c_uint8 * data.size).from_address(data.ctypes.data)
+    return torch.frombuffer(memory, dtype=torch.uint8)

@@ -1,0 +1,75 @@
+"""A Ray cluster of two nodes on this machine, on the loopback interface."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from embodichain.extras import available
+
+for folder in (Path(__file__).parents[1], Path(__file__).parent):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+_STORE_BYTES = 100 << 20
+
+
+class TwoNodes:
+    """A head that stays, with room for one worker, and nodes that come and go, with room for one more each."""
+
+    def __init__(self) -> None:
+        from ray.cluster_utils import Cluster
+
+        from embodichain.agents.engine.ray_session import loopback_only
+
+        quick = {
+            "health_check_initial_delay_ms": 500,
+            "health_check_period_ms": 500,
+            "health_check_timeout_ms": 2000,
+            "health_check_failure_threshold": 3,
+        }
+        self._loopback = loopback_only
+        with loopback_only():
+            head = {"num_cpus": 1, "include_dashboard": False, "_system_config": quick}
+            self._cluster = Cluster(initialize_head=True, head_node_args=head | self._node())
+        self.address: str = self._cluster.address
+        self.guest: Any = None
+        self.add()
+
+    def add(self) -> None:
+        """Add a node."""
+        with self._loopback():
+            self.guest = self._cluster.add_node(num_cpus=1, **self._node())
+
+    def kill(self) -> None:
+        """Kill the node that came last, as a power cut would."""
+        self._cluster.remove_node(self.guest, allow_graceful=False)
+        self.guest = None
+
+    def close(self) -> None:
+        """End everything."""
+        self._cluster.shutdown()
+
+    def _node(self) -> dict[str, Any]:
+        return {"node_ip_address": "127.0.0.1", "object_store_memory": _STORE_BYTES}
+
+
+@pytest.fixture(scope="session")
+def two_nodes() -> Iterator[TwoNodes]:
+    if not available("ray"):
+        pytest.skip("Ray is not installed (extra ray)")
+    nodes = TwoNodes()
+    yield nodes
+    nodes.close()
+
+
+@pytest.fixture
+def cluster(two_nodes: TwoNodes) -> TwoNodes:
+    """The cluster with both nodes alive."""
+    if two_nodes.guest is None:
+        two_nodes.add()
+    return two_nodes
