@@ -72,7 +72,7 @@ class RemoteInference:
     """``PushCubeRL``; simulation and update have a core each.
 
     A simulated step of all envs takes somewhat less than two inferences, so that two groups keep both sides busy, and
-    an update as long as collecting a rollout in two groups: all three stages are comparable.
+    an update nearly as long as collecting a rollout in two groups: all three stages are comparable.
     """
 
     packages = ("torch", "mujoco")
@@ -96,7 +96,7 @@ class RemoteInference:
         self.sizes = Sizes(num_envs, 4, rollouts, epochs=1)
         update = run(self, "sync", seed=0, rollouts=2).update
         collect = measure_stages(self, groups=2).bound(2, self.sizes.num_steps)
-        return replace(self.sizes, epochs=max(1, round(collect / update)))
+        return replace(self.sizes, epochs=max(1, int(collect / update)))
 
     def maker(self, groups: int, num_envs: int) -> Callable[[], VecEnv]:
         """Return what makes environments that simulate on one core."""
@@ -128,6 +128,6 @@ class RemoteInference:
         return [
             f"inference is a sleep of {1000 * INFERENCE_SECONDS:.0f} ms per call, off the cores; simulation and update "
             "are real, on a core each",
-            f"sizes are chosen so that a step of all envs takes {_STEP} inferences, and an update as long as a rollout "
-            "in two groups",
+            f"sizes are chosen so that a step of all envs takes {_STEP} inferences, and an update at most as long as a "
+            "rollout in two groups",
         ]

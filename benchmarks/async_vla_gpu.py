@@ -110,7 +110,7 @@ class CameraVLA:
             f"{cores()} cores of a CPU; gradient steps in float32, not recorded as CUDA graphs",
             f"it imitated the expert first: {self.start_success:.0%} of episodes succeed before any reinforcement "
             f"({self.seconds_to_prepare:.0f} s, shared by all runs)",
-            "epochs are chosen so that an update takes as long as a rollout in two groups",
+            "epochs are chosen so that an update takes at most as long as a rollout in two groups",
         ]
 
     # --- before the runs ------------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ class CameraVLA:
         """Choose the number of epochs."""
         update = run(self, "sync", seed=0, rollouts=2).update
         collect = measure_stages(self, groups=2).bound(2, self.sizes.num_steps)
-        return replace(self.sizes, epochs=min(10, max(1, round(collect / update))))
+        return replace(self.sizes, epochs=min(10, max(1, int(collect / update))))
 
 
 def _success(evaluation: Any) -> float:
