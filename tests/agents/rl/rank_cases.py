@@ -184,11 +184,11 @@ def talk(folder: Path) -> None:
         assert isinstance(ranks, Ranks)
         data = {"tensor": torch.arange(3) + ranks.rank, "words": [ranks.rank, None, "ä", float("inf")]}
         heard = {
-            "exchange": ranks.exchange({"rank": ranks.rank, "padding": "x" * 10**ranks.rank}),
+            "exchange": ranks.exchange({"rank": ranks.rank, "padding": "x" * 10 ** (4 * ranks.rank)}),
             "from_first": ranks.from_first(data if ranks.is_first else None),
             "to_first": ranks.to_first(data),
             "sum": ranks.sum(torch.tensor([0.1, 1.0]) * (ranks.rank + 1)),
-            "spread": ranks.mean_and_std(torch.arange(10.0) + 5 * ranks.rank),
+            "spread": ranks.mean_and_std(torch.arange(10.0) + 5 * ranks.rank)[0],
             "seed": ranks.seed(7),
             "listening": _listening(),
         }

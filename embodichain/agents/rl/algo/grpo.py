@@ -125,7 +125,7 @@ class GRPO(MinibatchAlgorithm):
                 proximal = Proximal.of(self.policy, rollout, cfg.batch_size)
         minibatches = self._agree(self._minibatches(rollout, valid, proximal))
 
-        meter = Meter(self.ranks)
+        meter = Meter()
         if len(minibatches):
             for _ in range(cfg.n_epochs):
                 self._run_epoch(minibatches, meter)

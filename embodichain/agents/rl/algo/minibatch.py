@@ -40,7 +40,7 @@ class MinibatchAlgorithm(BaseAlgorithm):
 
     def join(self, ranks: Ranks) -> None:
         """Train the policy together with other processes: minibatch k is that of all ranks, taken together."""
-        self.ranks = self.optimizer.ranks = ranks
+        self.ranks = ranks
         if ranks.count == 1:
             return
         ranks.copy_first(self.policy)
@@ -70,9 +70,11 @@ class MinibatchAlgorithm(BaseAlgorithm):
 
     def _shares(self, minibatches: Minibatches, order: Sequence[Tensor]) -> list[float]:
         """Return which share of the transitions of each minibatch, those of all ranks together, is this rank's."""
-        if self.ranks.count == 1:
-            return [1.0] * len(order)
-        weights = torch.tensor([minibatches.weigh(chosen, self.validity_key) for chosen in order], dtype=torch.float64)
+        if self.validity_key is None or not self.policy.is_recurrent:
+            return minibatches.shares(self.ranks.rank)
+        weights = torch.tensor(
+            [minibatches.num_valid(chosen, self.validity_key) for chosen in order], dtype=torch.float64
+        )
         return (weights / self.ranks.sum(weights)).tolist()
 
     def _step_once(self, batch: TensorDictBase) -> dict[str, Tensor]:
@@ -91,14 +93,17 @@ class MinibatchAlgorithm(BaseAlgorithm):
         On a CPU the minibatch is worked through in pieces whose gradients add up to the same: memory traffic, not
         arithmetic, is what large minibatches would cost there.
         """
+        own = meter if self.ranks.count == 1 else Meter()
         rows, piece = batch.numel(), CPU_ROWS * torch.get_num_threads()
         whole = rows <= piece or batch.batch_dims > 1 or self.device.type != "cpu"
         for part in (batch,) if whole else batch.split(piece):
             loss, measures = self._loss(part)
             weight = share if whole else share * part.numel() / rows
             self.optimizer.backward(loss if weight == 1.0 else loss * weight)
-            meter.add(weight, measures)
-        meter.end_step(self.optimizer.step(), share)
+            own.add(weight, measures)
+        if own is not meter:
+            meter.add(1.0, self.ranks.sum_gradients(self.optimizer.parameters, own.epoch_sums))
+        meter.end_step(self.optimizer.step())
 
     def state_dict(self) -> dict[str, Any]:
         """Return optimiser state and progress."""
@@ -113,13 +118,9 @@ class MinibatchAlgorithm(BaseAlgorithm):
 
 
 class Meter:
-    """Means over gradient steps, added up on the device and read once.
+    """Means over gradient steps, added up on the device and read once."""
 
-    Under data parallelism they are this rank's part of means over all ranks.
-    """
-
-    def __init__(self, ranks: Ranks | None = None) -> None:
-        self.ranks = ranks or Ranks()
+    def __init__(self) -> None:
         self.epochs = 0
         self._steps = 0
         self._sums: dict[str, Tensor] = {}
@@ -133,9 +134,9 @@ class Meter:
             part = value.detach().float() if share == 1.0 else value.detach().float() * share
             self.epoch_sums[name] = self.epoch_sums[name] + part if name in self.epoch_sums else part
 
-    def end_step(self, grad_norm: Tensor, share: float = 1.0) -> None:
+    def end_step(self, grad_norm: Tensor) -> None:
         """Count a gradient step."""
-        self.add(share, {"grad_norm": grad_norm})
+        self.add(1.0, {"grad_norm": grad_norm})
         self._epoch_steps += 1
 
     def add_steps(self, sums: dict[str, Tensor], steps: int) -> None:
@@ -144,7 +145,7 @@ class Meter:
         self._epoch_steps += steps
 
     def end_epoch(self, name: str) -> Tensor:
-        """Close an epoch and return the mean ``[]`` of one scalar in it, or this rank's part of it."""
+        """Close an epoch and return the mean ``[]`` of one scalar in it."""
         mean = self.epoch_sums[name] / self._epoch_steps
         for key, value in self.epoch_sums.items():
             self._sums[key] = self._sums[key] + value if key in self._sums else value
@@ -154,8 +155,8 @@ class Meter:
         return mean
 
     def means(self) -> dict[str, float]:
-        """Return the mean of every scalar over all epochs and ranks; this waits for the device once."""
+        """Return the mean of every scalar over all epochs; this waits for the device once."""
         if not self._sums:
             return {}
-        values = (self.ranks.sum(torch.stack(list(self._sums.values()))) / self._steps).tolist()
+        values = (torch.stack(list(self._sums.values())) / self._steps).tolist()
         return dict(zip(self._sums, values, strict=True))

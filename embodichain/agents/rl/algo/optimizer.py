@@ -1,4 +1,4 @@
-"""One gradient step: backward, sum over ranks, clip, Adam."""
+"""One gradient step: backward, clip, Adam."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-
-from embodichain.agents.rl.utils.ranks import Ranks
 
 Precision = Literal["off", "tf32", "bf16", "fp16"]
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -36,8 +34,6 @@ class PolicyOptimizer:
         rate = learning_rate if self._rate is None else self._rate
         self.adam = torch.optim.Adam(self.parameters, lr=rate, eps=1e-5, fused=True, capturable=on_gpu)
         self.scaler = torch.amp.GradScaler(self.device_type, enabled=precision == "fp16")
-        self.ranks = Ranks()
-        """Under data parallelism: those whose gradients are added up between backward and clipping."""
 
     @property
     def learning_rate(self) -> float:
@@ -88,7 +84,6 @@ class PolicyOptimizer:
 
     def step(self) -> Tensor:
         """Follow the gathered gradient; return its norm before clipping, ``[]``."""
-        self.ranks.sum_gradients(self.parameters)
         self.scaler.unscale_(self.adam)
         norm = nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm, foreach=True)
         self.scaler.step(self.adam)

@@ -91,7 +91,7 @@ class PPO(MinibatchAlgorithm):
         if cfg.lr_schedule == "linear":
             self.optimizer.learning_rate = cfg.learning_rate * (1.0 - self.progress)
 
-        meter = Meter(self.ranks)
+        meter = Meter()
         for _ in range(cfg.n_epochs):
             self._run_epoch(minibatches, meter)
             if self._adapt_to_kl(meter.end_epoch("approx_kl")):
@@ -127,7 +127,7 @@ class PPO(MinibatchAlgorithm):
         keys = ("observation", "action", "sample_log_prob", "value", "advantage", "return", *loss_keys(rollout))
         data = rollout.select(*keys)
         if self.cfg.normalize_advantage:
-            mean, std = self.ranks.mean_and_std(rollout["advantage"])
+            [(mean, std)] = self.ranks.mean_and_std(rollout["advantage"])
             data["advantage"] = (rollout["advantage"] - mean) / (std + 1e-8)
         if proximal is not None and self.cfg.correction == "decoupled":
             decouple(data, proximal, self.cfg.max_importance_weight, self.cfg.log_prob_per)
@@ -191,14 +191,12 @@ class PPO(MinibatchAlgorithm):
         cfg = self.cfg
         if cfg.lr_schedule != "adaptive" and cfg.target_kl is None:
             return False
-        kl = self.ranks.sum(epoch_kl)
         if cfg.lr_schedule == "adaptive":
-            self.optimizer.adapt_learning_rate(kl, cfg.desired_kl)
-        return cfg.target_kl is not None and float(kl) > cfg.target_kl
+            self.optimizer.adapt_learning_rate(epoch_kl, cfg.desired_kl)
+        return cfg.target_kl is not None and float(epoch_kl) > cfg.target_kl
 
 
 def explained_variance(value: Tensor, return_: Tensor, ranks: Ranks) -> float:
     """Return ``1 - Var(return - value) / Var(return)``: 1 is perfect, 0 no better than a constant."""
-    _, std = ranks.mean_and_std(return_)
-    _, error = ranks.mean_and_std(return_ - value)
+    (_, std), (_, error) = ranks.mean_and_std(return_, return_ - value)
     return float(1.0 - (error / std.clamp(min=1e-6)).square())

@@ -63,15 +63,20 @@ class Minibatches:
 
     def cut_together(self, items: Sequence[int]) -> None:
         """Cut into as many minibatches as the items of several ranks together; some may be empty on one of them."""
+        self._items_of = items
         in_one = 1 if self.sequence_length is None else self.sequence_length
         self.count = min(-(-sum(items) * in_one // (self.batch_size * len(items))), max(items))
 
-    def weigh(self, chosen: Tensor, validity_key: str | None) -> int:
-        """Return the number of transitions in these items, of the valid ones if a key says which they are."""
-        index, _ = self.locate(chosen)
-        if validity_key is None or self.sequence_length is None:  # single transitions are chosen only if they are valid
-            return index.numel()
-        return int(self.rows[validity_key][index].sum())
+    def shares(self, rank: int) -> list[float]:
+        """Return which share of the items of each minibatch, those of all ranks together, is one rank's."""
+        sizes = [
+            [items // self.count + (k < items % self.count) for items in self._items_of] for k in range(self.count)
+        ]
+        return [of_ranks[rank] / sum(of_ranks) for of_ranks in sizes]
+
+    def num_valid(self, chosen: Tensor, validity_key: str) -> int:
+        """Return how many transitions of these items count; this waits for the device."""
+        return int(self.rows[validity_key][self.locate(chosen)[0]].sum())
 
     def __len__(self) -> int:
         return self.count

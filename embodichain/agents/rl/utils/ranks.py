@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,10 @@ from embodichain.agents.rl.utils.tree import put_together, take_apart
 from embodichain.errors import RankError
 
 _PART = 1 << 30  # bytes sent at a time
+_LETTER = 2048  # bytes of a message that are sent before everybody knows how long it is
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+Measures = dict[str, Tensor]
 
 
 class Ranks:
@@ -49,8 +53,12 @@ class Ranks:
 
     # --- numbers of the training ----------------------------------------------------------------------------------
 
-    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Replace every gradient by its sum over all ranks; the losses carry each rank's share."""
+    def sum_gradients(self, parameters: Sequence[nn.Parameter], measures: Measures) -> Measures:
+        """Replace every gradient by its sum over all ranks, and return the sums of what was measured, ``[]`` each.
+
+        Loss and measures carry each rank's share of the minibatch.
+        """
+        return measures
 
     def gather(self, values: Tensor) -> Tensor:
         """Return the tensors ``[...]`` of all ranks as ``[count, ...]``; they have the same shape."""
@@ -60,9 +68,9 @@ class Ranks:
         """Return the sum of a small tensor over all ranks."""
         return values
 
-    def mean_and_std(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mean and standard deviation ``[]`` of the values of all ranks together."""
-        return values.mean(), values.std(correction=0)
+    def mean_and_std(self, *values: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return mean and standard deviation ``[]`` of several tensors' values, those of all ranks together."""
+        return [(part.mean(), part.std(correction=0)) for part in values]
 
     def share_moments(self, own: Moments) -> Sequence[Moments]:
         """Return the moments of all ranks, for a ``RunningNormalizer``."""
@@ -97,14 +105,15 @@ class ProcessRanks(Ranks):
     def __init__(self) -> None:
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
 
-    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Replace every gradient by its sum over all ranks, in one go; a missing one counts as zero."""
+    def sum_gradients(self, parameters: Sequence[nn.Parameter], measures: Measures) -> Measures:
+        """Do so in one message; a missing gradient counts as zero."""
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        flat = torch.cat([part.reshape(-1) for part in (*gradients, *measures.values())])
         _call(dist.all_reduce, flat)
-        parts = flat.split([parameter.numel() for parameter in parameters])
+        *parts, measured = flat.split([*(parameter.numel() for parameter in parameters), len(measures)])
         for parameter, part in zip(parameters, parts, strict=True):
             parameter.grad = part.view_as(parameter).to(parameter.dtype)
+        return dict(zip(measures, measured.unbind(), strict=True))
 
     def gather(self, values: Tensor) -> Tensor:
         """Return the tensors ``[...]`` of all ranks as ``[count, ...]``; they have the same shape."""
@@ -120,13 +129,12 @@ class ProcessRanks(Ranks):
             first = first + other
         return first
 
-    def mean_and_std(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mean and standard deviation ``[]`` of the values of all ranks together."""
-        total, *others = self.share_moments(batch_moments(values.detach().reshape(-1, 1), 1))
-        for other in others:
-            total = merge_moments(total, other)
-        count, mean, m2 = total
-        return mean.squeeze(0).to(values.dtype), (m2 / count).sqrt().squeeze(0).to(values.dtype)
+    def mean_and_std(self, *values: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return mean and standard deviation ``[]`` of several tensors' values, those of all ranks together."""
+        columns = torch.stack([part.detach().reshape(-1) for part in values], dim=-1)
+        count, mean, m2 = reduce(merge_moments, self.share_moments(batch_moments(columns, len(values))))
+        std = (m2 / count).sqrt()
+        return list(zip(mean.to(columns.dtype).unbind(), std.to(columns.dtype).unbind(), strict=True))
 
     def share_moments(self, own: Moments) -> Sequence[Moments]:
         """Return the moments of all ranks, for a ``RunningNormalizer``."""
@@ -144,12 +152,15 @@ class ProcessRanks(Ranks):
 
     def exchange(self, value: Any) -> list[Any]:
         """Return the JSON data of all ranks, in their order."""
-        own = _to_bytes(json.dumps(value).encode())
-        sizes = self.gather(torch.tensor([own.numel()]))
-        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
-        padded[: own.numel()] = own
-        rows = zip(self.gather(padded), sizes.flatten().tolist(), strict=True)
-        return [json.loads(row[:size].numpy().tobytes()) for row, size in rows]
+        words = json.dumps(value).encode()
+        own = len(words).to_bytes(8, "little") + words
+        heard = [row.numpy().tobytes() for row in self.gather(_to_bytes(own[:_LETTER].ljust(_LETTER, b"\0")))]
+        sizes = [8 + int.from_bytes(row[:8], "little") for row in heard]
+        if max(sizes) > _LETTER:
+            rest = own[_LETTER:].ljust(max(sizes) - _LETTER, b"\0")
+            tails = self.gather(_to_bytes(rest))
+            heard = [row + tail.numpy().tobytes() for row, tail in zip(heard, tails, strict=True)]
+        return [json.loads(row[8:size]) for row, size in zip(heard, sizes, strict=True)]
 
     def from_first(self, value: Any) -> Any:
         """Return the first rank's nested data, tensors included; what the others pass does not matter."""
