@@ -6,11 +6,15 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from embodichain.cli.stream_watch import StreamLog, worker_table
+
 if TYPE_CHECKING:
+    from rich.console import Group
     from rich.table import Table
 
     from embodichain.agents.engine import OnlineDataEngine, StreamStats
@@ -30,6 +34,10 @@ class StreamArgs:
     """Steps per chunk."""
     rate: float = 50.0
     """Batches per second to draw; 0 draws none."""
+    watch: bool = False
+    """Show what every worker does, node by node."""
+    tensorboard: Path | None = None
+    """Folder for TensorBoard scalars of the stream and of every node."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -45,20 +53,39 @@ def main(argv: Sequence[str]) -> int:
 
     cfg = parse_overrides(load_stream_config(args.config), flags, prog="embodichain stream CONFIG")
     console = Console()
+    log = None if args.tensorboard is None else StreamLog(args.tensorboard)
     with OnlineDataEngine(cfg) as engine:
         started = time.monotonic()
-        table = stats_table(engine.stats(), 0.0)
+        view = _look(engine, args, 0.0, None)
         try:
-            with Live(table, console=console, transient=True) if console.is_terminal else nullcontext() as live:
+            with Live(view, console=console, transient=True) if console.is_terminal else nullcontext() as live:
                 while args.duration is None or time.monotonic() - started < args.duration:
-                    _draw(engine, args, seconds=0.5)
-                    table = stats_table(engine.stats(), time.monotonic() - started)
+                    _draw(engine, args, seconds=1.0 if args.watch else 0.5)
+                    view = _look(engine, args, time.monotonic() - started, log)
                     if live is not None:
-                        live.update(table)
+                        live.update(view)
         except KeyboardInterrupt:
             pass  # the ordinary way to end a stream that has no duration
-        console.print(table)
+        finally:
+            if log is not None:
+                log.close()
+        console.print(view)
     return 0
+
+
+def _look(engine: OnlineDataEngine, args: StreamArgs, seconds: float, log: StreamLog | None) -> Group:
+    """Return what is going on, as tables, and write it down if that is wanted."""
+    from rich.console import Group
+
+    stats = engine.stats()
+    tables = [stats_table(stats, seconds)]
+    if args.watch or log is not None:
+        workers = engine.worker_stats()
+        if args.watch:
+            tables.append(worker_table(workers))
+        if log is not None:
+            log.write(seconds, stats, workers)
+    return Group(*tables)
 
 
 def _draw(engine: OnlineDataEngine, args: StreamArgs, seconds: float) -> None:
