@@ -143,9 +143,10 @@ class CameraVLA:
         if not isinstance(policy, VLAPolicy):
             raise TypeError(f"expected a VLAPolicy, got {type(policy).__name__}")
         self._start = policy
-        torch.set_float32_matmul_precision("high")  # for the imitation alone
+        products = torch.backends.cuda.matmul
+        products.fp32_precision = "tf32"  # for the imitation alone
         self._imitate(policy, *((2, 10, 16) if self.small else (64, 1000, 256)))
-        torch.set_float32_matmul_precision("highest")
+        products.fp32_precision = "ieee"
         self._learn_values(policy, 1 if self.small else 8)
         self.start_success = self.final_score(PPO(self._cfg(1e-5, 1), policy)) or 0.0
 
