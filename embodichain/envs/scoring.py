@@ -23,37 +23,37 @@ class Scoring:
         self._weight_row = torch.tensor(list(self._weights.values()), device=device)
         self._limit = torch.tensor(max_episode_steps, device=device)
         self._none = torch.zeros(num_envs, dtype=torch.bool, device=device)
+        self._zeros = torch.zeros(num_envs, device=device)
 
     def score(self, scene: Scene, action: Tensor, step: Tensor, diverged: Tensor | None) -> Moment:
         """Judge the state after an action: envs ``diverged`` (``None``: none) end and have not succeeded."""
         success = self._task.success(scene)
         if diverged is not None:
             success = success & ~diverged
-        scene["success"] = success
-        parts, reward = self._reward(scene, action, success)
+        scene["success"] = success.float()
+        parts, reward = self._reward(scene, action)
         terminated = success if self._ends_with_success else self._none
         for ended in (self._task.failed(scene), diverged):
             if ended is not None:
                 terminated = terminated | ended
         if terminated is self._none:
             terminated = terminated.clone()
-        return Moment(parts, reward, terminated, step >= self._limit, self._metrics(scene, success, diverged))
+        return Moment(parts, reward, terminated, step >= self._limit, self._metrics(scene, diverged))
 
-    def _reward(self, scene: Scene, action: Tensor, success: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    def _reward(self, scene: Scene, action: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """Return the weighted parts and their sum."""
         if self._sparse:
-            reward = success.to(torch.float32)
-            return {"success": reward.clone()}, reward
+            return {"success": scene["success"].clone()}, scene["success"].clone()
         if not self._weights:
-            return {}, torch.zeros_like(success, dtype=torch.float32)
+            return {}, self._zeros.clone()
         terms = self._task.reward_terms(scene, action)
         parts = torch.stack([terms[name] for name in self._weights], dim=1) * self._weight_row
         return dict(zip(self._weights, parts.unbind(1), strict=True)), parts.sum(dim=1)
 
-    def _metrics(self, scene: Scene, success: Tensor, diverged: Tensor | None) -> dict[str, Tensor]:
-        measures = {"success": success, "diverged": self._none if diverged is None else diverged}
+    def _metrics(self, scene: Scene, diverged: Tensor | None) -> dict[str, Tensor]:
+        measures = {"success": scene["success"], "diverged": self._zeros if diverged is None else diverged.float()}
         measures.update(self._task.metrics(scene))
-        copies = torch.stack(list(measures.values())).to(torch.float32)
+        copies = torch.stack(list(measures.values()))
         return dict(zip(measures, copies.unbind(0), strict=True))
 
 

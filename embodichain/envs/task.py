@@ -49,6 +49,7 @@ class Task(ABC):
         if cfg.env.language is not None and not self.understands_language:
             raise ConfigError(f"env.language: {cfg.id} takes no instructions; leave it out")
         self.cfg, self.physics, self.robot = cfg, physics, robot
+        self._threshold = torch.tensor(cfg.env.success_threshold, device=physics.device)
         self._home = torch.tensor(physics.model.qpos0, dtype=torch.float64, device=physics.device)
         self._home[robot.qpos] = robot.init_qpos
         self.variables: dict[str, Tensor] = {}
@@ -82,7 +83,7 @@ class Task(ABC):
 
     @abstractmethod
     def reward_terms(self, scene: Scene, action: Tensor) -> dict[str, Tensor]:
-        """Return the unweighted terms named in ``reward_weights``; ``scene["success"]`` is where the task is solved."""
+        """Return the unweighted terms named in ``reward_weights``; ``scene["success"]`` is 1 where it is solved."""
 
     @abstractmethod
     def success(self, scene: Scene) -> Tensor:

@@ -18,7 +18,7 @@ from embodichain.envs.env_cfg import (
     PoseRangeCfg,
     RobotCfg,
 )
-from embodichain.envs.kinematics import length
+from embodichain.envs.kinematics import length, mean_square
 from embodichain.envs.physics import Physics
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.robot import Robot
@@ -105,12 +105,12 @@ class PickCube(ArmTask):
             "reach": torch.tanh(5.0 * length(scene["to_cube"])),
             "grasp": 1.0 - held,
             "place": 1.0 - held * (1.0 - torch.tanh(5.0 * scene["distance"])),
-            "effort": action.square().mean(dim=1),
+            "effort": mean_square(action),
             "success": scene["success"],
         }
 
     def success(self, scene: Scene) -> Tensor:
-        return (scene["distance"] < self.cfg.env.success_threshold) & (length(scene["cube_vel"]) < _STILL)
+        return (scene["distance"] < self._threshold) & (length(scene["cube_vel"]) < _STILL)
 
     def metrics(self, scene: Scene) -> dict[str, Tensor]:
         return {"distance": scene["distance"], "held": scene["held"], "height": scene["cube_pos"][:, 2]}

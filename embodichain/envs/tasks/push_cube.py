@@ -18,7 +18,7 @@ from embodichain.envs.env_cfg import (
     PoseRangeCfg,
     RobotCfg,
 )
-from embodichain.envs.kinematics import dot, length
+from embodichain.envs.kinematics import dot, length, mean_square
 from embodichain.envs.physics import Physics
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.robot import Robot
@@ -101,12 +101,12 @@ class PushCube(ArmTask):
         return {
             "reach": length(scene["behind"] - scene["ee_pos"]),
             "place": scene["distance"],
-            "effort": action.square().mean(dim=1),
+            "effort": mean_square(action),
             "success": scene["success"],
         }
 
     def success(self, scene: Scene) -> Tensor:
-        return scene["distance"] < self.cfg.env.success_threshold
+        return scene["distance"] < self._threshold
 
     def metrics(self, scene: Scene) -> dict[str, Tensor]:
         return {"distance": scene["distance"]}

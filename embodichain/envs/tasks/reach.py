@@ -18,7 +18,7 @@ from embodichain.envs.env_cfg import (
     PoseRangeCfg,
     RobotCfg,
 )
-from embodichain.envs.kinematics import length
+from embodichain.envs.kinematics import length, mean_square
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.task import Scene, Start, draw_pose
 from embodichain.envs.tasks.arm import ArmTask, shorten
@@ -71,12 +71,12 @@ class Reach(ArmTask):
     def reward_terms(self, scene: Scene, action: Tensor) -> dict[str, Tensor]:
         return {
             "distance": scene["distance"],
-            "effort": action.square().mean(dim=1),
+            "effort": mean_square(action),
             "success": scene["success"],
         }
 
     def success(self, scene: Scene) -> Tensor:
-        return scene["distance"] < self.cfg.env.success_threshold
+        return scene["distance"] < self._threshold
 
     def metrics(self, scene: Scene) -> dict[str, Tensor]:
         return {"distance": scene["distance"]}
