@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -31,15 +32,19 @@ class Episode:
                 continue
             offset = 0
             for piece in pieces:
-                # One reduction instead of isfinite().all(): x * 0 is NaN exactly where x is not finite.
-                if torch.isnan((piece * 0).sum()):
-                    bad = ~torch.isfinite(piece).reshape(piece.shape[0], -1).all(dim=1)
-                    step = offset + int(torch.nonzero(bad)[0])
-                    raise SimulationError(
-                        f"{'/'.join(key)} is not finite at step {step} of the episode with seed {self.seed}: "
-                        f"{piece[step - offset].reshape(-1)[:8].tolist()}"
-                    )
-                offset += piece.shape[0]
+                # A sum is not finite if any term is not; looking at every number is only needed then.
+                if not math.isfinite(piece.sum(dtype=torch.float64)):
+                    self._find_not_finite(key, piece, offset)
+                offset += len(piece)
+
+    def _find_not_finite(self, key: Key, piece: Tensor, offset: int) -> None:
+        bad = torch.nonzero(~torch.isfinite(piece).reshape(len(piece), -1).all(dim=1)).reshape(-1)
+        if bad.numel():
+            step = int(bad[0])
+            raise SimulationError(
+                f"{'/'.join(key)} is not finite at step {offset + step} of the episode with seed {self.seed}: "
+                f"{piece[step].reshape(-1)[:8].tolist()}"
+            )
 
 
 @dataclass(frozen=True)

@@ -123,10 +123,10 @@ class SharedBuffer:
         self.sequence[row] = busy
         fence()
         for key, pieces in episode.frames.items():
-            target, start = self.frames[key][row], 0
+            target, start = self.frames[key].select(0, row), 0  # named functions: half the cost of an index
             for piece in pieces:
-                target[start : start + piece.shape[0]].copy_(piece)
-                start += piece.shape[0]
+                target.narrow(0, start, len(piece)).copy_(piece)
+                start += len(piece)
         success = -1 if episode.success is None else int(episode.success)
         self.length[row] = episode.length
         self.origins[row] = (worker, episode.seed, episode.policy_version, success)

@@ -80,10 +80,10 @@ class SimulatedEpisodes:
         return episodes
 
     def _column(self, ring: Tensor, env: int, length: int) -> tuple[Tensor, ...]:
-        first = self._begin[env] % self.max_steps
+        first, column = self._begin[env] % self.max_steps, ring.select(1, env)
         if first + length <= self.max_steps:
-            return (ring[first : first + length, env],)
-        return ring[first:, env], ring[: first + length - self.max_steps, env]
+            return (column.narrow(0, first, length),)
+        return column[first:], column[: first + length - self.max_steps]
 
     def close(self) -> None:
         """Close the environment."""
