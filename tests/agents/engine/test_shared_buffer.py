@@ -131,7 +131,7 @@ def test_another_process_sees_the_same_memory(method: str) -> None:
     ours, theirs = context.Pipe()
     process = context.Process(target=_double, args=(buffer, theirs))
     process.start()
-    assert ours.poll(60)
+    assert ours.poll(180)
     assert ours.recv() == 9
     process.join()
     assert torch.equal(buffer.tensordict["observation", "state"], expected)

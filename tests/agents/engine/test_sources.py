@@ -10,15 +10,17 @@ import torch
 from stream_envs import gym_config, stream_settings
 from tensordict import TensorDict
 
-from embodichain.agents.engine import OnlineDataEngineCfg
+from embodichain.agents.engine import OnlineDataEngine, OnlineDataEngineCfg
 from embodichain.agents.engine.shared_buffer import SharedBuffer
 from embodichain.agents.engine.sources import EpisodeSource, open_source, stream_seed
 from embodichain.agents.engine.worker import Worker
 from embodichain.agents.rl.models import build_policy
+from embodichain.agents.rl.train import train_from_config
 from embodichain.agents.rl.utils.checkpoint import load_policy, save_checkpoint
 from embodichain.agents.rl.utils.spaces import space_to_data
 from embodichain.envs.registration import make
 from embodichain.errors import CheckpointError, ConfigError
+from tests.agents.rl.training_cases import write_config
 
 TASK = {"id": "CartPoleRL", "num_envs": 4, "max_episode_steps": 30, "num_threads": 1}
 POLICY = {"name": "actor_critic", "actor": {"type": "mlp", "network_cfg": {"hidden_sizes": [8]}}}
@@ -58,6 +60,24 @@ def test_a_policy_acts_as_its_checkpoint_says(checkpoint: Path) -> None:
         )
         expected = policy.get_action(observation, deterministic=True)[0].clamp(-1, 1)
         assert torch.allclose(frames[("action",)], expected, atol=1e-6)
+
+
+def test_a_run_of_the_trainer_feeds_an_engine(tmp_path: Path) -> None:
+    """Train for a moment, then stream what was learned: every stored action is the policy's for what it saw."""
+    task = {"id": "CartPoleRL", "max_episode_steps": 20, "num_threads": 1, "num_envs": 4}
+    train_from_config(write_config(tmp_path / "train.json", tmp_path / "run"))
+    policy = load_policy(tmp_path / "run")
+    action = {"source": "policy", "path": str(tmp_path / "run"), "deterministic": True}
+    cfg = OnlineDataEngineCfg(
+        buffer_size=8, max_episode_steps=20, gym_config=task, action_config=action, progress=False
+    )
+    with OnlineDataEngine(cfg) as engine:
+        assert {engine.episode_info(row).policy_version for row in range(8)} == {int(policy.version)}
+        batch = engine.sample_batch(64, 3)
+    observation = batch["observation"].reshape(-1)
+    expected = policy.get_action(observation, deterministic=True)[0].clamp(-1, 1)
+    assert int(policy.version) > 0
+    assert torch.allclose(batch["action"].reshape(len(observation), -1), expected, atol=1e-5)
 
 
 def test_a_checkpoint_that_is_not_there_is_an_error(tmp_path: Path) -> None:
