@@ -1,49 +1,44 @@
 """How fast the data stream is, every number beside the limit or the peer it is measured against.
 
-    python benchmarks/stream.py                      # everything; TorchRL too if it is installed (extra "peers")
-    python benchmarks/stream.py --only sampling --out results.json
+    python -m benchmarks.stream                      # everything; TorchRL too if it is installed (extra "peers")
+    python -m benchmarks.stream --only sampling --out results.json
 
 Buffer: 256 episodes x 300 steps of float32 state 14, action 14, obs 32; with images also one uint8 3x96x96 camera. The
 limit is ``memcpy``: as many bytes as a batch has, copied from a random place of the same shared segment into the same
 destination. Contenders take turns in short windows, and a ratio is the median over the turns. What runs in one process
 is timed by the CPU time of that process, so that other programs on the machine count as little as they can; loaders
-with workers are timed by the clock on the wall.
+with workers are timed by the clock on the wall. The exit status is 1 if a target is missed.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import json
 import multiprocessing as mp
 import os
-import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from tensordict import TensorDict
 from torch.utils.data import DataLoader
 
+from benchmarks.stream_contenders import ROWS, STEPS, gather, indexing, make_buffer, make_reader, memcpy, torchrl
+from benchmarks.timing import machine
 from embodichain.agents.datasets import OnlineDataset
 from embodichain.agents.engine import OnlineDataEngine, OnlineDataEngineCfg
 from embodichain.agents.engine.episode import Episode
-from embodichain.agents.engine.layout import FrameLayout, Leaf
-from embodichain.agents.engine.outputs import RING_SIZE
-from embodichain.agents.engine.reader import StreamReader
 from embodichain.agents.engine.shared_buffer import Control, Read, SharedBuffer, State, Work
 from embodichain.agents.engine.sources import open_source
 from embodichain.agents.engine.worker import Worker
 from embodichain.envs.registration import make
 from embodichain.extras import available
 
-ROWS, STEPS = 256, 300
-VECTORS = {"state": 14, "action": 14, "obs": 32}
 CASES = [("vector", 32, 64), ("vector", 256, 16), ("image", 32, 64)]
 TARGETS = {("vector", 32): 0.35, ("vector", 256): 0.35, ("image", 32): 0.90}
 
@@ -92,81 +87,6 @@ def report(
             "target": goal,
         }
         results.append(entry)
-
-
-def make_buffer(kind: str) -> SharedBuffer:
-    """Return a full buffer of random numbers and random lengths."""
-    leaves = [Leaf((name,), torch.float32, (size,)) for name, size in VECTORS.items()]
-    if kind == "image":
-        leaves.append(Leaf(("image",), torch.uint8, (3, 96, 96)))
-    buffer = SharedBuffer.create(FrameLayout(tuple(leaves)), ROWS, STEPS, 1)
-    for leaf in leaves:
-        frames = buffer.frames[leaf.key]
-        frames.uniform_() if leaf.dtype == torch.float32 else frames.view(-1).view(torch.int64).random_()
-    buffer.length[:] = np.random.default_rng(0).integers(100, STEPS + 1, ROWS)
-    buffer.control[Control.STATE] = State.RUNNING
-    return buffer
-
-
-def make_reader(buffer: SharedBuffer) -> StreamReader:
-    """Return what an engine samples with."""
-    return StreamReader(buffer, OnlineDataEngineCfg(buffer_size=ROWS, max_episode_steps=STEPS))
-
-
-def memcpy(buffer: SharedBuffer, batch: int, chunk: int) -> Callable[[], Any]:
-    """Return the limit: one copy of a batch's bytes from a random place of the frames."""
-    size = buffer.layout.nbytes * batch * chunk
-    frames = buffer.segment.bytes[-buffer.layout.nbytes * ROWS * STEPS :]
-    destination = torch.empty(size, dtype=torch.uint8)
-    places = (frames.numel() - size) // 64
-
-    def copy() -> None:
-        start = int(torch.randint(places, ())) * 64
-        destination.copy_(frames[start : start + size])
-
-    return copy
-
-
-def indexing(buffer: SharedBuffer, batch: int, chunk: int) -> Callable[[], Any]:
-    """Return a plain advanced index into the TensorDict."""
-    steps = torch.arange(chunk)
-
-    def sample() -> TensorDict:
-        rows, starts = torch.randint(ROWS, (batch, 1)), torch.randint(STEPS - chunk + 1, (batch, 1))
-        return buffer.tensordict[rows, starts + steps]
-
-    return sample
-
-
-def gather(buffer: SharedBuffer, batch: int, chunk: int) -> Callable[[], Any]:
-    """Return the copy of random windows alone: nothing is picked, checked or counted."""
-    count = ROWS * STEPS - chunk + 1
-    views = [
-        buffer.frames[leaf.key].as_strided((count, chunk * leaf.elements), (leaf.elements, 1))
-        for leaf in buffer.layout.leaves
-    ]
-    outputs = [[torch.empty(batch, view.shape[1], dtype=view.dtype) for view in views] for _ in range(RING_SIZE)]
-    turn = itertools.cycle(zip([torch.randint(count, (batch,)) for _ in range(512)], itertools.cycle(outputs)))
-
-    def copy() -> None:
-        index, output = next(turn)
-        for view, out in zip(views, output, strict=True):
-            torch.index_select(view, 0, index, out=out)
-
-    return copy
-
-
-def torchrl(buffer: SharedBuffer, batch: int, chunk: int) -> Callable[[], Any]:
-    """Return TorchRL's replay buffer with a slice sampler on the same frames."""
-    from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
-    from torchrl.data.replay_buffers.samplers import SliceSampler
-
-    flat = TensorDict(dict(buffer.tensordict.items()), batch_size=[ROWS, STEPS]).reshape(-1)
-    flat["episode"] = torch.arange(ROWS).repeat_interleave(STEPS)
-    sampler = SliceSampler(slice_len=chunk, traj_key="episode", cache_values=True)
-    replay = TensorDictReplayBuffer(storage=LazyTensorStorage(ROWS * STEPS), sampler=sampler, batch_size=batch * chunk)
-    replay.extend(flat)
-    return replay.sample
 
 
 def bench_sampling() -> None:
@@ -309,8 +229,8 @@ def bench_workers() -> None:
 BENCHES = {"sampling": bench_sampling, "writer": bench_beside_writer, "loader": bench_loader, "workers": bench_workers}
 
 
-def main() -> None:
-    """Run the benchmarks that were asked for."""
+def main() -> int:
+    """Run the benchmarks that were asked for; return 1 if a target was missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=list(BENCHES), nargs="+", default=list(BENCHES))
     parser.add_argument("--threads", type=int, default=1, help="torch threads of the sampling process")
@@ -318,18 +238,18 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
-    machine = {
-        "cpu": platform.processor(),
-        "cores": os.cpu_count(),
-        "torch": torch.__version__,
-        "threads": arguments.threads,
-    }
-    print(machine)
+    peers = ["torchrl"] if available("torchrl") else []
+    where = {**machine(["torch", "tensordict", "numpy", "mujoco", *peers]), "torch threads": arguments.threads}
+    print(where)
     for name in arguments.only:
         BENCHES[name]()
-    if arguments.out:
-        arguments.out.write_text(json.dumps({"machine": machine, "results": results}, indent=2))
+        if arguments.out:
+            arguments.out.write_text(json.dumps({"machine": where, "results": results}, indent=2) + "\n")
+    missed = [entry for entry in results if entry.get("target") is not None and entry["ratio"] < entry["target"]]
+    for entry in missed:
+        print(f"MISSED: {entry['what']}, {entry['name']}: {entry['ratio']:.3f} < {entry['target']:g}")
+    return 1 if missed else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
