@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,14 +23,14 @@ from embodichain.agents.rl.trainer import Trainer
 from embodichain.agents.rl.training.config import TrainCfg, complete, override
 from embodichain.agents.rl.training.progress import ProgressView, Standing
 from embodichain.agents.rl.training.run_folder import RunFolder
-from embodichain.agents.rl.training.run_log import read_metrics
+from embodichain.agents.rl.training.run_log import RunLog, read_metrics
 from embodichain.agents.rl.training.schedule import Every
 from embodichain.agents.rl.training.state import Counters
 from embodichain.agents.rl.training.threads import update_threads
 from embodichain.agents.rl.utils.checkpoint import find_checkpoint, list_checkpoints, load_checkpoint
 from embodichain.agents.rl.utils.threads import torch_threads
 from embodichain.envs.registration import load_gym_config, make
-from embodichain.errors import ConfigError, MissingExtraError, NotFiniteError
+from embodichain.errors import ConfigError, MissingExtraError, NotFiniteError, OutputError
 from embodichain.extras import available
 from tests.agents.rl.test_checkpoint import same
 from tests.agents.rl.training_cases import GRPO, train_config, write_config
@@ -140,6 +141,17 @@ def test_everything_worth_knowing_is_logged(tmp_path):
         if "update/epochs" in line
     ]
     assert all(0.9 < part <= 1.0 for part in parts)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_told_with_what_to_do(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").symlink_to("/dev/full")
+    log = RunLog(RunFolder(tmp_path / "run"), TrainCfg.from_dict(train_config(tmp_path)))
+    with pytest.raises(OutputError, match=r"No space left.*--resume"):
+        log.write(1, {"x": 1.0})
+    with pytest.raises(OutputError, match="No space left"):
+        log.close()
 
 
 def test_wandb_is_asked_for_only_by_flag(tmp_path):

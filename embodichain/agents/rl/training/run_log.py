@@ -6,12 +6,13 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from embodichain.agents.rl.training.config import TrainCfg
 from embodichain.agents.rl.training.run_folder import RunFolder
-from embodichain.errors import TrainingStateError
+from embodichain.errors import OutputError, TrainingStateError
 from embodichain.extras import require
 
 WANDB_FILE = "wandb_run.txt"
@@ -25,6 +26,7 @@ class RunLog:
 
         if resumed_at is not None:
             _cut(run.metrics, resumed_at)
+        self._file = run.metrics
         self._lines = run.metrics.open("a", encoding="utf-8")
         purge = None if resumed_at is None else resumed_at + 1
         self._tensorboard = SummaryWriter(str(run.path), purge_step=purge)
@@ -32,11 +34,12 @@ class RunLog:
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Log named numbers; NaN and infinity become ``null`` in the JSON lines."""
-        for name, value in scalars.items():
-            self._tensorboard.add_scalar(name, value, step)
         finite = {name: value if math.isfinite(value) else None for name, value in scalars.items()}
-        self._lines.write(json.dumps({"step": step, **finite}) + "\n")
-        self._lines.flush()
+        with self._writing():
+            for name, value in scalars.items():
+                self._tensorboard.add_scalar(name, value, step)
+            self._lines.write(json.dumps({"step": step, **finite}) + "\n")
+            self._lines.flush()
         if self._wandb is not None:
             self._wandb.log(dict(scalars), step=step)
 
@@ -48,17 +51,32 @@ class RunLog:
 
     def flush(self) -> None:
         """Have everything on the disk that was written so far, as it must be before a checkpoint is."""
-        self._tensorboard.flush()
-        self._lines.flush()
-        os.fsync(self._lines.fileno())
+        with self._writing():
+            self._tensorboard.flush()
+            self._lines.flush()
+            os.fsync(self._lines.fileno())
 
     def close(self) -> None:
         """Write out everything; calling it twice is fine."""
-        self._lines.close()
-        self._tensorboard.close()
-        if self._wandb is not None:
-            self._wandb.finish()
-            self._wandb = None
+        try:
+            with self._writing():
+                self._lines.close()
+        finally:
+            self._tensorboard.close()
+            if self._wandb is not None:
+                self._wandb.finish()
+                self._wandb = None
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Turn what the disk says into an error that tells what to do."""
+        try:
+            yield
+        except OSError as error:
+            raise OutputError(
+                f"cannot write to {self._file}: {error.strerror or error}. Once that is mended, the run can go on from "
+                f"its latest checkpoint: --resume {self._file.parent}"
+            ) from error
 
 
 class SilentLog(RunLog):
