@@ -21,6 +21,7 @@ from embodichain.agents.rl.algo import GRPO, PPO, GRPOCfg, PPOCfg
 from embodichain.agents.rl.collector import SyncCollector
 from embodichain.agents.rl.train import resume_training, train_from_config
 from embodichain.agents.rl.training.launch import joined_ranks
+from embodichain.agents.rl.utils import ranks as ranks_module
 from embodichain.agents.rl.utils.checkpoint import save_checkpoint
 from embodichain.agents.rl.utils.ranks import Ranks
 from embodichain.errors import EmbodiChainError
@@ -111,6 +112,7 @@ def update_together(folder: Path) -> None:
     """Do the updates of all cases on this rank's envs; write down its parameters after every one."""
     with joined_ranks() as ranks:
         for number, case in enumerate(CASES):
+            ranks_module._SMALL = 0 if number % 2 else 1 << 20  # both ways to add up gradients
             algorithm = make_algorithm(case, seed=ranks.rank)  # other weights on every rank, before it joins
             algorithm.join(ranks)
             torch.manual_seed(100 + ranks.rank)

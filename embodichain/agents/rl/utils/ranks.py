@@ -11,7 +11,7 @@ everybody, so that all ranks have the same bits and take the same decisions.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from typing import Any
@@ -19,15 +19,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
 from embodichain.agents.rl.models.normalizer import Moments, batch_moments, merge_moments
-from embodichain.agents.rl.utils.tree import put_together, take_apart
+from embodichain.agents.rl.utils.tree import pack, unpack
 from embodichain.errors import RankError
 
 _PART = 1 << 30  # bytes sent at a time
+_SMALL = 1 << 20  # numbers of all ranks together up to which the rounds of messages, not their size, take the time
 _LETTER = 2048  # bytes of a message that are sent before everybody knows how long it is
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -109,7 +108,10 @@ class ProcessRanks(Ranks):
         """Do so in one message; a missing gradient counts as zero."""
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         flat = torch.cat([part.reshape(-1) for part in (*gradients, *measures.values())])
-        _call(dist.all_reduce, flat)
+        if flat.device.type == "cpu" and flat.numel() * self.count <= _SMALL:
+            flat = self.sum(flat)  # one round of messages, where gloo's all_reduce takes several
+        else:
+            _call(dist.all_reduce, flat)
         *parts, measured = flat.split([*(parameter.numel() for parameter in parameters), len(measures)])
         for parameter, part in zip(parameters, parts, strict=True):
             parameter.grad = part.view_as(parameter).to(parameter.dtype)
@@ -221,21 +223,6 @@ def fingerprint(module: nn.Module) -> Tensor:
     tensors = [tensor.detach().contiguous() for tensor in (*module.parameters(), *module.buffers())]
     sums = [tensor.view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64) for tensor in tensors]
     return (torch.stack(sums) * torch.arange(1, len(sums) + 1, device=sums[0].device)).sum()
-
-
-def pack(value: Any) -> Tensor:
-    """Return nested data as bytes: how long its JSON part is, that part, and its tensors as safetensors."""
-    data, tensors = take_apart(value)
-    words = json.dumps(data).encode()
-    return _to_bytes(len(words).to_bytes(8, "little") + words + save_tensors(tensors))
-
-
-def unpack(message: Tensor) -> Any:
-    """Return what ``pack`` was given."""
-    content = message.numpy().tobytes()
-    end = 8 + int.from_bytes(content[:8], "little")
-    tensors: Mapping[str, Tensor] = load_tensors(content[end:])
-    return put_together(json.loads(content[8:end]), tensors)
 
 
 def _to_bytes(content: bytes) -> Tensor:

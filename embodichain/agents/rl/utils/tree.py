@@ -11,12 +11,15 @@ No code runs when it is read back: there is nothing in it but data.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
@@ -39,6 +42,21 @@ def put_together(data: Any, tensors: Mapping[str, Tensor]) -> Any:
     if mark is None:
         return {key: put_together(entry, tensors) for key, entry in data.items()}
     return _decode(mark, data, tensors)
+
+
+def pack(value: Any) -> Tensor:
+    """Return nested data as bytes: how long its JSON part is, that part, and its tensors as safetensors."""
+    data, tensors = take_apart(value)
+    words = json.dumps(data).encode()
+    content = len(words).to_bytes(8, "little") + words + save_tensors(tensors)
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def unpack(message: Tensor) -> Any:
+    """Return what ``pack`` was given."""
+    content = message.numpy().tobytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    return put_together(json.loads(content[8:end]), load_tensors(content[end:]))
 
 
 class _Store:
