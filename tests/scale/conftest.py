@@ -28,9 +28,9 @@ class TwoNodes:
 
         quick = {
             "health_check_initial_delay_ms": 500,
-            "health_check_period_ms": 500,
-            "health_check_timeout_ms": 2000,
-            "health_check_failure_threshold": 3,
+            "health_check_period_ms": 1000,
+            "health_check_timeout_ms": 10_000,
+            "health_check_failure_threshold": 4,
         }
         self._loopback = loopback_only
         with loopback_only():

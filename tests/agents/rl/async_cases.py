@@ -25,8 +25,12 @@ class Env(ScriptedEnv):
     action_manager = None
 
     def __init__(self, trouble: str = "", at: int = 7, mark: str = "", pause: float = 0.0, **settings: Any) -> None:
+        slow, slowness = settings.pop("slow", ""), settings.pop("slowness", 1.0)
         super().__init__(NUM_ENVS, **settings)
         self.trouble, self.at, self.pause, self.steps = trouble, at, pause, 0
+        if slow and not Path(slow).exists():  # the first one that is made
+            Path(slow).touch()
+            self.pause *= slowness
         self.mark = Path(mark) if mark else None
 
     def step(self, action: Any):

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
+from pydantic import BeforeValidator
+
+from embodichain.agents.engine.ray_config import PlacementCfg
 from embodichain.agents.rl.utils.config import Count, Positive
 from embodichain.config import Config, Field, configclass
+from embodichain.errors import ConfigError
 
 
 @configclass
 class AsyncCfg(Config):
     """Settings of an :class:`AsyncCollector`."""
 
-    worker: Literal["thread", "process"] = "thread"
-    """Where it collects: in a thread of this process, or in a process of its own, which is replaced when its simulator
-    dies or hangs."""
+    worker: Literal["thread", "process", "ray"] = "thread"
+    """Where it collects: in a thread of this process, in a process of its own, which is replaced when its simulator
+    dies or hangs, or in several of them anywhere in a Ray cluster (extra ``ray``)."""
     num_steps: Count | None = None
     """Steps per environment and rollout; default: what the first ``collect`` asks for, or what fills the buffer. A
     trainer's ``buffer_size`` decides instead of this."""
@@ -39,3 +43,43 @@ class AsyncCfg(Config):
     """How often a collecting process that died or hung is replaced before that is an error."""
     kl_rows: Annotated[int, Field(ge=0)] = 1024
     """Decisions of each rollout on which the KL divergence from behaviour to current policy is measured; 0: none."""
+    num_workers: Count = 1
+    """With ``ray``: processes that collect, each with ``num_envs`` environments; rollouts come from one at a time, so
+    no more than ``max_policy_lag + 1`` can be at work at once."""
+    address: str | None = None
+    """With ``ray``: the cluster, as ``HOST:PORT`` or ``auto``; None starts one on this machine, for itself alone."""
+    placement: PlacementCfg = PlacementCfg()
+    """With ``ray``: what a worker needs of a node; with a GPU, the policy acts on it there."""
+    name: Annotated[str, Field(pattern=r"^[\w.+-]*$")] = ""
+    """With ``ray`` and an address: what workers are called in the cluster, where they stay when the learner dies and
+    are found again when it is resumed. Default: the name of the run's folder; without a run they end with the
+    learner."""
+    orphan_timeout: Positive = 600.0
+    """With ``ray``: seconds after which workers whose learner is gone end by themselves."""
+    patience: Annotated[float, Field(ge=1)] = 3.0
+    """With ``ray``: times the usual duration of a rollout that all others wait for a slow one, at ``max_policy_lag``,
+    before it is broken off and collected by another worker."""
+
+    def check(self) -> None:
+        """Raise ConfigError for settings that contradict each other."""
+        problems = []
+        if self.worker == "ray":
+            if self.num_workers > self.max_policy_lag + 1:
+                problems.append(
+                    f"num_workers: with max_policy_lag {self.max_policy_lag} at most {self.max_policy_lag + 1} can be "
+                    f"at work at once, got {self.num_workers}: raise max_policy_lag"
+                )
+            if self.adopt == "lockstep" and self.num_workers > 1:
+                problems.append("adopt: lockstep needs one worker, as it is chance which of several comes first")
+        elif self.num_workers > 1 or self.address is not None or self.placement != PlacementCfg():
+            problems.append("num_workers, address and placement need worker 'ray'")
+        if problems:
+            raise ConfigError(problems, "collector")
+
+
+def _by_name(given: Any) -> Any:
+    return {"worker": given} if isinstance(given, str) else given
+
+
+CollectorBlock = Annotated[AsyncCfg, BeforeValidator(_by_name)]
+"""Settings of collection in a config, for which the name of the worker will do: ``"collector": "ray"``."""

@@ -109,9 +109,12 @@ class WeightSnapshot:
 class WeightStore:
     """The learner's side: publishes snapshots of its policy and checks what collectors acknowledge."""
 
-    def __init__(self, policy: Policy, shared: bool = False) -> None:
-        """Publish the weights of ``policy``; ``shared`` ones lie in memory that other processes can map."""
-        self.policy, self.shared = policy, shared
+    def __init__(self, policy: Policy, shared: bool = False, spare: int = 0) -> None:
+        """Publish the weights of ``policy``; ``shared`` ones lie in memory that other processes can map.
+
+        Rollouts come in the order of their versions, but for ``spare`` versions that one may be behind another.
+        """
+        self.policy, self.shared, self.spare = policy, shared, spare
         self.layout = WeightLayout(policy)
         self.latest: WeightSnapshot | None = None
         self._kept: dict[int, WeightSnapshot] = {}
@@ -150,7 +153,7 @@ class WeightStore:
     def forget_before(self, version: int) -> None:
         """Let go of snapshots that nobody needs any more; the latest one stays."""
         with self._lock:
-            for old in [v for v in self._kept if v < version and self._kept[v] is not self.latest]:
+            for old in [v for v in self._kept if v < version - self.spare and self._kept[v] is not self.latest]:
                 del self._kept[old]
 
     def kept(self) -> list[WeightSnapshot]:
@@ -182,11 +185,11 @@ class WeightStore:
             self._acknowledged.update(versions)
 
     def check_stamps(self, versions: Iterable[int]) -> None:
-        """Check that every version that transitions are stamped with was really adopted; they come in order."""
+        """Check that every version that transitions are stamped with was really adopted."""
         stamped = set(versions)
         with self._lock:
             unknown = sorted(stamped - self._acknowledged)
-            self._acknowledged = {v for v in self._acknowledged if v >= min(stamped)}
+            self._acknowledged = {v for v in self._acknowledged if v >= min(stamped) - self.spare}
         if unknown:
             raise WeightsError(f"transitions are stamped with versions {unknown}, which no collector acknowledged")
 

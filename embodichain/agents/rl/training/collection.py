@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,10 +54,13 @@ def in_chunks(env: VecEnv, chunk_size: int) -> VecEnv:
 
 
 def build_collector(
-    trainer: TrainerCfg, env: VecEnv, make_env: EnvMaker, algorithm: BaseAlgorithm
+    trainer: TrainerCfg, env: VecEnv, make_env: EnvMaker, algorithm: BaseAlgorithm, run: Path | None = None
 ) -> SyncCollector | AsyncCollector:
-    """Return the collector that a config asks for; a collecting process makes environments of its own."""
-    if trainer.model_type == "standard":
+    """Return the collector that a config asks for; a collecting process makes environments of its own.
+
+    In a cluster it is known by the name of the folder ``run``.
+    """
+    if trainer.model_type == "standard" and trainer.collector.worker != "ray":
         return SyncCollector(
             env,
             algorithm.policy,
@@ -66,10 +70,12 @@ def build_collector(
             pipeline_stages=trainer.collector.pipeline_stages,
         )
     cfg = settle(trainer, algorithm)
+    if run is not None and not cfg.name:
+        cfg = cfg.replace(name=f"{run.name}-{hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:8]}")
     room = (cfg.max_policy_lag + 1) * env.num_envs * trainer.buffer_size
     buffer = VLABuffer(room, algorithm.device)
-    if cfg.worker == "process":
-        env.close()  # it has told its spaces; the collecting process makes its own
+    if cfg.worker != "thread":
+        env.close()  # it has told its spaces; collecting processes make their own
         start = algorithm.rollout_start
         return AsyncCollector(make_env, algorithm.policy, buffer, algorithm.device, cfg=cfg, start_rollout=start)
     start = algorithm.start_rollout

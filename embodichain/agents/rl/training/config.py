@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from embodichain.agents.rl.algo.registry import get_algo_class
-from embodichain.agents.rl.collector.config import AsyncCfg
+from embodichain.agents.rl.collector.config import AsyncCfg, CollectorBlock
 from embodichain.agents.rl.models.registry import get_policy_class
 from embodichain.agents.rl.utils.config import Count, Fraction, Positive
 from embodichain.agents.utils.modules import check_trusted, import_trusted
@@ -52,8 +52,9 @@ class TrainerCfg(Config):
     """Training ends when an evaluation's success rate reaches this."""
     model_type: Literal["standard", "vla"] = "standard"
     """How experience is collected: standard collects and learns in turn, vla does both at once, for slow policies."""
-    collector: AsyncCfg = AsyncCfg()
-    """How vla collects; of these settings standard knows pipeline_stages alone."""
+    collector: CollectorBlock = AsyncCfg()
+    """How vla collects; of these settings standard knows pipeline_stages alone. ``ray`` collects in a cluster, whatever
+    the model_type."""
     enable_eval: bool = True
     """Whether the policy is evaluated, in environments of its own."""
     eval_freq: Steps = 200_000

@@ -32,7 +32,9 @@ class Desk:
 
     def __init__(self, policy: Policy, buffer: VLABuffer, device: torch.device, cfg: AsyncCfg) -> None:
         self.policy, self.buffer, self.device, self.cfg = policy, buffer, device, cfg
-        self.store = WeightStore(policy, shared=cfg.worker == "process")
+        # Of several workers a slow one may come with older weights than the last rollout had.
+        spare = cfg.max_policy_lag if cfg.num_workers > 1 else 0
+        self.store = WeightStore(policy, shared=cfg.worker == "process", spare=spare)
         self.worker: Worker | None = None
         self.episodes = _NOTHING
         """``return`` and ``length`` of the episodes that ended in the rollout that was taken last."""
@@ -88,7 +90,7 @@ class Desk:
     def _issue(self) -> None:
         if self.worker is None or self.store.latest is None:
             return
-        shares_random = self.cfg.max_policy_lag == 0 and self.cfg.worker == "process"
+        shares_random = self.cfg.max_policy_lag == 0 and self.cfg.worker != "thread"
         for ticket in self._pacing.issue(self.store.latest.version):
             self.worker.send(replace(ticket, random=get_random_state() if shares_random else None))
 
@@ -169,7 +171,7 @@ class Desk:
         self.buffer.load_state_dict(state["queue"])
         self._notes = {note["number"]: Delivery(rollout=_NOTHING, **note) for note in state["notes"]}
         self._waiting_tickets = state["tickets"]
-        self.store = WeightStore(self.policy, self.store.shared)
+        self.store = WeightStore(self.policy, self.store.shared, self.store.spare)
         for version, data in state["weights"]:
             self.store.keep(version, data.to(self.policy.device))
         self.store.trust({int(v) for entry in state["queue"]["entries"] for v in entry["policy_version"].unique()})

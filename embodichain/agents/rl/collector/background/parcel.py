@@ -10,7 +10,8 @@ import json
 import os
 import select
 import socket
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,27 +23,44 @@ _ALIGNMENT = 64
 _LARGEST = 1 << 20
 
 
+class Memory(Protocol):
+    """Flat memory that tensors can lie in."""
+
+    nbytes: int
+
+    def view(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """Return the bytes from ``offset`` on as a tensor."""
+
+
+Kind = TypeVar("Kind", bound=Memory)
+
+
 def pack(value: Any) -> tuple[dict[str, Any], Segment]:
     """Copy a nest of dicts, lists, numbers and tensors into shared memory; return its description and the memory."""
+    return pack_into(value, lambda nbytes: Segment.create(nbytes, "what a collector sends"))
+
+
+def pack_into(value: Any, create: Callable[[int], Kind]) -> tuple[dict[str, Any], Kind]:
+    """Copy a nest of dicts, lists, numbers and tensors into new memory; return its description and the memory."""
     data, tensors = take_apart(value)
     places, end = [], 0
     for name, tensor in tensors.items():
         places.append([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), end])
         end += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
-    segment = Segment.create(max(end, _ALIGNMENT), "what a collector sends")
-    for view, tensor in zip(_views(segment, places).values(), tensors.values(), strict=True):
+    memory = create(max(end, _ALIGNMENT))
+    for view, tensor in zip(_views(memory, places).values(), tensors.values(), strict=True):
         view.copy_(tensor)
-    return {"data": data, "places": places, "nbytes": segment.nbytes}, segment
+    return {"data": data, "places": places, "nbytes": memory.nbytes}, memory
 
 
-def unpack(words: dict[str, Any], segment: Segment, copy: bool = True) -> Any:
+def unpack(words: dict[str, Any], memory: Memory, copy: bool = True) -> Any:
     """Return what was packed; without ``copy`` tensors lie in the shared memory, which lives as long as they do."""
-    views = _views(segment, words["places"])
+    views = _views(memory, words["places"])
     return put_together(words["data"], {name: view.clone() for name, view in views.items()} if copy else views)
 
 
-def _views(segment: Segment, places: list[list[Any]]) -> dict[str, Tensor]:
-    return {name: segment.view(at, getattr(torch, dtype), tuple(shape)) for name, dtype, shape, at in places}
+def _views(memory: Memory, places: list[list[Any]]) -> dict[str, Tensor]:
+    return {name: memory.view(at, getattr(torch, dtype), tuple(shape)) for name, dtype, shape, at in places}
 
 
 class Channel:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from embodichain.agents.rl.collector.background.child import Job
 from embodichain.agents.rl.collector.background.process_worker import ProcessWorker
@@ -12,6 +13,9 @@ from embodichain.agents.rl.collector.background.thread_worker import ThreadWorke
 from embodichain.agents.rl.collector.background.worker import Learner, Worker
 from embodichain.envs.vec_env import VecEnv
 from embodichain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from embodichain.agents.rl.collector.ray_crew import RayCrew
 
 EnvSource = VecEnv | Callable[[], VecEnv]
 """An environment, or a function that makes one."""
@@ -60,8 +64,8 @@ class ThreadPlace:
         self._station.load(state)
 
 
-class ProcessPlace:
-    """Another process: the environment is made there, every time that collection is started."""
+class RemotePlace(ABC):
+    """Other processes: environments are made there, every time that collection is started."""
 
     def __init__(self, make_env: Callable[[], VecEnv], setup: Setup) -> None:
         self._make_env, self._setup = make_env, setup
@@ -69,9 +73,13 @@ class ProcessPlace:
         self._seed: int | None = None
         self._state: Mapping[str, Any] | None = None
 
+    @abstractmethod
+    def _begin(self, job: Job, learner: Learner) -> ProcessWorker | RayCrew:
+        """Start a worker."""
+
     def start(self, num_steps: int, learner: Learner) -> Worker:
-        """Start a process, and wait until its environment is there."""
-        worker = ProcessWorker(Job(self._make_env, self._setup, num_steps), learner, self._state, self._seed)
+        """Start a worker, and wait until an environment is there."""
+        worker = self._begin(Job(self._make_env, self._setup, num_steps), learner)
         try:
             worker.wait_until_ready()
         except BaseException:  # Ctrl-C included: nothing may be left running
@@ -94,13 +102,31 @@ class ProcessPlace:
         self._seed = state.get("seed", self._seed)
 
 
+class ProcessPlace(RemotePlace):
+    """One other process of this machine."""
+
+    def _begin(self, job: Job, learner: Learner) -> ProcessWorker:
+        return ProcessWorker(job, learner, self._state, self._seed)
+
+
+class RayPlace(RemotePlace):
+    """Processes anywhere in a Ray cluster. What their environments are at is not saved: they may be there still."""
+
+    def _begin(self, job: Job, learner: Learner) -> RayCrew:
+        from embodichain.agents.rl.collector.ray_crew import RayCrew  # it needs an extra
+
+        return RayCrew(job, learner, self._seed)
+
+
 def make_place(env: EnvSource, setup: Setup) -> Place:
     """Return the place that the settings ask for."""
-    if setup.cfg.worker == "process":
+    setup.cfg.check()
+    where = setup.cfg.worker
+    if where != "thread":
         if isinstance(env, VecEnv):
             raise ConfigError(
-                "worker 'process' needs a function that makes the environment, to be called there; got an environment",
+                f"worker {where!r} needs a function that makes the environment, to be called there; got an environment",
                 "collector",
             )
-        return ProcessPlace(env, setup)
+        return ProcessPlace(env, setup) if where == "process" else RayPlace(env, setup)
     return ThreadPlace(env if isinstance(env, VecEnv) else env(), setup)

@@ -1,0 +1,211 @@
+"""Rollouts from a Ray cluster: the synchronous numbers without lag, the same bound with it, and workers that die."""
+
+from __future__ import annotations
+
+import heapq
+import json
+import logging
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from embodichain.agents.rl.collector import AsyncCfg, SyncCollector
+from embodichain.agents.rl.collector.ray_order import choose, in_time
+from embodichain.agents.rl.train import resume_training
+from embodichain.agents.rl.training.config import TrainCfg
+from embodichain.agents.rl.utils.checkpoint import find_checkpoint, load_checkpoint
+from embodichain.errors import ConfigError
+from tests.agents.rl.async_cases import NUM_STEPS, make_collector, make_env, make_learner
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def ray_collector(algorithm: Any, cluster: Any, env: Any = None, **settings: Any) -> Any:
+    common = {"worker": "ray", "address": cluster.address, "start_timeout": 60.0, "step_timeout": 20.0}
+    return make_collector(algorithm, env, rollouts=6, **common | settings)
+
+
+def learn(algorithm: Any, collector: Any, iterations: int) -> list[Any]:
+    rollouts = []
+    for _ in range(iterations):
+        rollouts.append(collector.collect(NUM_STEPS).clone())
+        algorithm.update(rollouts[-1].clone())
+        collector.publish()
+    return rollouts
+
+
+# --- the order of rollouts ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lag", [0, 1, 3, 7])
+def test_no_rollout_becomes_older_than_the_bound(lag: int) -> None:
+    """Workers of random speed, a learner of random speed: every rollout within the bound, and never a standstill."""
+    chance = random.Random(lag)
+    settled, taken, highest, number, now = 0, 0, lag, 0, 0.0
+    tickets, idle = list(range(lag + 1)), list(range(lag + 1))
+    running: dict[int, int] = {}
+    arrived: dict[int, int] = {}
+    begun: dict[int, int] = {}
+    agenda: list[tuple[float, str, int]] = []
+    learning = False
+    waiting: list[int] = []
+    while settled < 300:
+        while tickets and idle:
+            ticket, worker = tickets.pop(0), idle.pop(0)
+            running[ticket], begun[ticket] = highest, settled
+            seconds = chance.expovariate(1.0) * (8 if worker == 0 else 1)
+            heapq.heappush(agenda, (now + seconds, f"collected {worker}", ticket))
+        while (chosen := choose(arrived, running.values(), number)) is not None:
+            assert number <= arrived.pop(chosen)
+            assert number - begun[chosen] <= lag
+            waiting.append(chosen)
+            number += 1
+        if waiting and not learning:
+            learning = True
+            waiting.pop(0)
+            taken += 1
+            heapq.heappush(agenda, (now + chance.random(), "learned", 0))
+        assert agenda, "everybody waits for everybody"
+        now, what, ticket = heapq.heappop(agenda)
+        if what == "learned":
+            learning = False
+            settled += 1
+            highest += 1
+            tickets.append(highest)
+        else:
+            arrived[ticket] = running.pop(ticket)
+            idle.append(int(what.split()[1]))
+    assert taken == 300
+
+
+def test_deadlines_are_compared_in_order() -> None:
+    assert in_time([7, 5, 6], 5)
+    assert not in_time([5, 5], 5)
+    assert choose({10: 9}, [4], 3) == 10  # the other one can still become number 4
+    assert choose({10: 9}, [3], 3) is None
+    assert choose({10: 9, 11: 3}, [4], 3) == 11
+
+
+def test_settings_that_cannot_be_met_are_refused() -> None:
+    with pytest.raises(ConfigError, match="at most 2 can be at work at once, got 3"):
+        AsyncCfg(worker="ray", num_workers=3, max_policy_lag=1).check()
+    with pytest.raises(ConfigError, match="need worker 'ray'"):
+        AsyncCfg(worker="process", num_workers=2).check()
+
+
+# --- with a cluster -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["ppo", "grpo"])
+def test_no_lag_is_the_synchronous_algorithm_bit_by_bit(cluster: Any, name: str) -> None:
+    sync, other = make_learner(name), make_learner(name)
+    collector = SyncCollector(make_env()(), sync.policy, start_rollout=sync.start_rollout if name == "grpo" else None)
+    collector.reset(seed=3)
+    torch.manual_seed(1)
+    expected = learn(sync, collector, 3)
+    there = ray_collector(other, cluster, max_policy_lag=0)
+    there.reset(seed=3)
+    torch.manual_seed(1)
+    with there:
+        actual = learn(other, there, 3)
+    for one, two in zip(expected, actual, strict=True):
+        for key, leaf in one.items(include_nested=True, leaves_only=True):
+            assert torch.equal(leaf, two[key]), key
+    for one, two in zip(sync.policy.state_dict().values(), other.policy.state_dict().values(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_a_killed_node_costs_what_is_in_flight_and_is_taken_back(cluster: Any) -> None:
+    algorithm = make_learner("grpo")
+    settings = {"num_workers": 2, "max_policy_lag": 3, "adopt": "rollout", "max_restarts": 0, "seed": 5}
+    collector = ray_collector(algorithm, cluster, make_env(pause=0.02), **settings)
+    collector.reset(seed=1)
+    with collector:
+        crew = collector._desk.worker
+
+        def go_on(condition: Any, at_least: int = 4) -> None:
+            deadline, done = time.monotonic() + 60, 0
+            while done < at_least or not condition():
+                version = int(algorithm.policy.version)
+                rollout = learn(algorithm, collector, 1)[0]
+                stamps = rollout["policy_version"]
+                assert len(stamps.unique()) == 1, "groups of one rollout acted by different weights"
+                assert 0 <= version - int(stamps[0, 0]) <= 3
+                done += 1
+                assert time.monotonic() < deadline, "waited in vain"
+
+        def at_work() -> int:
+            return sum(hand.ready for hand in list(crew._hands.values()))
+
+        go_on(lambda: at_work() == 2)
+        cluster.kill()
+        go_on(lambda: crew.restarts >= 1)
+        go_on(lambda: at_work() == 1)
+        cluster.add()
+        go_on(lambda: at_work() == 2)
+        assert collector.statistics()["async/restarts"] >= 1
+
+
+def test_a_slow_worker_does_not_hold_up_the_other(cluster: Any, tmp_path: Any) -> None:
+    algorithm = make_learner("ppo")
+    slow = make_env(pause=0.02, slow=str(tmp_path / "slow"), slowness=40.0)
+    collector = ray_collector(algorithm, cluster, slow, num_workers=2, max_policy_lag=1)
+    collector.reset(seed=1)
+    with collector:
+        crew = collector._desk.worker
+        deadline = time.monotonic() + 60
+        while not all(hand.ready for hand in list(crew._hands.values())) or len(crew._hands) < 2:
+            learn(algorithm, collector, 1)
+            assert time.monotonic() < deadline
+        began = time.monotonic()
+        learn(algorithm, collector, 20)
+        # In order, every second rollout would be the slow one's: 10 times 5 steps of 0.8 s.
+        assert time.monotonic() - began < 0.5 * 10 * NUM_STEPS * 0.8
+
+
+def test_the_name_of_a_worker_will_do_in_a_config() -> None:
+    cfg = TrainCfg.from_dict({"trainer": {"gym_config": "CartPoleRL", "collector": "ray"}})
+    assert cfg.trainer.collector == AsyncCfg(worker="ray")
+
+
+def test_workers_stay_when_their_learner_is_killed(
+    cluster: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = {
+        "gym_config": {"id": "CartPoleRL", "num_envs": 8},
+        "buffer_size": 16,
+        "iterations": 100_000,
+        "save_freq": 128 * 5,
+        "enable_eval": False,
+        "run_dir": str(tmp_path / "run"),
+        "collector": {"worker": "ray", "address": cluster.address, "max_policy_lag": 2, "num_workers": 2},
+    }
+    config = tmp_path / "train.json"
+    config.write_text(json.dumps({"trainer": trainer}))
+    command = [sys.executable, "-m", "embodichain", "train", str(config)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as learner:
+        deadline = time.monotonic() + 90
+        while not list((tmp_path / "run" / "checkpoints").glob("step_*[1-9]*")):
+            assert learner.poll() is None, learner.stderr and learner.stderr.read()
+            assert time.monotonic() < deadline, "no checkpoint"
+            time.sleep(0.1)
+        time.sleep(0.5)
+        learner.send_signal(signal.SIGKILL)
+    reached = load_checkpoint(find_checkpoint(tmp_path / "run", "latest"))["trainer"]["iteration"]
+    with caplog.at_level(logging.INFO, "embodichain.collector"):
+        done = resume_training(tmp_path / "run", ["--trainer.iterations", str(reached + 20)])
+    assert done.iteration == reached + 20 > 20
+    assert caplog.text.count("goes on in its environment") == 2
