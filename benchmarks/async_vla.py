@@ -125,7 +125,7 @@ def _case(args: argparse.Namespace, sizes: Sizes | None) -> Any:
     if args.part == "cpu":
         from benchmarks.async_vla_cpu import RemoteInference
 
-        return RemoteInference(args.rollouts or 20, args.worker, sizes)
+        return RemoteInference(args.rollouts or 12, args.worker, sizes)
     from benchmarks.async_vla_gpu import CameraVLA
 
     return CameraVLA(args.rollouts, args.small, args.worker, sizes)

@@ -19,7 +19,7 @@ from embodichain.envs.registration import make
 from embodichain.envs.vec_env import VecEnv
 
 INFERENCE_SECONDS = 0.1
-_STEP = 1.7
+_STEP = 1.8
 """Inferences that a simulated step of all envs lasts; half of them then take little less than one."""
 _NETWORK = {"type": "mlp", "hidden_sizes": [256, 256], "activation": "elu"}
 _PROBE_ENVS = 256
@@ -93,7 +93,7 @@ class RemoteInference:
         step = (time.perf_counter() - began) / 10
         env.close()
         num_envs = max(2, int(_PROBE_ENVS * _STEP * INFERENCE_SECONDS / step) // 64 * 64)
-        self.sizes = Sizes(num_envs, 4, rollouts, epochs=1)
+        self.sizes = Sizes(num_envs, 8, rollouts, epochs=1)
         update = run(self, "sync", seed=0, rollouts=2).update
         collect = measure_stages(self, groups=2).bound(2, self.sizes.num_steps)
         return replace(self.sizes, epochs=max(1, int(collect / update)))
