@@ -167,7 +167,8 @@ def test_shipped_configs_train(tmp_path, path):
     words = ["--trainer.iterations", "1", "--trainer.enable_eval", "false", "--trainer.target_return", "None"]
     words += ["--trainer.target_success", "None", "--trainer.buffer_size", "4", "--trainer.num_envs", "16"]
     result = train_from_config(path, [*words, "--trainer.run_dir", str(tmp_path)])
-    assert result.global_step == 64
+    model = load_config(path)["policy"].get("vla_config", {}).get("model_config", {})
+    assert result.global_step == 64 * model.get("chunk_size", 1)
 
 
 # --- trust --------------------------------------------------------------------------------------------------------

@@ -213,3 +213,14 @@ def test_a_registered_model_of_ones_own(env, obs):
 def test_a_module_without_the_three_methods(env):
     with pytest.raises(ConfigError, match="Linear lacks get_value"):
         VLAPolicy(env.observation_space, env.action_space, "cpu", nn.Linear(2, 2))
+
+
+def test_parts_that_are_not_trainable_are_frozen(env):
+    block = vla_block()
+    block["vla_config"]["trainable"] = ["to_action", "head"]
+    policy = build_policy(block, env.observation_space, env.action_space, "cpu")
+    trained = {name.split(".")[1] for name, p in policy.named_parameters() if p.requires_grad}
+    assert trained == {"to_action", "head"}
+    block["vla_config"]["trainable"] = ["to_acton"]
+    with pytest.raises(ConfigError, match=r"trainable: .*'to_acton'.*to_action"):
+        build_policy(block, env.observation_space, env.action_space, "cpu")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from embodichain.agents.rl.models.policy import Policy
+from embodichain.agents.rl.models.vla.freezing import freeze_but
 from embodichain.agents.rl.models.vla.loading import load_vla_model, saved_model_config
 from embodichain.agents.rl.models.vla.lora import LoRACfg, apply_lora
 from embodichain.agents.rl.models.vla.model import ActsOnObservations, VLAModel
@@ -38,6 +39,8 @@ class VLACfg(Config):
     """Arguments of the class; what the environment's spaces tell need not be given."""
     lora: LoRACfg | None = None
     """Train low-rank additions only."""
+    trainable: list[str] | None = None
+    """Parts of the model that are trained, such as ``to_action`` and ``to_value``; default: all that are not frozen."""
 
 
 @configclass
@@ -122,6 +125,8 @@ class VLAPolicy(Policy):
         model = load_vla_model(vla.model_path, name, settings, device)
         if vla.lora is not None:
             apply_lora(model, vla.lora)
+        if vla.trainable is not None:
+            freeze_but(model, vla.trainable)
         return cls(obs_space, action_space, device, model, chunk_size=checked.chunk_size).train()
 
 

@@ -41,6 +41,8 @@ class TinyVLACfg(VLAModelCfg):
     """Pixels along a side of one patch; it divides height and width of every picture."""
     bytes_per_token: Count = 4
     """Bytes of the instruction that make one token."""
+    value_shapes_perception: bool = True
+    """Whether the value's errors, too, change what is perceived; without, what was imitated is better kept."""
 
 
 class PatchEncoder(nn.Module):
@@ -150,7 +152,8 @@ class TinyVLA(VLAModel):
             known = torch.cat((perceived, self.normalizer(self.proprioception(obs))), dim=1)
         mean = self.to_action(known).unflatten(1, (self.chunk_size, self.action_dim))
         points = None if self.to_points is None else self.to_points(perceived).float()
-        return Decoded(mean.float(), self.to_value(known).squeeze(-1).float(), points)
+        judged = known if self.cfg.value_shapes_perception else known.detach()
+        return Decoded(mean.float(), self.to_value(judged).squeeze(-1).float(), points)
 
     def _perceive(self, obs: TensorDictBase) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return all tokens, which of them mean something ``[batch, n]``, and the instruction as a whole."""
