@@ -90,6 +90,7 @@ def summarize(name: str, outcomes: Sequence[Outcome], seeds: int) -> dict[str, A
             "final_std": float(np.std(finals)) if finals else None,
             "best_mean": float(np.mean([max(run.values) for run in runs])) if finals else None,
             "total_seconds": [run.seconds[-1] for run in runs],
+            "cpu_seconds": [run.cpu_seconds for run in runs],
             "cores_per_run": sorted({run.cores for run in runs}),
         }
     complete = all(len(runs) >= seeds for runs in whole.values())

@@ -103,6 +103,7 @@ def _outcome(run: _Running, settings: str, finished: bool, cores: int, beside: i
         tail = (run.folder / "log").read_text(errors="replace")[-2000:]
         print(f"{job} failed with status {run.process.returncode}:\n{tail}", file=sys.stderr, flush=True)
         return None
+    clock = run.folder / "run" / "cpu_seconds"
     last = f"{lines[-1][measure]:.3f} after {lines[-1]['step']} steps" if lines else "no evaluation"
     print(f"{job}: {last}{'' if finished else ' (unfinished)'}", file=sys.stderr, flush=True)
     return Outcome(
@@ -117,4 +118,5 @@ def _outcome(run: _Running, settings: str, finished: bool, cores: int, beside: i
         str(machine(())["processor"]),
         cores,
         beside,
+        float(clock.read_text()) if finished else None,
     )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -97,6 +98,8 @@ class Outcome:
     """How many cores it had."""
     beside: int
     """How many other runs the machine may have had at the same time."""
+    cpu_seconds: float | None = None
+    """Processor time of the whole run, which a busy machine does not lengthen as much."""
 
     @property
     def job(self) -> Job:
@@ -154,6 +157,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int)
     args = parser.parse_args(argv)
     run_job(Job(args.task, args.library, args.seed), args.folder, args.steps)
+    (args.folder / "cpu_seconds").write_text(f"{time.process_time():.1f}")
 
 
 if __name__ == "__main__":
