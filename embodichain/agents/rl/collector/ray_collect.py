@@ -87,17 +87,7 @@ class RayLink:
 
     def deliver(self, delivery: Delivery) -> None:
         """Hand over a rollout."""
-        words, memory = pack_into(
-            {
-                "steps": delivery.rollout.transpose(0, 1),  # in the order in which it lies in memory
-                "episodes": delivery.episodes,
-                "statistics": delivery.statistics,
-                "seconds": delivery.seconds,
-                "waited": delivery.waited,
-                "random": delivery.random,
-            },
-            ArrayMemory.create,
-        )
+        words, memory = pack_into(delivery.content(), ArrayMemory.create)
         self.events.put({"event": "rollout", "number": delivery.number, "words": words, "memory": memory.array})
 
     def standing(self, state: dict[str, Any] | None) -> None:
@@ -106,9 +96,7 @@ class RayLink:
 
 def read_delivery(event: Event) -> Delivery:
     """Return the rollout that an event brought; it is copied, for the object store's memory cannot be written to."""
-    content = unpack(event["words"], ArrayMemory(event["memory"]))
-    steps = content.pop("steps")
-    return Delivery(event["number"], steps.transpose(0, 1), **content)
+    return Delivery.of(event["number"], unpack(event["words"], ArrayMemory(event["memory"])))
 
 
 class CollectorActor:

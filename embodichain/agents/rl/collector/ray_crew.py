@@ -6,28 +6,24 @@ The way of a ticket: ``send`` queues it -> an idle ``Hand`` gets it, after the l
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import statistics
-import sys
 import threading
 import time
 from collections import deque
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from embodichain.agents.engine.failure import FailureReport
-from embodichain.agents.engine.ray_session import RaySession, actor_options, lost_node
+from embodichain.agents.engine.ray_session import RaySession, lost_node
 from embodichain.agents.rl.collector.background.child import Job
 from embodichain.agents.rl.collector.background.loop import Delivery, NewWeights, Order, Ticket
 from embodichain.agents.rl.collector.background.worker import FIRST_STEPS, Learner, Reports
-from embodichain.agents.rl.collector.ray_collect import CollectorActor, Event, read_delivery
+from embodichain.agents.rl.collector.ray_collect import Event, read_delivery
 from embodichain.agents.rl.collector.ray_hand import POLL_SECONDS, Hand, store_weights
 from embodichain.agents.rl.collector.ray_order import choose
-from embodichain.agents.rl.collector.weights import WeightLayout, WeightSnapshot
-from embodichain.envs.random import combine
+from embodichain.agents.rl.collector.ray_recruiting import Recruiter
+from embodichain.agents.rl.collector.weights import WeightSnapshot
 from embodichain.errors import BufferWaitError, ClusterError, CollectorError, EnvironmentHungError
 from embodichain.extras import require
 
@@ -49,10 +45,8 @@ class RayCrew:
         self._session = RaySession(cfg.address, cfg.num_workers, cfg.placement)
         self._ray: Any = require("ray", extra="ray")
         self.num_envs, self.restarts = 0, 0
-        self._job, self._cfg, self._learner, self._seed = job.for_another_process(), cfg, learner, seed
-        self._device = "cuda" if cfg.placement.num_gpus > 0 else "cpu"
-        self._key = _key(self._job)
-        self._stored_job = self._ray.put(self._job)
+        self._cfg, self._learner = cfg, learner
+        self._recruiter = Recruiter(job, seed)
         self._lock = threading.RLock()
         self._hands: dict[int, Hand] = {}
         self._tickets: deque[Ticket] = deque()
@@ -141,15 +135,7 @@ class RayCrew:
             self._check_pulse(hand)
 
     def _spawn(self, index: int, restarts: int = 0) -> None:
-        """Start a worker, or find the one that a learner before this one has left."""
-        cfg = self._cfg
-        options = actor_options(cfg.placement)
-        if cfg.address is not None and cfg.name:
-            options |= {"name": f"{cfg.name}-{index}", "lifetime": "detached", "get_if_exists": True}
-        kind = self._ray.remote(concurrency_groups={"orders": 1, "events": 1})(CollectorActor)
-        actor = kind.options(**options).remote(sys.path, cfg.orphan_timeout)
-        hand = Hand(index, actor, restarts)
-        hand.await_(actor.place.remote())
+        hand = self._recruiter.hire(index, restarts)
         with self._lock:
             self._hands[index] = hand
 
@@ -170,7 +156,7 @@ class RayCrew:
         kind = event["event"]
         if kind == "placed":
             hand.node, hand.node_id, hand.pid = event["node"], event["node_id"], event["pid"]
-            hand.await_(hand.actor.open.remote(self._key, self._stored_job, self._device, *self._seeds_of(hand)))
+            self._recruiter.instruct(hand, self.restarts)
         elif kind == "ready":
             hand.opened(event)
             if event["kept"]:
@@ -264,14 +250,6 @@ class RayCrew:
 
     # --- their life -----------------------------------------------------------------------------------------------
 
-    def _seeds_of(self, hand: Hand) -> tuple[int | None, int | None]:
-        """Return the seeds of a worker's episodes and actions; the first one's are those of one that is alone."""
-        number = hand.index + self._cfg.num_workers * self.restarts
-        if number == 0:
-            return self._seed, self._cfg.seed
-        both = [combine(torch.tensor(seed or 0), torch.tensor(number)) for seed in (self._seed, self._cfg.seed)]
-        return int(both[0]) % 2**31, int(both[1]) % 2**31
-
     def _check_pulse(self, hand: Hand) -> None:
         silent, cfg = time.monotonic() - hand.asked_at, self._cfg
         if hand.ready and silent > POLL_SECONDS + cfg.step_timeout:
@@ -301,11 +279,3 @@ class RayCrew:
         self._spawn(hand.index, hand.restarts + (not lost))
         with self._lock:
             self._assign()
-
-
-def _key(job: Job) -> str:
-    """Return what tells whether an environment that is there already is the one that the job asks for."""
-    layout = [(place.name, str(place.dtype), tuple(place.shape)) for place in WeightLayout(job.setup.policy).places]
-    cfg = job.setup.cfg
-    parts = (job.make_env, job.num_steps, layout, cfg.adopt, cfg.max_policy_lag, cfg.pipeline_stages, cfg.seed)
-    return hashlib.sha256(repr(parts).encode()).hexdigest()

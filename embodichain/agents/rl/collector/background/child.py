@@ -113,16 +113,7 @@ class ProcessLink:
 
     def deliver(self, delivery: Delivery) -> None:
         """Hand over a rollout."""
-        words, memory = pack(
-            {
-                "steps": delivery.rollout.transpose(0, 1),  # in the order in which it lies in memory
-                "episodes": delivery.episodes,
-                "statistics": delivery.statistics,
-                "seconds": delivery.seconds,
-                "waited": delivery.waited,
-                "random": delivery.random,
-            }
-        )
+        words, memory = pack(delivery.content())
         self._channel.send({"event": "rollout", "number": delivery.number, **words}, memory, patient=True)
 
     def standing(self, state: dict[str, Any] | None) -> None:

@@ -72,6 +72,23 @@ class Delivery:
     ready: torch.cuda.Event | None = field(default=None, compare=False)
     """On a GPU: when the rollout is complete."""
 
+    def content(self) -> dict[str, Any]:
+        """Return what another process is sent."""
+        return {
+            "steps": self.rollout.transpose(0, 1),  # in the order in which it lies in memory
+            "episodes": self.episodes,
+            "statistics": self.statistics,
+            "seconds": self.seconds,
+            "waited": self.waited,
+            "random": self.random,
+        }
+
+    @staticmethod
+    def of(number: int, content: dict[str, Any]) -> Delivery:
+        """Return what another process sent."""
+        parts = dict(content)
+        return Delivery(number, parts.pop("steps").transpose(0, 1), **parts)
+
 
 class Link(Protocol):
     """The connection of the loop with the learner."""

@@ -171,8 +171,7 @@ class ProcessWorker:
             ) from report.original()
 
     def _deliver(self, number: int, content: dict[str, Any]) -> None:
-        steps = content.pop("steps")
-        delivery = Delivery(number, steps.transpose(0, 1), **content)
+        delivery = Delivery.of(number, content)
         while not self._stopping.is_set():
             try:
                 self._learner.on_delivery(delivery, _ROOM_SECONDS)
