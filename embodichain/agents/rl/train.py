@@ -158,7 +158,8 @@ def build_trainer(
         algorithm = build_algo(cfg.algorithm.name, algorithm_settings(cfg), policy)
         eval_env = make_eval_env(cfg, trusted_modules) if settings.enable_eval and ranks.is_first else None
     algorithm.join(ranks)
-    collector = build_collector(settings, env, maker, algorithm, folder.path)
+    known_by = folder.path if ranks.count == 1 else folder.path / str(ranks.rank)
+    collector = build_collector(settings, env, maker, algorithm, known_by)
     return Trainer(given, env, algorithm, folder, eval_env, console, collector)
 
 

@@ -67,7 +67,11 @@ def for_rank(cfg: TrainCfg, ranks: Ranks) -> TrainCfg:
     environment["device"] = _own_device(str(environment.get("device", "cpu")))
     if not environment.get("num_threads"):
         environment["num_threads"] = max(1, available_cores() // local_count())
-    settled = trainer.replace(seed=seed, device=_own_device(trainer.device), gym_config=environment)
+    name = trainer.collector.name
+    collector = trainer.collector.replace(name=f"{name}-{ranks.rank}" if name else "")
+    settled = trainer.replace(
+        seed=seed, device=_own_device(trainer.device), gym_config=environment, collector=collector
+    )
     settings = dict(cfg.algorithm.cfg)
     settings["device"] = _own_device(str(settings.get("device", trainer.device)))
     return cfg.replace(trainer=settled, algorithm=cfg.algorithm.replace(cfg=settings))
