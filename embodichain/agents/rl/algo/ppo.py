@@ -162,7 +162,8 @@ class PPO(MinibatchAlgorithm):
 
         # L_value = E (V - R)^2; with clipping the larger of it and that of V_old + clip(V - V_old, -c, c)
         scale = self.policy.value_scale
-        value, old_value, return_ = value / scale, old_value / scale, return_ / scale
+        if isinstance(scale, Tensor) or scale != 1.0:
+            value, old_value, return_ = value / scale, old_value / scale, return_ / scale
         squared_error = (value - return_).square()
         if cfg.clip_value_loss:
             clipped_value = old_value + (value - old_value).clamp(-cfg.clip_coef, cfg.clip_coef)
