@@ -26,11 +26,12 @@ def die_with_parent(parent: int) -> None:
 
 def main() -> int:
     """Receive the job and do it."""
-    parent, descriptor = int(sys.argv[1]), int(sys.argv[2])
+    parent, descriptor, document = map(int, sys.argv[1:4])
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     connection = socket.socket(fileno=descriptor)
-    job = json.loads(connection.recv(1 << 20))
+    with open(document) as file:
+        job = json.load(file)
     sys.path[:] = job.pop("sys_path")
 
     from embodichain.agents.engine.worker import run

@@ -31,16 +31,19 @@ class WorkerProcess:
         self.node = socket.gethostname()
         self.lost = False
         self.socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with other:
+        # The job is handed over as a nameless file: a packet could not hold a config of any size.
+        with other, os.fdopen(os.memfd_create("embodichain-job"), "w+") as document:
+            job = {"sys_path": sys.path, "worker": index, "incarnation": incarnation, "cfg": cfg.to_dict()}
+            document.write(json.dumps(job))
+            document.seek(0)
+            descriptors = [other.fileno(), document.fileno()]
             self._process = subprocess.Popen(
-                [sys.executable, "-P", str(_BOOT), str(os.getpid()), str(other.fileno())],
+                [sys.executable, "-P", str(_BOOT), *map(str, (os.getpid(), *descriptors))],
                 stdin=subprocess.DEVNULL,
-                pass_fds=[other.fileno()],
+                pass_fds=descriptors,
                 env={**dict.fromkeys(_ONE_THREAD, "1"), **os.environ},
                 process_group=0,
             )
-        job = {"sys_path": sys.path, "worker": index, "incarnation": incarnation, "cfg": cfg.to_dict()}
-        self.socket.send(json.dumps(job).encode())
         self.socket.setblocking(False)
 
     @property

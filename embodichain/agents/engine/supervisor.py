@@ -18,6 +18,9 @@ from embodichain.errors import ConfigError, EmbodiChainError, StreamStalledError
 log = logging.getLogger("embodichain.stream")
 
 _POLL_SECONDS = 0.05
+_NAP_SECONDS = 2.0
+"""A longer gap between two looks at the workers means that this process was stopped (a paused container, a suspended
+machine), and the workers with it."""
 STOP_SECONDS = 3.0
 """How long workers may take to stop by themselves before they are killed."""
 
@@ -44,6 +47,10 @@ class Supervisor(threading.Thread):
         self._fleet = make_fleet(cfg)
         self._stopping = threading.Event()
         self._last_progress = (0, time.monotonic())
+        self._last_watch = time.monotonic()
+        self._awake_since = 0.0
+        """When this process was last woken after it had been stopped for a while; what workers did not do before then
+        is not held against them."""
 
     @property
     def is_ready(self) -> bool:
@@ -89,6 +96,10 @@ class Supervisor(threading.Thread):
                 self._admit(worker, message)
             else:
                 self._replace(worker, FailureReport.from_json(message["report"]))
+        now = time.monotonic()
+        if now - self._last_watch > _NAP_SECONDS:
+            self._awake_since = now
+        self._last_watch = now
         for worker in list(self._workers.values()):
             self._check_pulse(worker)
         if self.buffer is not None and not self.is_ready:
@@ -115,14 +126,14 @@ class Supervisor(threading.Thread):
         """Replace a worker that has shown no sign of life for too long."""
         now = time.monotonic()
         if self.buffer is None or not worker.joined:
-            if now - worker.started > self._cfg.start_timeout:
+            if now - max(worker.started, self._awake_since) > self._cfg.start_timeout:
                 words = f"did not build its environment within start_timeout ({self._cfg.start_timeout:g} s)"
                 self._replace(worker, FailureReport(worker.index, words))
             return
         beat = int(self.buffer.workers[worker.index, Work.HEARTBEAT]) / 1e9
         # The first step may compile or load things; from the second on the beat must be regular.
         limit = self._cfg.worker_timeout if beat > worker.joined + 1e-3 else self._cfg.start_timeout
-        if now - max(beat, worker.joined) > limit:
+        if now - max(beat, worker.joined, self._awake_since) > limit:
             self._replace(worker, FailureReport(worker.index, f"hung: no sign of life for {limit:g} s"))
 
     def _check_first_fill(self, buffer: SharedBuffer) -> None:
@@ -134,7 +145,7 @@ class Supervisor(threading.Thread):
         now, count = time.monotonic(), buffer.episodes_written
         if count > self._last_progress[0]:
             self._last_progress = (count, now)
-        elif now - self._last_progress[1] > self._cfg.start_timeout and self._nobody_builds():
+        elif now - max(self._last_progress[1], self._awake_since) > self._cfg.start_timeout and self._nobody_builds():
             total = buffer.workers.sum(axis=0)
             raise StreamStalledError(
                 f"no episode was written in start_timeout ({self._cfg.start_timeout:g} s): "

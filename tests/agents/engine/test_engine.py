@@ -168,7 +168,9 @@ def test_an_episode_can_be_traced_and_played_again() -> None:
 
 
 def test_only_successful_episodes_when_asked() -> None:
-    settings = stream_settings(action_config={"source": "random", "only_success": True})
+    """And, by the way, a config of several hundred kilobytes reaches the worker."""
+    environment = gym_config(after=10**9, kinds=["x" * 400_000], folder="")
+    settings = stream_settings(gym_config=environment, action_config={"source": "random", "only_success": True})
     with OnlineDataEngine(OnlineDataEngineCfg(**settings)) as engine:
         assert all(engine.episode_info(row).success for row in range(16))
         stamps = engine.sample_batch(200, 1)["observation", "state"][:, 0, 0]
