@@ -30,10 +30,10 @@ _AGE_EVERY = 16
 class _PerThread:
     """What one thread draws with: nothing of it may be shared."""
 
-    def __init__(self, buffer: SharedBuffer, seed: np.random.SeedSequence) -> None:
+    def __init__(self, buffer: SharedBuffer, seed: np.random.SeedSequence, check_state: Callable[[], None]) -> None:
         self.forks = Forks.count
         self.generator = np.random.default_rng(seed)
-        self.sampler = WindowSampler(buffer)
+        self.sampler = WindowSampler(buffer, check_state)
         self.pool = OutputPool(buffer.layout)
         self.ring = OutputRing(buffer.layout)
         self.batches = 0
@@ -77,10 +77,16 @@ class StreamReader:
         if isinstance(given, torch.Generator):
             seed = torch.empty((), dtype=torch.int64, device=given.device).random_(generator=given)
             return np.random.default_rng(int(seed))
+        if given is not None and not isinstance(given, np.random.Generator):
+            raise TypeError(
+                f"generator must be numpy's or torch's, got {given!r}; np.random.default_rng(seed) makes one"
+            )
         return self._own().generator if given is None else given
 
     def prepare(self, batch_size: int, chunk_size: int) -> None:
         """Check the request, the state of the engine, and wait if readers are ahead of a limit."""
+        if type(batch_size) is not int or type(chunk_size) is not int:
+            _check_integers(batch_size=batch_size, chunk_size=chunk_size)
         if chunk_size > self.buffer.max_steps:
             raise ChunkSizeError(f"chunk_size is {chunk_size}, but max_episode_steps is {self.buffer.max_steps}")
         if chunk_size < 1 or batch_size < 1:
@@ -117,5 +123,12 @@ class StreamReader:
                 # torch's thread pool does not survive a fork: the first parallel operation in the child would hang.
                 torch.set_num_threads(1)
                 self._forks = Forks.count
-            own = self._local.own = _PerThread(self.buffer, self._slot.new_stream(self._cfg.seed))
+            own = self._local.own = _PerThread(self.buffer, self._slot.new_stream(self._cfg.seed), self.check_state)
         return own
+
+
+def _check_integers(**sizes: object) -> None:
+    """Raise unless all are integers; numpy's are as good as Python's."""
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int | np.integer):
+            raise ChunkSizeError(f"{name} must be an integer >= 1, got {size!r}")

@@ -8,6 +8,7 @@ stride of one frame, so that window ``row * max_steps + start`` is one contiguou
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,8 +25,9 @@ from embodichain.errors import ChunkSizeError, StreamStalledError
 
 _NONE: Ints = np.zeros(0, np.int64)
 _QUICK_TRIES = 16
-STALL_SECONDS = 10.0
-"""How long a reader waits for rows that are being rewritten before it says so."""
+STALL_SECONDS = 60.0
+"""How long a reader waits for rows that are being rewritten before it says so; a new worker repairs what a killed one
+left half-written, and takes its time to start."""
 
 
 @dataclass
@@ -68,8 +70,10 @@ class Candidates:
 class WindowSampler:
     """Draws windows from a shared buffer; one per thread."""
 
-    def __init__(self, buffer: SharedBuffer) -> None:
+    def __init__(self, buffer: SharedBuffer, check_state: Callable[[], None] = lambda: None) -> None:
+        """``check_state`` is called while the sampler waits, to end the waiting by an exception if it is in vain."""
         self.buffer = buffer
+        self._check_state = check_state
         self._windows: dict[int, dict[Key, Windows]] = {}
         self._known = Candidates(b"", b"", 0, _NONE, _NONE, np.zeros(0))
 
@@ -190,8 +194,8 @@ class WindowSampler:
             f"{longest} steps: use a chunk_size of at most {longest}"
         )
 
-    @staticmethod
-    def _wait_for_writers(deadline: float) -> float:
+    def _wait_for_writers(self, deadline: float) -> float:
+        self._check_state()
         now = time.monotonic()
         if deadline and now > deadline:
             raise StreamStalledError(

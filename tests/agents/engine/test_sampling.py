@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,12 @@ from tensordict import TensorDict
 
 from embodichain.agents.engine import OnlineDataEngineCfg, outputs
 from embodichain.agents.engine.episode import Episode
+from embodichain.agents.engine.failure import FailureReport
 from embodichain.agents.engine.layout import FrameLayout, Leaf
 from embodichain.agents.engine.reader import StreamReader
 from embodichain.agents.engine.sampling import WindowSampler
 from embodichain.agents.engine.shared_buffer import Control, SharedBuffer, State
-from embodichain.errors import ChunkSizeError, EngineStateError, StreamStalledError
+from embodichain.errors import ChunkSizeError, EngineStateError, StreamStalledError, WorkerError
 
 LAYOUT = FrameLayout((Leaf(("observation", "id"), torch.float32, (2,)), Leaf(("action",), torch.int64, ())))
 LENGTHS = [5, 12, 3, 20, 8, 20]
@@ -102,10 +104,20 @@ def test_a_chunk_longer_than_any_episode_says_how_long_they_are(buffer: SharedBu
         reader.sample(4, 13)
 
 
-@pytest.mark.parametrize(("batch", "size"), [(0, 3), (3, 0), (-1, 3)])
-def test_sizes_must_be_positive(reader: StreamReader, batch: int, size: int) -> None:
+@pytest.mark.parametrize(("batch", "size"), [(0, 3), (3, 0), (-1, 3), (2.0, 3), ("2", 3), (2, True), (2, None)])
+def test_sizes_must_be_positive_integers(reader: StreamReader, batch: Any, size: Any) -> None:
     with pytest.raises(ChunkSizeError, match=">= 1"):
         reader.sample(batch, size)
+
+
+def test_numpy_integers_are_integers(reader: StreamReader) -> None:
+    assert reader.sample(np.int64(4), np.int32(3)).batch_size == torch.Size([4, 3])
+
+
+@pytest.mark.parametrize("generator", [0, "seed", np.random.RandomState(0)])
+def test_a_seed_is_not_a_generator(reader: StreamReader, generator: Any) -> None:
+    with pytest.raises(TypeError, match="default_rng"):
+        reader.sample(4, 3, generator=generator)
 
 
 def test_rows_that_are_being_written_are_left_alone(buffer: SharedBuffer, reader: StreamReader) -> None:
@@ -135,6 +147,13 @@ def test_waiting_for_a_writer_that_never_ends_is_an_error(
     monkeypatch.setattr("embodichain.agents.engine.sampling.STALL_SECONDS", 0.05)
     buffer.sequence[[3, 5]] += 1
     with pytest.raises(StreamStalledError, match="being written"):
+        reader.sample(4, 20)
+
+
+def test_waiting_for_a_writer_ends_when_the_engine_does(buffer: SharedBuffer, reader: StreamReader) -> None:
+    buffer.sequence[[3, 5]] += 1
+    threading.Timer(0.3, buffer.fail, [FailureReport(0, "was killed by SIGKILL").to_json()]).start()
+    with pytest.raises(WorkerError, match="worker 0 was killed by SIGKILL"):
         reader.sample(4, 20)
 
 
