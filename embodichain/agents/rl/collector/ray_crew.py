@@ -56,6 +56,8 @@ class RayCrew:
         self._weights: tuple[WeightSnapshot, Any] | None = None
         self._durations: deque[float] = deque(maxlen=16)
         self._standing = False
+        self._asked: str | None = None
+        """The command that this thread still has to answer: from then on nothing is delivered."""
         self._failure: Exception | None = None
         self._began = time.monotonic()
         self._ready, self._stopping = threading.Event(), threading.Event()
@@ -86,8 +88,7 @@ class RayCrew:
             else:
                 self._reports.clear()
                 self._standing = order.name in ("pause", "save")
-                if self._standing:
-                    self._reports.put(dict(_NOTHING) if order.name == "save" else None)
+                self._asked = order.name if self._standing else None
 
     def check(self) -> None:
         """Raise what keeps it from going on."""
@@ -95,7 +96,7 @@ class RayCrew:
             raise self._failure
 
     def wait_until_standing(self, timeout: float) -> dict[str, Any] | None:
-        """Return at once: workers finish the rollouts they are at, but nothing arrives before ``resume``."""
+        """Wait until nothing is delivered any more; rollouts that workers are at are finished, and kept back."""
         return self._reports.wait(timeout)
 
     def stop(self) -> None:
@@ -129,6 +130,9 @@ class RayCrew:
             self._hear(awaited[answer])
         self._deliver()
         with self._lock:
+            asked, self._asked = self._asked, None
+            if asked is not None:
+                self._reports.put(dict(_NOTHING) if asked == "save" else None)
             self._look_for_stragglers()
             self._assign()
         for hand in list(self._hands.values()):
