@@ -144,7 +144,8 @@ def _answers(host: str, port: int) -> bool:
 
 def _nobody(address: str, why: str) -> ClusterError:
     return ClusterError(
-        f"there is no Ray cluster at {address!r} ({why}); start one with 'ray start --head', or leave the address away"
+        f"there is no Ray cluster at {address!r} ({why}); start one with 'ray start --head', or leave address away. "
+        "If it asks for a token, have that in ~/.ray/auth_token and set RAY_AUTH_MODE=token"
     )
 
 
