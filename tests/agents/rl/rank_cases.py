@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.utils.tensorboard
 from tensordict import TensorDict
 
 from embodichain.agents.rl.algo import GRPO, PPO, GRPOCfg, PPOCfg
@@ -28,7 +27,7 @@ from embodichain.errors import EmbodiChainError
 from tests.agents.rl.helpers import ScriptedEnv, make_policy
 
 ENVS, STEPS, UPDATES = 4, 8, 3
-PATIENCE = 90.0
+PATIENCE = 110.0
 
 
 # --- starting processes -------------------------------------------------------------------------------------------
@@ -37,7 +36,7 @@ PATIENCE = 90.0
 def run_ranks(count: int, function: Callable[..., None], *arguments: Any) -> list[int]:
     """Call a function of this module in so many processes, as torchrun would start them; return their exit codes."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context.set_forkserver_preload([__name__, "torch.utils.tensorboard"])  # imported once, for all processes
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -208,3 +207,21 @@ def _listening() -> list[str]:
             if fields[3] == "0A" and f"socket:[{fields[9]}]" in own:
                 found.append(fields[1].split(":")[0])
     return found
+
+
+def talk_over_nccl(folder: Path) -> None:
+    """Send tensors of a GPU by NCCL, to oneself if there is one GPU only; write down what comes back."""
+    rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.cuda.set_device(rank)
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    ranks = ranks_module.ProcessRanks()
+    layer = torch.nn.Linear(3, 2, device="cuda")
+    torch.nn.init.constant_(layer.weight, float(rank + 1))
+    ranks.copy_first(layer)
+    layer(torch.full((4, 3), rank + 1.0, device="cuda")).sum().backward()
+    measures = ranks.sum_gradients(list(layer.parameters()), {"loss": torch.tensor(rank + 1.0, device="cuda")})
+    [spread] = ranks.mean_and_std(torch.arange(10.0, device="cuda") + 10 * rank)
+    ranks_module.check_equal(ranks, layer, "at the end")
+    heard = {"weight": layer.weight, "grad": layer.weight.grad, "loss": measures["loss"], "spread": spread}
+    save_checkpoint(folder / f"nccl_{rank}", heard | {"words": ranks.exchange(["word", rank]), "count": count})
+    dist.destroy_process_group()
