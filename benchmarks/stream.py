@@ -34,7 +34,7 @@ from embodichain.agents.datasets import OnlineDataset
 from embodichain.agents.engine import OnlineDataEngine, OnlineDataEngineCfg
 from embodichain.agents.engine.episode import Episode
 from embodichain.agents.engine.shared_buffer import Control, Read, SharedBuffer, State, Work
-from embodichain.agents.engine.sources import open_source
+from embodichain.agents.engine.sources import EpisodeSource, open_source
 from embodichain.agents.engine.worker import Worker
 from embodichain.envs.registration import make
 from embodichain.extras import available
@@ -162,10 +162,10 @@ def bench_beside_writer() -> None:
         rates: dict[str, dict[str, list[float]]] = {name: {"alone": [], "beside a writer": []} for name in contenders}
         torn = windows = 0
         for _ in range(9):
-            for name, values in turns(contenders, rounds=1, seconds=0.15).items():
+            for name, values in turns(contenders, rounds=3, seconds=0.05).items():
                 rates[name]["alone"] += values
             with full_speed_writer(buffer):
-                for name, values in turns(contenders, rounds=1, seconds=0.15).items():
+                for name, values in turns(contenders, rounds=3, seconds=0.05).items():
                     rates[name]["beside a writer"] += values
                 for _ in range(12 if kind == "image" else 120):
                     torn, windows = torn + count_torn(sample()), windows + batch
@@ -205,25 +205,29 @@ def bench_loader() -> None:
 
 
 def bench_workers() -> None:
-    """Compare what a worker writes with the same environment and expert stepped without the engine."""
-    cfg = stream_config(refill="continuous")
-    env = make(cfg.gym_config, seed=0)
-    source = open_source(cfg)
-    buffer = SharedBuffer.create(source.layout, cfg.buffer_size, cfg.max_episode_steps, 1)
-    worker = Worker(cfg, 0, source, buffer, os.getppid())
+    """Compare what a worker writes with the same environment and expert stepped without the engine.
 
-    def with_engine() -> None:
-        for episode in source.advance():
-            worker.take(episode)
+    By the clock on the wall: with several threads, time in which all but one of them wait would count as work.
+    """
+    for threads in (1, 0):
+        task = {"id": "PushCubeRL", "num_envs": 32, "num_threads": threads}
+        cfg = stream_config(refill="continuous", gym_config=task)
+        env = make(cfg.gym_config, seed=0)
+        source = open_source(cfg)
+        buffer = SharedBuffer.create(source.layout, cfg.buffer_size, cfg.max_episode_steps, 1)
+        worker = Worker(cfg, 0, source, buffer, os.getppid())
 
-    contenders = {"env and expert alone": lambda: env.step(env.expert_action()), "worker": with_engine}
-    report(
-        "simulation, 32 envs",
-        turns(contenders, rounds=9, seconds=0.5),
-        "env and expert alone",
-        "steps/s",
-        {"worker": 0.9},
-    )
+        def with_engine(source: EpisodeSource = source, worker: Worker = worker) -> None:
+            for episode in source.advance():
+                worker.take(episode)
+
+        contenders: Contenders = {
+            "env and expert alone": lambda env=env: env.step(env.expert_action()),
+            "worker": with_engine,
+        }
+        rates = turns(contenders, rounds=9, seconds=0.4, clock=time.perf_counter)
+        what = "simulation, 32 envs, one thread" if threads else "simulation, 32 envs, a thread per core"
+        report(what, rates, "env and expert alone", "steps/s", {"worker": 0.9})
 
 
 BENCHES = {"sampling": bench_sampling, "writer": bench_beside_writer, "loader": bench_loader, "workers": bench_workers}
