@@ -1,0 +1,132 @@
+"""The example that imitates and reinforces, in tiny; and what it needs besides the trainer."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from embodichain.agents.rl.algo.imitation import Imitation, ImitationCfg
+from embodichain.agents.rl.algo.ppo import PPOCfg
+from embodichain.agents.rl.algo.warm_up import warm_up_value
+from embodichain.agents.rl.models.vla import TinyVLA, load_vla_model, save_vla_model
+from embodichain.agents.rl.models.vla.freezing import only_trained
+from embodichain.agents.rl.training.run_log import read_metrics
+from embodichain.config import load_config
+from embodichain.envs.registration import make
+from embodichain.errors import ConfigError
+from tests.agents.rl.vla_cases import chunked_pair
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "agents" / "rl" / "vla_sft_then_rl.py"
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def example():
+    spec = importlib.util.spec_from_file_location("vla_sft_then_rl", EXAMPLE)
+    module = sys.modules["vla_sft_then_rl"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["vla_sft_then_rl"]
+
+
+def tiny(example):
+    small = dataclasses.replace(example.SMALL, num_envs=8, demonstrations=8, sft_batch=8, model={"width": 16})
+    return dataclasses.replace(small, trainer={"buffer_size": 2}, algorithm={"batch_size": 16, "n_epochs": 1})
+
+
+@pytest.mark.timeout(300)
+def test_it_runs_and_tells_success_before_and_after(tmp_path, capsys, example):
+    args = example.Args(sft_steps=3, rl_iterations=2, episodes=8, output=tmp_path)
+    before, after = example.main(args, tiny(example))
+    assert before.summary.episodes == after.summary.episodes == 8
+
+    steps = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "update/policy_loss" in line]
+    assert len(steps) == 2
+    assert all("async/lag_max" in line for line in steps)
+    printed = capsys.readouterr().out
+    assert "demonstrations: success" in printed
+    assert f"ppo: {steps[-1]['step']:,} steps" in printed
+    assert f"success {before.summary.success_rate:.0%} -> {after.summary.success_rate:.0%} over 8 episodes" in printed
+    imitated, reinforced = (load_vla_model(tmp_path / name).state_dict() for name in ("imitated", "reinforced"))
+    assert not torch.equal(imitated["to_action.4.weight"], reinforced["to_action.4.weight"])
+
+
+def test_grpo_goes_on_from_a_model_in_whole_episodes(tmp_path, example):
+    plan, gym_config = tiny(example), load_config(example.CONFIGS / example.SMALL.gym)
+    with make(gym_config, num_envs=2) as env:
+        settings = {"chunk_size": example.CHUNK, "num_points": 4, **plan.model}
+        model = TinyVLA.from_spaces(env.observation_space, env.action_space, **settings)
+    folder = save_vla_model(model, tmp_path / "imitated")
+    cfg = example.train_config(
+        example.Args(algorithm="grpo", rl_iterations=1), plan, gym_config, folder, tmp_path / "run"
+    )
+    policy = example.reinforce(cfg, 0, Console(quiet=True))
+    (step,) = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "update/policy_loss" in line]
+    assert step["episode/count"] >= 8  # each env ended its episode
+    assert not policy.model.cfg.value_shapes_perception
+    after = policy.model.state_dict()
+    changed = {name.split(".")[0] for name, value in model.state_dict().items() if not torch.equal(value, after[name])}
+    assert changed == {"to_action", "normalizer"}  # what is seen stays as it was; GRPO has no value
+
+
+def test_it_is_short():
+    assert len(EXAMPLE.read_text().splitlines()) <= 200
+
+
+def test_the_value_catches_up_while_the_policy_stays():
+    env, policy = chunked_pair(8, value_shapes_perception=False)
+    before = {name: parameter.clone() for name, parameter in policy.named_parameters()}
+    obs, _ = env.reset(seed=1)
+    assert policy.get_value(obs).abs().max() < 0.5
+    cfg = PPOCfg(learning_rate=1e-2, n_epochs=8, batch_size=32, gamma=0.9)
+    explained = warm_up_value(policy, env, cfg, num_steps=4, rollouts=4)
+    assert len(explained) == 4
+    assert policy.get_value(obs).mean() < -2.0  # about 1 is lost per step, for reaching and placing
+    changed = {name for name, p in policy.named_parameters() if not torch.equal(p, before[name])}
+    assert changed == {name for name in before if name.startswith("model.to_value.")}
+    assert all(parameter.requires_grad for parameter in policy.parameters())
+    env.close()
+
+
+def test_what_is_frozen_is_named_rightly():
+    env, policy = chunked_pair(2)
+    with pytest.raises(ConfigError, match=r"'model\.value'.*model\.to_value"), only_trained(policy, "model.value"):
+        pass
+    env.close()
+
+
+@pytest.mark.parametrize("shapes", [True, False])
+def test_whether_the_value_shapes_what_is_perceived(shapes):
+    env, policy = chunked_pair(2, value_shapes_perception=shapes)
+    policy.get_value(env.reset(seed=0)[0]).square().sum().backward()
+    gradient = policy.model.readouts.grad
+    assert (gradient is not None and bool(gradient.abs().sum() > 0)) is shapes
+    assert policy.model.to_value[0].weight.grad.abs().sum() > 0
+    env.close()
+
+
+def test_imitation_learns_to_point_and_to_act():
+    env, policy = chunked_pair(8, num_points=2)
+    obs, _ = env.reset(seed=0)
+    stacked = torch.stack([obs] * 3, dim=1)
+    generator = torch.Generator().manual_seed(0)
+    action = torch.rand(8, 1, 3, generator=generator).expand(-1, 3, -1) - 0.5
+    chunks = type(obs)({"observation": stacked, "action": action}, batch_size=[8, 3])
+    learner = Imitation(ImitationCfg(total_steps=150, learning_rate=3e-3, warmup_steps=5), policy)
+    losses = [learner.update(chunks, obs["object", "pos"][:, :2]) for _ in range(150)]
+    for name in ("action_loss", "point_loss"):
+        assert float(losses[-1][name]) < 0.5 * float(losses[0][name]), name
+    env.close()
