@@ -30,7 +30,7 @@ class Row:
     bound: float
     """Largest speed-up that the stage times allow."""
     of_bound: float
-    """Least time that they allow over the time it took."""
+    """Least time that they allow over the time it took: the median over the seeds."""
     lag_mean: float
     lag_max: float
     final: list[float]
@@ -82,7 +82,7 @@ class Summary:
             statistics.mean(outcome.samples / outcome.seconds for outcome in outcomes.values()),
             statistics.median(base[seed].seconds / outcomes[seed].seconds for seed in shared),
             self.least("sync") / least,
-            least / seconds,
+            statistics.median(least / outcome.seconds for outcome in outcomes.values()),
             statistics.mean(outcome.lag_mean for outcome in outcomes.values()),
             max(outcome.lag_max for outcome in outcomes.values()),
             [outcome.final for outcome in outcomes.values() if outcome.final is not None],
