@@ -21,17 +21,17 @@ def worker_table(workers: Sequence[WorkerStats]) -> Table:
     """Return one line per worker and one per node; only the latter if there are many workers."""
     from rich.table import Table
 
-    table = Table(title="workers")
-    for column in ("node", "worker", "state", "episodes", "episodes/s", "steps/s", "last sign", "mean age", "restarts"):
+    table = Table(title="workers", box=None, padding=(0, 1, 0, 0))  # it has to fit into 80 columns
+    for column in ("node", "worker", "state", "episodes", "per s", "steps/s", "silent", "age", "restarts"):
         table.add_column(column, justify="left" if column in ("node", "worker", "state") else "right", no_wrap=True)
     nodes = by_node(workers)
     for node, members in nodes.items():
         if len(workers) <= MAX_LINES:
             for w in members:
-                place = f"{w.worker} ({w.pid})" if w.pid else f"{w.worker}"
                 sign = f"{w.silent_seconds:.1f} s" if w.state == "running" else ""
-                table.add_row(node, place, w.state, *_figures(w), sign, f"{w.mean_age_seconds:.1f} s", str(w.restarts))
-        if len(workers) > MAX_LINES or len(nodes) > 1:
+                age = f"{w.mean_age_seconds:.1f} s"
+                table.add_row(node, str(w.worker), w.state, *_figures(w), sign, age, str(w.restarts))
+        if len(workers) > MAX_LINES or len(nodes) > 1 < len(members):
             table.add_row(*_node_line(node, members), style="bold", end_section=True)
     return table
 
@@ -57,7 +57,7 @@ def _node_line(node: str, members: Sequence[WorkerStats]) -> list[str]:
     sums = node_scalars(members)
     return [
         node,
-        "all" if len(members) > 1 else "",
+        "all",
         f"{len(running)} of {len(members)}",
         f"{sum(w.episodes_written for w in members):,}",
         f"{sums['episodes_per_second']:,.1f}",

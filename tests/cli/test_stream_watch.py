@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 
 from rich.console import Console
@@ -25,23 +26,25 @@ def workers(count: int) -> list[WorkerStats]:
 
 def lines(table: object) -> list[list[str]]:
     out = io.StringIO()
-    Console(file=out, width=140).print(table)
-    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.getvalue().splitlines() if "│" in line]
+    Console(file=out, width=80).print(table)
+    words = out.getvalue()
+    assert "…" not in words, "the table does not fit into 80 columns"
+    return [line.split() for line in words.splitlines() if re.match(r"\(waiting\)|node\d", line)]
 
 
 def test_few_workers_have_a_line_each_and_their_nodes_one() -> None:
     rows = lines(worker_table(workers(4)))
-    assert rows[0] == ["(waiting)", "3", "waiting", "7", "0.0", "0", "", "9.0 s", "1"]
-    assert rows[2] == ["node0", "0 (1000)", "running", "0", "1.5", "90", "0.0 s", "2.0 s", "0"]
-    assert rows[4] == ["node0", "all", "2 of 2", "20", "3.0", "180", "0.2 s", "3.0 s", "2"]
-    assert [row[0] for row in rows] == ["(waiting)"] * 2 + ["node0"] * 3 + ["node1"] * 2
+    assert rows[0] == ["(waiting)", "3", "waiting", "7", "0.0", "0", "9.0", "s", "1"]
+    assert rows[1] == ["node0", "0", "running", "0", "1.5", "90", "0.0", "s", "2.0", "s", "0"]
+    assert rows[3] == ["node0", "all", "2", "of", "2", "20", "3.0", "180", "0.2", "s", "3.0", "s", "2"]
+    assert [row[0] for row in rows] == ["(waiting)", "node0", "node0", "node0", "node1"]
 
 
 def test_many_workers_have_a_line_per_node() -> None:
     rows = lines(worker_table(workers(MAX_LINES + 1)))
     assert [row[0] for row in rows] == ["(waiting)", "node0", "node1"]
-    assert rows[1][2] == f"{MAX_LINES // 2} of {MAX_LINES // 2}"
-    assert float(rows[1][4]) == 1.5 * MAX_LINES / 2
+    assert rows[1][2:5] == [f"{MAX_LINES // 2}", "of", f"{MAX_LINES // 2}"]
+    assert float(rows[1][6]) == 1.5 * MAX_LINES / 2
 
 
 def test_scalars_are_written_for_the_stream_and_for_nodes(tmp_path: Path) -> None:
