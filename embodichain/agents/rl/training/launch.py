@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
 from embodichain.agents.rl.training.config import TrainCfg, TrainerCfg
 from embodichain.agents.rl.utils.checkpoint import CHECKPOINTS, list_checkpoints
@@ -37,7 +39,10 @@ def joined_ranks() -> Iterator[Ranks]:
         yield Ranks()
         return
     _stay_on_this_machine()
-    dist.init_process_group(_backend(), timeout=_PATIENCE)
+    meeting, rank, count = next(rendezvous("env://", timeout=_PATIENCE))
+    # torchrun keeps its store when it restarts ranks: without a prefix they would find addresses of those that ended
+    store = PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", meeting)
+    dist.init_process_group(_backend(), store=store, rank=rank, world_size=count, timeout=_PATIENCE)
     yield ProcessRanks()
     dist.destroy_process_group()  # not after an error: others may still be waiting for this one
 
