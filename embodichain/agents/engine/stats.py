@@ -123,7 +123,7 @@ class WorkersCounter:
                     episodes_written=int(records[index, Work.WRITTEN]),
                     episodes_per_second=float(rates[index, Work.WRITTEN]),
                     frames_per_second=float(rates[index, Work.FRAMES]),
-                    silent_seconds=max(now - records[index, Work.HEARTBEAT] / 1e9, 0.0) if running else 0.0,
+                    silent_seconds=max(now - int(records[index, Work.HEARTBEAT]) / 1e9, 0.0) if running else 0.0,
                     mean_age_seconds=float(clock - times[own].mean()) if own.any() else 0.0,
                     restarts=count,
                 )
