@@ -94,10 +94,10 @@ def test_a_worker_that_was_stopped_together_with_the_engine_is_not_held_to_hang(
     """What a paused container or a suspended machine does to both, for longer than worker_timeout."""
     parent = run_script(
         "import time\n"
-        "engine = OnlineDataEngine(OnlineDataEngineCfg(**stream_settings(refill_threshold=1, worker_timeout=3.0)))\n"
+        "engine = OnlineDataEngine(OnlineDataEngineCfg(**stream_settings(refill_threshold=1, worker_timeout=2.0)))\n"
         "engine.start()\nprint(*engine.worker_pids, flush=True)\n"
         "before = time.monotonic()\n"
-        "while time.monotonic() < before + 12: check_chunks(engine.sample_batch(32, 4)), time.sleep(0.01)\n"
+        "while time.monotonic() < before + 8: check_chunks(engine.sample_batch(32, 4)), time.sleep(0.01)\n"
         "print(engine.stats().restarts, engine.stats().refills > 3, flush=True)\n"
     )
     assert parent.stdout is not None
@@ -105,9 +105,9 @@ def test_a_worker_that_was_stopped_together_with_the_engine_is_not_held_to_hang(
     pids = (parent.pid, worker)
     for pid in reversed(pids):
         os.kill(pid, signal.SIGSTOP)
-    time.sleep(6.0)
+    time.sleep(4.0)
     os.kill(parent.pid, signal.SIGCONT)
-    time.sleep(0.5)  # the engine wakes first, and sees a worker that has not moved for six seconds
+    time.sleep(0.5)  # the engine wakes first, and sees a worker that has not moved for four seconds
     os.kill(worker, signal.SIGCONT)
     words, errors = parent.communicate(timeout=90)
     assert words.split() == ["0", "True"], errors
