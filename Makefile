@@ -25,7 +25,7 @@ demo: $(STAMP)  ## Watch the product do its main job in small, on the CPU
 	@$(BIN)/python examples/agents/datasets/train_from_stream.py --output outputs/demo/trained_policy.mp4
 
 test: $(STAMP)  ## Run the test suite
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 check: $(STAMP)  ## Check format, lint and types
 	@$(BIN)/ruff format --check .

@@ -36,7 +36,7 @@ class Scoring:
         for ended in (self._task.failed(scene), diverged):
             if ended is not None:
                 terminated = terminated | ended
-        if terminated is self._none:
+        if terminated is success or terminated is self._none:  # whoever gets it may keep it; a task may reuse its own
             terminated = terminated.clone()
         return Moment(parts, reward, terminated, step >= self._limit, self._metrics(scene, diverged))
 

@@ -44,9 +44,11 @@ class StartStore:
         """Draw the starts that are missing or used, leave the envs as they were, and return what all would observe."""
         origins, everything = self._origins(), self._live.read()
         used = torch.nonzero((self._drawn_from != origins).any(dim=1)).reshape(-1)
-        seen = self._begin(used)
-        rows = _select(self._live.read(), used)
-        self._live.write(used, _select(everything, used))
+        try:
+            seen = self._begin(used)
+            rows = _select(self._live.read(), used)
+        finally:
+            self._live.write(used, _select(everything, used))
         self._drawn_from[used] = origins[used]
         if self._seen is None:
             self._rows = rows

@@ -71,7 +71,6 @@ class MujocoCpuPhysics(Physics):
         self._fields: dict[str, Tensor] = {}
         self._rest = self._state[0].clone()
         self._warned = self._batch.warning.tobytes()
-        self._unstable = self._batch.warning[:, _UNSTABLE, 1].sum(axis=1)
         self._diverged: Tensor | None = None
 
     def step(self, count: int) -> None:
@@ -81,11 +80,16 @@ class MujocoCpuPhysics(Physics):
         except batch.SimulationError as error:
             raise SimulationError(f"MuJoCo could not step: {error}") from error
         self._diverged = None
-        warned = self._batch.warning.tobytes()
-        if warned != self._warned:  # MuJoCo counts its warnings; nearly always, there are none
-            unstable = self._batch.warning[:, _UNSTABLE, 1].sum(axis=1)
-            self._diverged = torch.from_numpy(unstable != self._unstable)
-            self._warned, self._unstable = warned, unstable
+        if self._batch.warning.tobytes() != self._warned:  # MuJoCo counts its warnings; nearly always, there are none
+            unstable = self._batch.warning[:, _UNSTABLE, 1].any(axis=1)
+            if unstable.any():
+                self._diverged = torch.from_numpy(unstable)
+            self._forget_instability()
+
+    def _forget_instability(self) -> None:
+        """Count from zero again, as MuJoCo does when it resets an env: otherwise a second time looks like the first."""
+        self._batch.warning[:, _UNSTABLE] = 0
+        self._warned = self._batch.warning.tobytes()
 
     def set(self, env_ids: Tensor, qpos: Tensor, qvel: Tensor) -> None:
         self._sensors_current = False
