@@ -49,5 +49,5 @@ $(STAMP): pyproject.toml constraints.txt
 	  rm -rf $(VENV); echo 'Making .venv failed; on Debian and Ubuntu, install the package python3-venv.' >&2; exit 1; }
 	@echo 'Installing into .venv (once; a few minutes) ...'
 	@$(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) "$$(grep "^torch==" constraints.txt)"
-	@$(PIP) -e ".[dev,ray]"
+	@$(PIP) -e ".[dev]"
 	@touch $@
