@@ -53,14 +53,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         results.merge(json.loads(file.read_text()), str(file))
     if not args.merge:
         wanted = [
-            Job(task, library, seed)
+            Job(task, framework, seed)
             for task in args.tasks
-            for library in TASKS[task].libraries
+            for framework in TASKS[task].frameworks
             for seed in range(args.seeds)
         ]
         if not available(PEER):
             print("Stable-Baselines3 is not installed: pip install 'embodichain-agents[peers]'", file=sys.stderr)
-            wanted = [job for job in wanted if job.library != PEER]
+            wanted = [job for job in wanted if job.framework != PEER]
         todo = [job for job in wanted if args.again or not results.has_finished(job)]
         command = shlex.join(["python", "-m", "benchmarks.learn", *(sys.argv[1:] if argv is None else argv)])
         deadline = None if args.time_limit is None else began + args.time_limit

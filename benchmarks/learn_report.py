@@ -61,9 +61,9 @@ class Results:
         return job in self.outcomes and self.outcomes[job].finished
 
     def of_task(self, task: str) -> list[Outcome]:
-        """Return the runs of a task, by library and seed."""
+        """Return the runs of a task, by framework and seed."""
         chosen = [outcome for outcome in self.outcomes.values() if outcome.task == task]
-        return sorted(chosen, key=lambda outcome: (outcome.library, outcome.seed))
+        return sorted(chosen, key=lambda outcome: (outcome.framework, outcome.seed))
 
     def write(self, figures: Mapping[str, Any]) -> None:
         """Write everything, whole or not at all."""
@@ -80,12 +80,14 @@ def summarize(name: str, outcomes: Sequence[Outcome], seeds: int) -> dict[str, A
     """Return the figures of a task, and whether it holds what is claimed of it (``None``: nothing is claimed)."""
     task = TASKS[name]
     figures: dict[str, Any] = {"config": task.config, "measure": task.measure, "goal": task.goal, "holds": None}
-    whole = {library: [o for o in outcomes if o.library == library and o.finished] for library in task.libraries}
-    for library, runs in whole.items():
+    whole = {
+        framework: [o for o in outcomes if o.framework == framework and o.finished] for framework in task.frameworks
+    }
+    for framework, runs in whole.items():
         finals = [run.values[-1] for run in runs]
-        figures[library] = {
+        figures[framework] = {
             "finished_runs": len(runs),
-            "unfinished_runs": sum(o.library == library and not o.finished for o in outcomes),
+            "unfinished_runs": sum(o.framework == framework and not o.finished for o in outcomes),
             "final_mean": float(np.mean(finals)) if finals else None,
             "final_std": float(np.std(finals)) if finals else None,
             "best_mean": float(np.mean([max(run.values) for run in runs])) if finals else None,
@@ -100,7 +102,7 @@ def summarize(name: str, outcomes: Sequence[Outcome], seeds: int) -> dict[str, A
         figures |= {"seconds": task.seconds, "reached": when}
         figures["holds"] = complete and all(entry is not None and entry["seconds"] <= limit for entry in when)
     if task.peer:
-        means = [figures[library]["final_mean"] for library in (OURS, PEER)]
+        means = [figures[framework]["final_mean"] for framework in (OURS, PEER)]
         figures["holds"] = complete and means[0] >= means[1]
     return figures
 
@@ -110,14 +112,14 @@ def write_report(folder: Path, figures: Mapping[str, Any], results: Results) -> 
     for name, entry in figures.items():
         task, outcomes = TASKS[name], results.of_task(name)
         series = []
-        for library in task.libraries:
-            runs = [o for o in outcomes if o.library == library and o.steps]
+        for framework in task.frameworks:
+            runs = [o for o in outcomes if o.framework == framework and o.steps]
             if runs:
-                series.append(Series(library, [(np.array(o.steps), np.array(o.values)) for o in runs]))
-            figure = entry[library]
+                series.append(Series(framework, [(np.array(o.steps), np.array(o.values)) for o in runs]))
+            figure = entry[framework]
             if figure["final_mean"] is not None:
                 text = f"{figure['final_mean']:.3f} +- {figure['final_std']:.3f}, {figure['finished_runs']} runs"
-                print(f"{name}: {library} {text}")
+                print(f"{name}: {framework} {text}")
         draw_curves(folder / f"learn_{name}.png", name, ("environment steps", task.measure), series, task.goal)
         verdict = {True: "holds", False: "does not hold", None: "reported"}[entry["holds"]]
         print(f"{name}: {verdict}", file=sys.stdout)

@@ -72,7 +72,7 @@ def run_all(
 def _start(job: Job, slot: int, home: Path, cores: list[int], threads: int, steps: int | None) -> _Running:
     folder = home / str(job).replace(" ", "_")
     folder.mkdir()
-    words = ["-m", "benchmarks.learn_tasks", job.task, job.library, str(job.seed), str(folder / "run")]
+    words = ["-m", "benchmarks.learn_tasks", job.task, job.framework, str(job.seed), str(folder / "run")]
     words += [] if steps is None else ["--steps", str(steps)]
     variables = os.environ | {"OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""}
     with (folder / "log").open("wb") as log:
@@ -108,7 +108,7 @@ def _outcome(run: _Running, settings: str, finished: bool, cores: int, beside: i
     print(f"{job}: {last}{'' if finished else ' (unfinished)'}", file=sys.stderr, flush=True)
     return Outcome(
         job.task,
-        job.library,
+        job.framework,
         job.seed,
         settings,
         finished,

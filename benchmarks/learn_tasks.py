@@ -1,4 +1,4 @@
-"""What is claimed about learning, and one run of it: a task, a library and a seed, in a process of its own.
+"""What is claimed about learning, and one run of it: a task, a framework and a seed, in a process of its own.
 
 ::
 
@@ -40,7 +40,7 @@ class LearningTask:
     """Whether Stable-Baselines3 is trained beside."""
 
     @property
-    def libraries(self) -> tuple[str, ...]:
+    def frameworks(self) -> tuple[str, ...]:
         """Who is trained on it."""
         return (OURS, PEER) if self.peer else (OURS,)
 
@@ -66,16 +66,16 @@ class Job:
     """One run."""
 
     task: str
-    library: str
+    framework: str
     seed: int
 
     @property
     def minutes(self) -> float:
         """About how long it takes on one core."""
-        return TASKS[self.task].minutes * (1.6 if self.library == PEER else 1.0)
+        return TASKS[self.task].minutes * (1.6 if self.framework == PEER else 1.0)
 
     def __str__(self) -> str:
-        return f"{self.task} {self.library} seed {self.seed}"
+        return f"{self.task} {self.framework} seed {self.seed}"
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Outcome:
     """The evaluations of one run."""
 
     task: str
-    library: str
+    framework: str
     seed: int
     settings: str
     """What it was trained with (see ``settings_of``)."""
@@ -104,7 +104,7 @@ class Outcome:
     @property
     def job(self) -> Job:
         """Whose outcome it is."""
-        return Job(self.task, self.library, self.seed)
+        return Job(self.task, self.framework, self.seed)
 
     def reached(self, goal: float) -> dict[str, float | int] | None:
         """Return when a value was first reached."""
@@ -130,7 +130,7 @@ def settings_of(task: str, steps: int | None = None) -> str:
 def run_job(job: Job, folder: Path, steps: int | None = None) -> None:
     """Train; ``folder`` gets a ``metrics.jsonl``."""
     task = TASKS[job.task]
-    if job.library == PEER:
+    if job.framework == PEER:
         from benchmarks.learn_sb3 import run_peer
 
         run_peer(task.path, job.seed, steps, folder / "metrics.jsonl", task.measure)
@@ -151,12 +151,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Train once."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("task", choices=list(TASKS))
-    parser.add_argument("library", choices=[OURS, PEER])
+    parser.add_argument("framework", choices=[OURS, PEER])
     parser.add_argument("seed", type=int)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int)
     args = parser.parse_args(argv)
-    run_job(Job(args.task, args.library, args.seed), args.folder, args.steps)
+    run_job(Job(args.task, args.framework, args.seed), args.folder, args.steps)
     (args.folder / "cpu_seconds").write_text(f"{time.process_time():.1f}")
 
 
