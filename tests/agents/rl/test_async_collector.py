@@ -169,9 +169,9 @@ def test_several_rollouts_per_update_do_not_stall(lag, per_update):
     algorithm = make_learner(n_epochs=1)
     with make_collector(algorithm, max_policy_lag=lag) as collector:
         for _ in range(3):
-            for rollout in [collector.collect() for _ in range(per_update)]:
-                last = rollout
-            algorithm.update(last)
+            rollouts = [collector.collect() for _ in range(per_update)]
+            assert all(int(algorithm.policy.version - rollout["policy_version"].min()) <= lag for rollout in rollouts)
+            algorithm.update(rollouts[-1])
             collector.publish()
 
 
