@@ -54,6 +54,7 @@ class RolloutBuffer:
         self._adopted: TensorDictBase | None = None
         self._extras: set[str] = set()
         self._handed_out = False
+        self._lacks_values = False
 
     @classmethod
     def from_example(
@@ -82,12 +83,15 @@ class RolloutBuffer:
         """Write one step, each part ``[num_envs, ...]``; a whole rollout alone is passed on to ``add_rollout``.
 
         ``more`` may hold ``terminated`` (default: ``done``), ``truncated``, ``policy_version``, ``hidden``,
-        ``num_actions`` and ``chunk_reward``.
+        ``num_actions`` and ``chunk_reward``. Values may be left out here and given to ``finalize``, all together.
         """
         if action is None and isinstance(obs, TensorDictBase):
             return self.add_rollout(obs)
-        parts = {"action": action, "reward": reward, "done": done, "value": value, "sample_log_prob": logprob}
-        parts["terminated"] = done
+        parts = {"action": action, "reward": reward, "done": done, "sample_log_prob": logprob, "terminated": done}
+        if value is None:
+            self._lacks_values = True
+        else:
+            parts["value"] = value
         parts.update(more)
         obs = self._begin_step(obs, parts)
         t = self.step
@@ -120,16 +124,22 @@ class RolloutBuffer:
         last_value: Tensor | None = None,
         final_value: Tensor | None = None,
         estimator: Estimator | None = None,
+        value: Tensor | None = None,
     ) -> None:
         """Complete ``next_value``, and with an ``estimator`` attach ``advantage`` and ``return``.
 
         ``last_value`` ``[num_envs]`` is the value of the observation after the last step; ``final_value`` ``[count]``
         that of the ``final_observation`` of every transition that a time limit cut (truncated and not terminated), in
         the order of steps, then envs. Both default to zeros, the latter only where there is no such transition.
+        ``value`` ``[num_steps, num_envs]`` is for steps that were added without.
         """
         storage = self._full_storage("finalize()")
-        value, next_value = storage["value"], storage["next_value"]
-        next_value[:-1] = value[1:]
+        if value is not None:
+            storage["value"].copy_(value)
+        elif self._lacks_values:
+            raise RolloutError("steps were added without their values: add(..., value) or finalize(..., value=...)")
+        next_value = storage["next_value"]
+        next_value[:-1] = storage["value"][1:]
         next_value[-1] = 0.0 if last_value is None else last_value
         next_value.masked_fill_(storage["done"], 0.0)
         cut = storage["truncated"] & ~storage["terminated"]
@@ -186,7 +196,7 @@ class RolloutBuffer:
     def clear(self) -> None:
         """Forget the rollout; the memory stays."""
         self.step = 0
-        self._handed_out = False
+        self._handed_out = self._lacks_values = False
         self._adopted = None
         if self.storage is not None and self._extras:
             self.storage = self.storage.exclude(*self._extras)

@@ -43,8 +43,8 @@ class Decision(NamedTuple):
     """What it chose."""
     log_prob: Tensor
     """Logarithm of the choice's probability."""
-    value: Tensor
-    """What it expects from here."""
+    value: Tensor | None
+    """What it expects from here; ``None`` if all observations of a rollout are valued at its end."""
     new_state: Tensor | None
     """Its memory afterwards."""
 

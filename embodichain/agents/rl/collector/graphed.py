@@ -27,11 +27,16 @@ class GraphedPolicy:
 
     def __init__(self, policy: Policy) -> None:
         self._act: _Replayed[tuple[Tensor, Tensor, Tensor]] = _Replayed(lambda obs: policy.act(obs)[:3], policy)
+        self._choose: _Replayed[tuple[Tensor, Tensor]] = _Replayed(policy.choose, policy)
         self._value: _Replayed[Tensor] = _Replayed(policy.state_value, policy)
 
     def act(self, obs: Observation) -> tuple[Tensor, Tensor, Tensor]:
         """Return ``(action, log_prob, value)``."""
         return self._act(obs)
+
+    def choose(self, obs: Observation) -> tuple[Tensor, Tensor]:
+        """Return ``(action, log_prob)``."""
+        return self._choose(obs)
 
     def state_value(self, obs: Observation) -> Tensor:
         """Return the value ``[batch]`` of an observation."""

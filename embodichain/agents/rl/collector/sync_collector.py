@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -21,6 +20,7 @@ from embodichain.agents.rl.collector.base import (
 from embodichain.agents.rl.collector.graphed import GraphedPolicy
 from embodichain.agents.rl.collector.pipeline import Pipeline
 from embodichain.agents.rl.collector.statistics import EpisodeTracker, InfoAverages, summarize
+from embodichain.agents.rl.collector.valuing import Valuing
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils.observations import Observation, sorted_leaves
 from embodichain.agents.rl.utils.threads import torch_threads
@@ -36,10 +36,8 @@ class SyncCollector(BaseCollector):
     callback).collect(num_steps=2048)``.
 
     Steps are written straight into a preallocated buffer, so a rollout is valid until the next ``collect``. The
-    environment is reset once, before the first rollout, and goes on from there. The value of ``final_observation`` is
-    computed for those transitions alone that a time limit cut, all in one batch at the end. With a simulation on a GPU,
-    where finding them would mean to wait for the device, it is computed for all: nothing between the first step and the
-    last waits.
+    environment is reset once, before the first rollout, and goes on from there. See ``valuing.py`` for when values are
+    computed. With a simulation on a GPU nothing between the first step and the last waits for the device.
     """
 
     def __init__(
@@ -81,8 +79,7 @@ class SyncCollector(BaseCollector):
         self._pipeline = None if pipeline_stages == 1 else Pipeline(env, self.device, pipeline_stages)
         self._graphed: GraphedPolicy | None = None
         self._averages = InfoAverages()
-        self._cut: list[tuple[Observation, Tensor | None]] = []
-        self._final_value: list[Tensor] = []
+        self._valuing = Valuing(policy, self.device, self._value, may_look=env.device.type != "cuda")
 
     def reset(self, seed: int | None = None) -> None:
         """Reset all envs and begin with new episodes."""
@@ -164,7 +161,7 @@ class SyncCollector(BaseCollector):
         elif self.obs is None:
             self.reset()
         self._averages = InfoAverages()
-        self._cut, self._final_value = [], []
+        self._valuing.begin()
         if self.buffer is not None and len(self.buffer):  # of the last rollout, or of one that an error broke off
             self.buffer.clear()
         if self.obs is None:
@@ -178,9 +175,16 @@ class SyncCollector(BaseCollector):
 
     def decide(self, obs: Observation, state: Tensor | None) -> Decision:
         """Let the policy choose the actions of some envs."""
-        if self._replays():
-            return Decision(obs, state, *self._graphs().act(obs), None)
-        return Decision(obs, state, *self.policy.act(obs, state))
+        actor = self._graphs() if self._replays() else self.policy
+        if self._valuing.apart:
+            return Decision(obs, state, *actor.choose(obs), None, None)
+        if isinstance(actor, GraphedPolicy):
+            return Decision(obs, state, *actor.act(obs), None)
+        return Decision(obs, state, *actor.act(obs, state))
+
+    def _value(self, obs: Observation, state: Tensor | None) -> Tensor:
+        """Value an observation between two steps."""
+        return self._graphs().state_value(obs).clone() if self._replays() else self.policy.state_value(obs, state)
 
     def _replays(self) -> bool:
         """Tell whether the policy may be replayed: its weights stay where they are and nobody keeps what it returns."""
@@ -196,7 +200,7 @@ class SyncCollector(BaseCollector):
         """Write what came of the decisions for all envs; return the next observation."""
         next_obs, reward, terminated, truncated, info = result
         done = terminated | truncated
-        self._keep_cut_rows(truncated & ~terminated, info, decision.new_state)
+        self._valuing.keep(truncated & ~terminated, info["final_observation"], decision.new_state)
         parts = {"terminated": terminated, "truncated": truncated, "policy_version": version}
         parts |= {name: part.to(self.device) for name, part in info.get("chunk", {}).items()}
         if decision.state is not None:
@@ -216,17 +220,6 @@ class SyncCollector(BaseCollector):
             return self.env.step(bounded)
         return result_to(self.env.step(bounded.to(self.env.device)), self.device)
 
-    def _keep_cut_rows(self, cut: Tensor, info: Mapping[str, Any], state: Tensor | None) -> None:
-        """Set aside the last observation of episodes that a time limit ended, to be valued at the end."""
-        if self.policy.has_critic and self.env.device.type == "cuda":
-            final = info["final_observation"].to(self.device)
-            replayed = self._graphs().state_value(final).clone() if self._replays() else None
-            self._final_value.append(self.policy.state_value(final, state) if replayed is None else replayed)
-        elif self.policy.has_critic and bool(cut.any()):
-            rows = cut.nonzero().squeeze(-1)
-            final = info["final_observation"][rows.to(self.env.device)].to(self.device)
-            self._cut.append((final, None if state is None else state[rows]))
-
     def clear_ended(self, state: Tensor | None, done: Tensor) -> Tensor | None:
         """Return the memory with the rows of ended episodes as at an episode's start."""
         initial = self.policy.initial_state(1)
@@ -240,25 +233,11 @@ class SyncCollector(BaseCollector):
         return self.buffer
 
     def _finish(self, obs: Observation) -> TensorDictBase:
-        """Value the last and the cut observations, and hand the rollout out."""
+        """Compute the values that are missing, and hand the rollout out."""
         buffer = self.buffer
         if buffer is None or buffer.storage is None:
             raise RolloutError("nothing was collected")
         storage = buffer.storage
-        if self.policy.has_critic:
-            buffer.finalize(self.policy.state_value(obs, self.state), self._final_values())
-        else:  # all values are zero
-            buffer.finalize(None, torch.zeros_like(storage["value"][storage["truncated"] & ~storage["terminated"]]))
+        self._valuing.finish(buffer, obs, self.state)
         self.episodes = self.tracker.update(storage["reward"], storage["done"], storage.get("num_actions", None))
         return buffer.get()
-
-    def _final_values(self) -> Tensor | None:
-        """Return the values of all observations that were set aside, in one pass of the network."""
-        if self._final_value and self.buffer is not None and self.buffer.storage is not None:
-            storage = self.buffer.storage
-            return torch.stack(self._final_value)[storage["truncated"] & ~storage["terminated"]]
-        if not self._cut:
-            return None
-        observations = torch.cat([obs for obs, _ in self._cut])
-        states = [state for _, state in self._cut if state is not None]
-        return self.policy.state_value(observations, torch.cat(states) if states else None)

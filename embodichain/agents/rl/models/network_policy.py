@@ -84,6 +84,14 @@ class NetworkPolicy(Policy):
         features, privileged, _ = self._perceive(obs, None)
         return (*self.head.evaluate(self.actor(features), actions), self.value_of(features, privileged))
 
+    @property
+    def values_apart(self) -> bool:  # type: ignore[override]
+        """Whether actor and critic share neither memory nor an encoder of pictures, so that each can run alone.
+
+        A subclass with an ``act`` of its own is asked for values by that, unless it says otherwise.
+        """
+        return self.memory is None and not self.encoder.images and type(self).act is NetworkPolicy.act
+
     def initial_state(self, batch_size: int) -> Tensor | None:
         """Return the state of memory ``[batch, num_layers, hidden_size]`` at an episode's start."""
         return None if self.memory is None else self.memory.initial_state(batch_size)
@@ -95,6 +103,10 @@ class NetworkPolicy(Policy):
         features, privileged, state = self._perceive(obs, state)
         action, log_prob = self.head.sample(self.actor(features), deterministic, self.generator)
         return action, log_prob, self.value_of(features, privileged), state
+
+    def choose(self, obs: Observation) -> tuple[Tensor, Tensor]:
+        """Return ``(action, log_prob)`` at an episode's start (anywhere, without memory)."""
+        return self.head.sample(self.actor(self._perceive(obs, None)[0]), False, self.generator)
 
     def state_value(self, obs: Observation, state: Tensor | None = None) -> Tensor:
         """Return the value ``[batch]`` of an observation seen in a state of memory."""

@@ -34,6 +34,9 @@ class Policy(nn.Module, ABC):
     """Whether actions depend on earlier observations of the episode."""
     has_critic: bool = True
     """Whether the values are estimates of a return; without a critic they are zeros."""
+    values_apart: bool = False
+    """Whether values cost as much alone as with an action: collectors then call ``choose`` while they act, and
+    ``get_value`` once, at a rollout's end, on all its observations in the form in which rollouts store them."""
     generator: torch.Generator | None = None
     """Where noise for actions is drawn from; ``None`` is torch's own generator. A collector that works beside a learner
     gives its copy of the policy one, so that neither disturbs the other's random numbers."""
@@ -71,6 +74,10 @@ class Policy(nn.Module, ABC):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return ``(action, log_prob, value, state after this observation)``."""
         return (*self.get_action(obs, deterministic), None)
+
+    def choose(self, obs: Observation) -> tuple[Tensor, Tensor]:
+        """Return ``(action, log_prob)``, without memory; a policy with ``values_apart`` leaves its critic out here."""
+        return self.act(obs)[:2]
 
     def state_value(self, obs: Observation, state: Tensor | None = None) -> Tensor:
         """Return the value ``[batch]`` of an observation seen in a state of memory."""

@@ -1,0 +1,120 @@
+"""Values at the end of a rollout: the same as while acting, of the right policy, and only where they can be apart."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from embodichain.agents.rl.buffer import RolloutBuffer
+from embodichain.agents.rl.collector import SyncCollector, valuing
+from embodichain.agents.rl.collector.valuing import Valuing
+from embodichain.agents.rl.models import ActorCritic
+from embodichain.errors import RolloutError
+from tests.agents.rl.helpers import LinearPolicy, ScriptedEnv, make_policy
+
+
+class WhileActing(ActorCritic):
+    """Values each observation as it acts on it."""
+
+    values_apart = False
+
+
+def rollout_of(policy, may_look=True, buffer=None, limit=3):
+    torch.manual_seed(0)
+    env = ScriptedEnv(5, ends=[2, 4, 100, 100, 100], limit=limit)
+    collector = SyncCollector(env, policy, buffer=buffer)
+    collector._valuing = Valuing(policy, collector.device, collector._value, may_look)
+    collector.collect(7)
+    return collector.collect(7).clone()
+
+
+@pytest.mark.parametrize("limit", [3, 1000])
+@pytest.mark.parametrize("may_look", [True, False])
+@pytest.mark.parametrize("rows", [4, 2048])
+def test_values_are_those_of_valuing_every_step(monkeypatch, may_look, rows, limit) -> None:
+    monkeypatch.setattr(valuing, "CPU_ROWS", rows)
+    policy = make_policy(ScriptedEnv(), critic_obs=["object"], normalize_obs=True, normalize_value=True)
+    policy.update_normalizer(ScriptedEnv(64).reset()[0])
+    policy.update_value_normalizer(3.0 + 2.0 * torch.randn(64))
+    assert policy.values_apart
+    apart = rollout_of(policy, may_look, limit=limit)
+    policy.__class__ = WhileActing
+    assert not policy.values_apart
+    for other in (rollout_of(policy, True, limit=limit), rollout_of(policy, False, limit=limit)):
+        for name in ("value", "next_value"):
+            assert torch.allclose(apart[name], other[name], rtol=0.0, atol=1e-6)
+            assert other[name].std() > 0.1
+        for name in ("action", "sample_log_prob", "reward", "done"):
+            assert torch.equal(apart[name], other[name])
+    assert bool((apart["truncated"] & ~apart["terminated"]).any()) == (limit == 3)
+
+
+def test_flat_storage_is_valued_alike() -> None:
+    policy = make_policy(ScriptedEnv(), critic_obs=["object"])
+    flat = rollout_of(policy, buffer=RolloutBuffer(7, 5, obs_dim=4, action_dim=1))
+    assert torch.allclose(flat["value"], rollout_of(policy)["value"], rtol=0.0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("settings", "apart"), [({}, True), ({"memory": {"hidden_size": 4}}, False)])
+def test_the_critic_rests_while_acting(settings, apart) -> None:
+    policy = make_policy(ScriptedEnv(), **settings)
+    rows: list[int] = []
+    policy.critic.register_forward_hook(lambda module, inputs, output: rows.append(len(output)))
+    SyncCollector(ScriptedEnv(4, limit=3), policy).collect(6)
+    assert rows == ([24, 4 + 8] if apart else [4] * 6 + [4 + 8])
+
+
+def test_values_are_those_of_the_policy_at_the_end() -> None:
+    policy = make_policy(ScriptedEnv())
+    collector = SyncCollector(ScriptedEnv(3), policy)
+    collector.before_step = lambda: policy.critic[-1].bias.data.add_(1.0)  # new weights before every step
+    rollout = collector.collect(5)
+    with torch.no_grad():
+        expected = policy.get_value(rollout["observation"].reshape(-1)).view(3, 5)
+    assert torch.allclose(rollout["value"], expected, atol=1e-6)
+
+
+def test_a_subclass_with_an_act_of_its_own_is_asked_by_it() -> None:
+    class Own(ActorCritic):
+        def act(self, obs, state=None, deterministic=False):
+            action, log_prob, value, state = super().act(obs, state, deterministic)
+            return action, log_prob, value + 7.0, state
+
+    policy = make_policy(ScriptedEnv())
+    plain = rollout_of(policy)["value"]
+    policy.__class__ = Own
+    assert torch.allclose(rollout_of(policy)["value"], plain + 7.0, atol=1e-5)
+
+
+def test_without_a_critic_all_values_are_zero() -> None:
+    rollout = rollout_of(make_policy(ScriptedEnv(), "actor_only"), buffer=RolloutBuffer(7))
+    assert rollout["value"].abs().max() == rollout["next_value"].abs().max() == 0.0
+
+
+@pytest.mark.parametrize("pictures", [True, False])
+def test_final_pictures_are_valued_at_once_instead_of_being_kept(pictures) -> None:
+    valued: list[int] = []
+
+    def value_now(obs, state):
+        valued.append(len(obs))
+        return torch.zeros(len(obs))
+
+    class Apart(LinearPolicy):
+        values_apart = True
+
+    policy = Apart()
+    keeper = Valuing(policy, torch.device("cpu"), value_now, may_look=False)
+    picture = torch.zeros(2, 4, 4, 3, dtype=torch.uint8 if pictures else torch.float32)
+    keeper.keep(torch.zeros(2, dtype=torch.bool), TensorDict({"image": {"front": picture}}, [2]), None)
+    assert valued == ([2] if pictures else [])
+
+
+def test_steps_without_values_need_them_at_the_end() -> None:
+    buffer = RolloutBuffer(2, 3)
+    for _ in range(2):
+        buffer.add(torch.zeros(3, 4), torch.zeros(3, 1), torch.zeros(3), torch.zeros(3), None, torch.zeros(3))
+    with pytest.raises(RolloutError, match="without their values"):
+        buffer.finalize()
+    buffer.finalize(torch.full((3,), 9.0), value=torch.tensor([[1.0] * 3, [2.0] * 3]))
+    assert buffer.get()["next_value"].tolist() == [[2.0, 9.0]] * 3
