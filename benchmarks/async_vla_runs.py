@@ -94,6 +94,11 @@ class Outcome:
     curve: list[tuple[int, float, float]] = field(default_factory=list)
     """Decisions, seconds and score after every rollout."""
 
+    def line(self) -> str:
+        """Return what is printed when it is done."""
+        final = "" if self.final is None else f", final success {self.final:.0%}"
+        return f"{self.seconds:.1f} s, update {self.update:.2f} s, simulation {self.simulation:.2f} s{final}"
+
     def to_dict(self) -> dict[str, Any]:
         """Return what goes into a file."""
         return asdict(self)

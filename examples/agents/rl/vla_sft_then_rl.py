@@ -5,12 +5,11 @@
     python examples/agents/rl/vla_sft_then_rl.py --full              # on a GPU, with as many cores as there are
 
 A robot arm sees a picture, reads "push the cube to the red target" and pushes the cube there. First the model imitates
-a scripted expert, whose demonstrations another process makes while it learns. Then it acts itself: a thread collects
-what comes of it while the learner improves it.
+a scripted expert, whose demonstrations other processes make meanwhile. Then it acts itself: a thread collects what
+comes of it while the learner improves it.
 
-In small, the task is an easier one: two colours instead of three, success within 5 cm instead of 4, a cube that starts
-nearly straight, pictures of 48 x 48. And time is short: an episode ends after 16 steps, in which the careful expert
-itself succeeds in three of ten. Only reinforcement can teach the robot to be faster than it was shown.
+In small, the task is easier: two colours, success within 5 cm, pictures of 48 x 48. And time is short: an episode has
+16 steps, in which the careful expert itself succeeds in three of ten. Only reinforcement can teach to be faster.
 """
 
 from __future__ import annotations
@@ -54,6 +53,8 @@ class Args:
     """Seed of everything but the evaluation."""
     sft_steps: int | None = None
     """Gradient steps of imitation."""
+    sft_seconds: float = 240.0
+    """Imitation ends after this time at the latest."""
     rl_iterations: int | None = None
     """Rollouts that reinforcement learns from."""
     rl_seconds: float = 300.0
@@ -72,18 +73,14 @@ class Plan:
     sft_batch: int
     rl_iterations: int
     num_envs: int
-    demonstrations: int
-    """Room for them; they are replaced as they are used."""
+    demonstrations: int  # room for them; they are replaced as they are used
     demonstration_steps: int
-    num_workers: int
-    """Processes that make them."""
+    num_workers: int  # processes that make them
     model: dict[str, Any]
-    trainable: list[str] | None
-    """Parts of the model that reinforcement changes; ``None``: all."""
+    trainable: list[str] | None  # parts of the model that reinforcement changes; None: all
     gym: str
-    trainer: dict[str, Any]
+    trainer: dict[str, Any]  # what differs from train_config_vla.json
     algorithm: dict[str, Any]
-    """What differs from train_config_vla.json."""
 
 
 SMALL = Plan(
@@ -111,35 +108,39 @@ FULL = Plan(
     model={"width": 256, "depth": 3},
     trainable=None,
     gym="gym_config_language.json",
-    trainer={"device": "cuda", "collect_threads": None, "update_threads": None},
+    trainer={"device": "cuda", "collect_threads": None, "update_threads": None, "collector": {"pipeline_stages": 4}},
     algorithm={"batch_size": 1920, "mixed_precision": "tf32"},
 )
 GRPO = {"gamma": 0.98, "group_size": 8, "n_epochs": 3, "learning_rate": 0.0003, "max_grad_norm": 1.0}
 GRPO |= {"log_prob_per": "action", "correction": "decoupled"}
 
 
-def imitate(policy: VLAPolicy, gym_config: dict[str, Any], plan: Plan, steps: int, seed: int) -> str:
+def imitate(policy: VLAPolicy, gym_config: dict[str, Any], plan: Plan, args: Args, console: Console) -> str:
     """Learn from a stream of demonstrations; return how many there were."""
-    num_envs = min(32, plan.demonstrations // plan.num_workers)
-    shown = {"num_envs": num_envs, "num_threads": 1, "max_episode_steps": plan.demonstration_steps}
+    steps, began = args.sft_steps or plan.sft_steps, time.monotonic()
+    shown = {"num_envs": min(32, plan.demonstrations // plan.num_workers), "num_threads": 1}
     cfg = OnlineDataEngineCfg(
         buffer_size=plan.demonstrations,
         max_episode_steps=plan.demonstration_steps,
-        gym_config=merge(gym_config, shown),
+        gym_config=merge(gym_config, shown | {"max_episode_steps": plan.demonstration_steps}),
         action_config={"source": "expert", "only_success": True, "noise_std": 0.1},
         refill="continuous",
         refill_threshold=40,
         num_workers=plan.num_workers,
-        seed=seed,
+        seed=args.seed,
     )
     language = load_gym_config(gym_config).env.language
     learner = Imitation(ImitationCfg(total_steps=steps), policy)
     with OnlineDataEngine(cfg) as engine:
-        for _ in range(steps):
+        for step in range(steps):
             chunks = engine.sample_batch(plan.sft_batch, CHUNK)
-            first = chunks["observation"][:, 0]
-            # Beside acting, the model learns to point out the cube and the goal that is meant.
-            learner.update(chunks, torch.cat((first["object", "pos"][:, :2], named_goal(first, language)), dim=1))
+            first = chunks["observation"][:, 0]  # beside acting, the model learns to point out the cube and its goal
+            points = torch.cat((first["object", "pos"][:, :2], named_goal(first, language)), dim=1)
+            error = learner.update(chunks, points)["action_loss"]
+            if step % 200 == 199:
+                console.print(f"imitation: {step + 1} of {steps} steps, error {float(error):.2f}")
+            if time.monotonic() > began + args.sft_seconds:
+                break
         return f"{engine.stats().episodes_written:,} demonstrations"
 
 
@@ -151,8 +152,8 @@ def train_config(args: Args, plan: Plan, gym_config: dict[str, Any], model: Path
     envs = {"gym_config": gym_config, "num_envs": plan.num_envs}
     config["trainer"] = merge(config["trainer"], {**limits, **run, **envs, **plan.trainer})
     # The value must not reshape what imitation taught the model to see.
-    cloned = {"model_path": str(model), "model_config": {"value_shapes_perception": False}}
-    config["policy"]["vla_config"] = {**cloned, "trainable": plan.trainable}
+    config["policy"]["vla_config"] = {"model_path": str(model), "model_config": {"value_shapes_perception": False}}
+    config["policy"]["vla_config"]["trainable"] = plan.trainable
     config["algorithm"]["cfg"] |= plan.algorithm
     if args.algorithm == "grpo":  # its rollouts are whole episodes, from equal starts
         config["trainer"]["buffer_size"] = gym_config["max_episode_steps"] // CHUNK
@@ -182,17 +183,16 @@ def main(args: Args, plan: Plan | None = None) -> tuple[Evaluation, Evaluation]:
     with make(gym_config, num_envs=plan.num_envs, seed=args.seed + 1_000_000) as env:
         settings = {"chunk_size": CHUNK, "num_points": 4, "init_log_std": LOG_STD, **plan.model}
         model = TinyVLA.from_spaces(env.observation_space, env.action_space, **settings)
-        device = plan.trainer.get("device", "cpu")
-        policy = VLAPolicy(env.observation_space, env.action_space, device, model)
-        seen = imitate(policy, gym_config, plan, args.sft_steps or plan.sft_steps, args.seed)
+        policy = VLAPolicy(env.observation_space, env.action_space, plan.trainer.get("device", "cpu"), model)
+        seen = imitate(policy, gym_config, plan, args, console)
         before = evaluate(policy, env, args.episodes, seed=args.seed + 1_000_000)
         console.print(f"imitated {seen}: success {before.summary.success_rate:.0%} ({time.monotonic() - began:.0f} s)")
         cfg = train_config(args, plan, gym_config, save_vla_model(model, output / "imitated"), output / "run")
         policy = reinforce(cfg, 3, console)
         after = evaluate(policy, env, args.episodes, seed=args.seed + 1_000_000)
     save_vla_model(policy.model, output / "reinforced")
-    rates = f"{before.summary.success_rate:.0%} -> {after.summary.success_rate:.0%}"
-    console.print(f"success {rates} over {args.episodes} episodes each ({time.monotonic() - began:.0f} s)")
+    rates = [f"{evaluation.summary.success_rate:.0%}" for evaluation in (before, after)]
+    console.print(f"success {' -> '.join(rates)} over {args.episodes} episodes each ({time.monotonic() - began:.0f} s)")
     return before, after
 
 
