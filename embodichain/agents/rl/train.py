@@ -20,15 +20,10 @@ from rich.console import Console
 from embodichain.agents.rl.algo.registry import build_algo
 from embodichain.agents.rl.models.registry import build_policy
 from embodichain.agents.rl.trainer import Trainer, TrainingResult
+from embodichain.agents.rl.training.agreement import check_same_config, open_folder, restarted_run
 from embodichain.agents.rl.training.collection import EnvMaker, algorithm_settings, build_collector, in_chunks
 from embodichain.agents.rl.training.config import TrainCfg, complete, load_train_config, override
-from embodichain.agents.rl.training.launch import (
-    for_rank,
-    has_checkpoint,
-    is_first_process,
-    joined_ranks,
-    restarted_run,
-)
+from embodichain.agents.rl.training.launch import for_rank, is_first_process, joined_ranks
 from embodichain.agents.rl.training.run_folder import RunFolder
 from embodichain.agents.rl.utils.checkpoint import CHECKPOINTS, find_checkpoint, load_checkpoint
 from embodichain.agents.rl.utils.random_state import seed_everything
@@ -113,11 +108,14 @@ def train_from_config(
     else:
         cfg = load_train_config(config_path, trusted_modules)
     cfg = override(cfg, list(overrides))
-    restarted = restarted_run(cfg.trainer)
-    if restarted is not None and has_checkpoint(restarted):
-        return resume_training(restarted, overrides, trusted_modules, console)
     with joined_ranks() as ranks:
-        return _train(cfg, None, trusted_modules, console, ranks)
+        restarted = restarted_run(cfg.trainer, ranks)
+        if restarted is None:
+            return _train(cfg, None, trusted_modules, console, ranks)
+        run, has_checkpoint = restarted
+        if not has_checkpoint:
+            return _train(cfg, (run, None), trusted_modules, console, ranks)
+        return _resume(run, overrides, trusted_modules, console, ranks)
 
 
 def resume_training(
@@ -128,14 +126,7 @@ def resume_training(
 ) -> TrainingResult:
     """Go on with a run from its latest checkpoint (or from the checkpoint given), as if it had never stopped."""
     with joined_ranks() as ranks:
-        saved: tuple[str, dict[str, Any]] | None = None
-        with ranks.together("reading the checkpoint"):
-            if ranks.is_first:
-                saved = _read_run(run)
-        checkpoint, state = ranks.from_first(saved)
-        cfg = complete(TrainCfg.from_dict(state["config"], source=checkpoint), trusted_modules, checkpoint)
-        folder = Path(checkpoint).parent.parent
-        return _train(override(cfg, list(overrides)), (folder, state), trusted_modules, console, ranks)
+        return _resume(run, overrides, trusted_modules, console, ranks)
 
 
 def build_trainer(
@@ -188,35 +179,47 @@ def report(result: TrainingResult) -> str:
     return "\n".join(lines)
 
 
-def _train(
-    cfg: TrainCfg,
-    saved: tuple[Path, dict[str, Any]] | None,
+def _resume(
+    run: str | os.PathLike[str],
+    overrides: Sequence[str],
     trusted_modules: Collection[str],
     console: Console | None,
     ranks: Ranks,
 ) -> TrainingResult:
-    """Build, restore if there is something to restore, train, and release the environments."""
-    folder = _open_folder(cfg, None if saved is None else saved[0], ranks)
+    saved: tuple[str, dict[str, Any]] | None = None
+    with ranks.together("reading the checkpoint"):
+        if ranks.is_first:
+            saved = _read_run(run)
+    checkpoint, state = ranks.from_first(saved)
+    cfg = complete(TrainCfg.from_dict(state["config"], source=checkpoint), trusted_modules, checkpoint)
+    folder = Path(checkpoint).parent.parent
+    return _train(override(cfg, list(overrides)), (folder, state), trusted_modules, console, ranks)
+
+
+def _train(
+    cfg: TrainCfg,
+    saved: tuple[Path, dict[str, Any] | None] | None,
+    trusted_modules: Collection[str],
+    console: Console | None,
+    ranks: Ranks,
+) -> TrainingResult:
+    """Build, restore if there is something to restore, train, and release the environments.
+
+    ``saved`` is the folder of a run that was begun before, and its checkpoint if it has one.
+    """
+    check_same_config(cfg, ranks)
+    run, state = (None, None) if saved is None else saved
+    folder = open_folder(cfg, run, ranks, is_new=state is None)
     console = console if ranks.is_first else Console(stderr=True, quiet=True)
     trainer = build_trainer(cfg, folder, trusted_modules, console, ranks)
     try:
-        if saved is not None:
-            trainer.restore(saved[1])
+        if state is not None:
+            trainer.restore(state)
         return trainer.train()
     finally:
         trainer.env.close()
         if trainer.eval_env is not None:
             trainer.eval_env.close()
-
-
-def _open_folder(cfg: TrainCfg, run: Path | None, ranks: Ranks) -> RunFolder:
-    """Return the folder of a run, which the first rank makes; the others may be on machines that do not have it."""
-    path = ""
-    with ranks.together("making the folder of the run"):
-        if ranks.is_first:
-            known = run or restarted_run(cfg.trainer)
-            path = str((RunFolder.create(cfg) if known is None else RunFolder.open(known, cfg)).path)
-    return RunFolder(Path(ranks.from_first(path)), cfg.trainer.keep_checkpoints)
 
 
 def _read_run(run: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import multiprocessing
 import os
 import signal
@@ -19,11 +20,13 @@ from tensordict import TensorDict
 from embodichain.agents.rl.algo import GRPO, PPO, GRPOCfg, PPOCfg
 from embodichain.agents.rl.collector import SyncCollector
 from embodichain.agents.rl.train import resume_training, train_from_config
+from embodichain.agents.rl.training.agreement import restarted_run
+from embodichain.agents.rl.training.config import TrainerCfg
 from embodichain.agents.rl.training.launch import joined_ranks
 from embodichain.agents.rl.utils import ranks as ranks_module
 from embodichain.agents.rl.utils.checkpoint import save_checkpoint
 from embodichain.agents.rl.utils.ranks import Ranks
-from embodichain.errors import EmbodiChainError
+from embodichain.errors import ConfigError, EmbodiChainError
 from tests.agents.rl.helpers import ScriptedEnv, make_policy
 
 ENVS, STEPS, UPDATES = 4, 8, 3
@@ -225,3 +228,59 @@ def talk_over_nccl(folder: Path) -> None:
     heard = {"weight": layer.weight, "grad": layer.weight.grad, "loss": measures["loss"], "spread": spread}
     save_checkpoint(folder / f"nccl_{rank}", heard | {"words": ranks.exchange(["word", rank]), "count": count})
     dist.destroy_process_group()
+
+
+# --- before a run -------------------------------------------------------------------------------------------------
+
+
+def train_apart(folder: Path, restarts: int, overrides: list[str]) -> None:
+    """Train with a run folder that only this rank sees; write down how far it came."""
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restarts)
+    rank = os.environ["RANK"]
+    result = train_from_config(folder / f"machine_{rank}" / "config.json", overrides)
+    (folder / f"said_{rank}.json").write_text(json.dumps([result.iteration, result.global_step]))
+
+
+def agree_on_restarts(folder: Path, situations: dict[str, list[tuple[int, int | str | None]]]) -> None:
+    """Meet on two machines in several situations: how often each was restarted, and what lies on its disk."""
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    agreed: dict[str, Any] = {}
+    with joined_ranks() as ranks:
+        for number, (name, facts) in enumerate(situations.items()):
+            restarts, found = facts[ranks.rank]
+            run = folder / f"machine_{ranks.rank}" / f"run_{number}"
+            if found is not None:
+                run.mkdir(parents=True)
+                (run / "train_config.json").write_text("{}")
+            if isinstance(found, int):
+                save_checkpoint(run / "checkpoints" / f"step_{found:012d}", {})
+            os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restarts)
+            try:
+                answer = restarted_run(TrainerCfg(gym_config="x", run_dir=str(run)), ranks)
+                agreed[name] = None if answer is None else [answer[1]]
+            except EmbodiChainError as error:
+                agreed[name] = str(error)
+        (folder / f"agreed_{ranks.rank}.json").write_text(json.dumps(agreed))
+
+
+def train_with_other_settings(folder: Path) -> None:
+    """Begin a run with a config that is not quite the same on rank 1."""
+    rank = os.environ["RANK"]
+    other = ["--algorithm.cfg.learning_rate", "0.01", "--trainer.buffer_size", "32"] if rank == "1" else []
+    try:
+        train_from_config(folder / f"machine_{rank}" / "config.json", other)
+    except ConfigError as error:
+        (folder / f"told_{rank}.txt").write_text(str(error))
+
+
+def leave(folder: Path) -> None:
+    """Let rank 1 end without a word while rank 0 waits for it."""
+    with joined_ranks() as ranks:
+        ranks.exchange("here")
+        if ranks.rank == 1:
+            os._exit(0)
+        try:
+            ranks.exchange("still here")
+        except EmbodiChainError as error:
+            (folder / "left_0.txt").write_text(f"{type(error).__name__}: {error}")

@@ -15,7 +15,6 @@ from embodichain.agents.rl.buffer.minibatches import Minibatches
 from embodichain.agents.rl.train import resume_training
 from embodichain.agents.rl.training.config import TrainerCfg, num_iterations
 from embodichain.agents.rl.training.joint import merge_statistics
-from embodichain.agents.rl.training.launch import restarted_run
 from embodichain.agents.rl.training.run_log import read_metrics
 from embodichain.agents.rl.utils.checkpoint import find_checkpoint, load_checkpoint
 from embodichain.agents.rl.utils.ranks import Ranks
@@ -215,15 +214,6 @@ def test_statistics_of_ranks_are_weighted_by_their_episodes():
         ]
     )
     assert merged == {"episode/count": 4.0, "episode/return": 2.0, "rewards/x": 2.0, "async/lag_max": 2.0}
-
-
-def test_restarts_need_a_folder_that_can_be_found_again(monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    with pytest.raises(ConfigError, match=r"trainer\.run_dir: expected a folder"):
-        restarted_run(TrainerCfg(gym_config="x"))
-    assert restarted_run(TrainerCfg(gym_config="x", run_dir="runs/a")) is None
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert str(restarted_run(TrainerCfg(gym_config="x", run_dir="runs/a"))) == "runs/a"
 
 
 # --- torchrun -----------------------------------------------------------------------------------------------------

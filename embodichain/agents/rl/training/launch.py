@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,11 +13,10 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from embodichain.agents.rl.training.config import TrainCfg, TrainerCfg
-from embodichain.agents.rl.utils.checkpoint import CHECKPOINTS, list_checkpoints
+from embodichain.agents.rl.training.config import TrainCfg
 from embodichain.agents.rl.utils.ranks import ProcessRanks, Ranks
 from embodichain.envs.physics.mujoco_cpu import available_cores
-from embodichain.errors import ConfigError
+from embodichain.errors import RankError
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _PATIENCE = timedelta(hours=2)
@@ -33,7 +31,7 @@ def joined_ranks() -> Iterator[Ranks]:
     A process group that is there already is used, and left as it is.
     """
     if dist.is_available() and dist.is_initialized():
-        yield ProcessRanks() if dist.get_world_size() > 1 else Ranks()
+        yield _present_ranks()
         return
     if not _is_launched():
         yield Ranks()
@@ -45,6 +43,19 @@ def joined_ranks() -> Iterator[Ranks]:
     dist.init_process_group(_backend(), store=store, rank=rank, world_size=count, timeout=_PATIENCE)
     yield ProcessRanks()
     dist.destroy_process_group()  # not after an error: others may still be waiting for this one
+
+
+def _present_ranks() -> Ranks:
+    """Return the ranks of the process group that is there, once sure that it carries all that they say."""
+    if dist.get_world_size() == 1:
+        return Ranks()
+    backends = dist.get_backend_config()
+    if "cpu:" not in backends:
+        raise RankError(
+            f"expected a process group that carries tensors of the CPU, got one of {backends}: start it with "
+            'init_process_group("cpu:gloo,cuda:nccl"), or leave that to torchrun and this package'
+        )
+    return ProcessRanks()
 
 
 def is_first_process() -> bool:
@@ -82,19 +93,11 @@ def for_rank(cfg: TrainCfg, ranks: Ranks) -> TrainCfg:
     return cfg.replace(trainer=settled, algorithm=cfg.algorithm.replace(cfg=settings))
 
 
-def restarted_run(trainer: TrainerCfg) -> Path | None:
-    """Return the folder of the run that torchrun, after a failure, starts again; ``None`` the first time."""
-    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) and trainer.run_dir is None:
-        problem = "expected a folder, as torchrun --max-restarts has to find the run again, got none"
-        raise ConfigError(f"trainer.run_dir: {problem}")
-    if not int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) or trainer.run_dir is None:
-        return None
-    return Path(trainer.run_dir)
-
-
-def has_checkpoint(run: Path) -> bool:
-    """Tell whether there is something to go on from."""
-    return bool(list_checkpoints(run / CHECKPOINTS))
+def num_restarts() -> tuple[int, int]:
+    """Return how often torchrun has started the ranks of this machine again after a failure, and how often it may."""
+    names = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"
+    done, allowed = (int(os.environ.get(name, "0")) for name in names)
+    return done, allowed
 
 
 def _is_launched() -> bool:

@@ -64,6 +64,14 @@ class RunFolder:
             ) from error
         return cls(path, cfg.trainer.keep_checkpoints)
 
+    @classmethod
+    def begin_anew(cls, path: Path, cfg: TrainCfg) -> RunFolder:
+        """Use the folder of a run that ended before its first checkpoint; what it logged will be logged again."""
+        folder = cls.open(path, cfg)
+        for old in (folder.metrics, *path.glob("events.out.tfevents.*")):
+            old.unlink(missing_ok=True)
+        return folder
+
     def save(self, step: int, state: Mapping[str, Any], best: bool = False) -> Path:
         """Write a checkpoint, let ``latest`` (and ``best``) point at it, and remove those that nothing points at."""
         saved = save_checkpoint(self.checkpoints / f"step_{step:012d}", state)

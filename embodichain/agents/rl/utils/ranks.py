@@ -230,12 +230,13 @@ def _to_bytes(content: bytes) -> Tensor:
 
 
 def _call(collective: Callable[..., Any], *arguments: Any) -> None:
-    """Talk to the other ranks; one that is gone is an error with a name."""
+    """Talk to the other ranks; what keeps them from hearing each other is an error with a name."""
     try:
         collective(*arguments)
     except RuntimeError as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise RankError(
-            f"the connection to another rank is lost ({reason}): it ended, and its own output says why. The run can "
-            "be continued from its latest checkpoint with --resume"
+            f"the ranks cannot talk to each other any more ({reason}). Mostly one of them has ended or hangs: look for "
+            "the first error in the output of all ranks. The run can be continued from its latest checkpoint with "
+            "--resume"
         ) from error

@@ -1,0 +1,126 @@
+"""What ranks agree on before a run begins, on machines that do not see each other's files."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from embodichain.agents.rl.train import train_from_config
+from embodichain.agents.rl.training.agreement import restarted_run
+from embodichain.agents.rl.training.config import TrainerCfg
+from embodichain.agents.rl.training.launch import joined_ranks
+from embodichain.agents.rl.training.run_log import read_metrics
+from embodichain.agents.rl.utils.checkpoint import find_checkpoint, load_checkpoint
+from embodichain.agents.rl.utils.ranks import Ranks
+from embodichain.errors import ConfigError, RankError
+from tests.agents.rl import rank_cases
+from tests.agents.rl.rank_cases import run_ranks
+from tests.agents.rl.training_cases import train_config, write_config
+
+PER_RANK = 8 * 16
+
+
+def write_for_machines(folder: Path, **changes) -> None:
+    """Write the config of two ranks whose run folders lie on different machines."""
+    for rank in range(2):
+        machine = folder / f"machine_{rank}"
+        machine.mkdir(exist_ok=True)
+        (machine / "config.json").write_text(json.dumps(train_config(machine / "run", **changes)))
+
+
+# --- restarts -----------------------------------------------------------------------------------------------------
+
+
+def test_a_restarted_run_goes_on_although_only_rank_0_has_its_folder(tmp_path):
+    settings = {"iterations": 2, "save_freq": 1, "enable_eval": False}
+    write_for_machines(tmp_path, trainer=settings)
+    assert run_ranks(2, rank_cases.train_apart, tmp_path, 0, []) == [0, 0]
+    assert not (tmp_path / "machine_1" / "run").exists()
+
+    assert run_ranks(2, rank_cases.train_apart, tmp_path, 1, ["--trainer.iterations", "3"]) == [0, 0]
+    said = [json.loads((tmp_path / f"said_{rank}.json").read_text()) for rank in range(2)]
+    assert said == [[3, 3 * 2 * PER_RANK]] * 2
+    saved = load_checkpoint(find_checkpoint(tmp_path / "machine_0" / "run"))
+    assert (saved["trainer"]["iteration"], int(saved["policy"]["version"])) == (3, 3)
+
+
+SITUATIONS = {
+    "the first time": ([(0, None), (0, None)], None),
+    "a folder of an earlier run, the first time": ([(0, 5), (0, None)], None),
+    "a checkpoint at rank 0": ([(1, 5), (1, None)], [True]),
+    "rank 0 is on a machine that joined later": ([(0, 5), (1, None)], [True]),
+    "ended before the first checkpoint": ([(1, "begun"), (1, None)], [False]),
+    "the checkpoint is on another machine": ([(1, "begun"), (1, 5)], "rank 1 has one of step 5 in .*machine_1"),
+    "the folder is gone with its machine": ([(1, None), (1, None)], "no machine has its folder .*machine_0"),
+}
+
+
+def test_what_is_done_after_a_restart(tmp_path):
+    facts = {name: known for name, (known, _) in SITUATIONS.items()}
+    assert run_ranks(2, rank_cases.agree_on_restarts, tmp_path, facts) == [0, 0]
+    first, second = (json.loads((tmp_path / f"agreed_{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    for name, (_, expected) in SITUATIONS.items():
+        if isinstance(expected, str):
+            assert re.search(expected, first[name]), (name, first[name])
+        else:
+            assert first[name] == expected, name
+
+
+def test_a_run_without_a_checkpoint_begins_anew_with_a_warning(tmp_path, monkeypatch, caplog):
+    run = tmp_path / "run"
+    config = write_config(tmp_path / "c.json", run, trainer={"iterations": 1, "enable_eval": False})
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    run.mkdir()
+    (run / "train_config.json").write_text("{}")
+    (run / "metrics.jsonl").write_text('{"step": 128}\n')  # logged, but not saved
+    with caplog.at_level(logging.WARNING):
+        assert train_from_config(config).iteration == 1
+    assert "has no checkpoint yet: the restarted run begins anew" in caplog.text
+    assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == [128]
+    assert len(read_metrics(run / "metrics.jsonl")[0]) > 1
+
+
+def test_restarts_need_a_folder_that_can_be_found_again(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    with pytest.raises(ConfigError, match=r"trainer\.run_dir: expected a folder"):
+        restarted_run(TrainerCfg(gym_config="x"), Ranks())
+    assert restarted_run(TrainerCfg(gym_config="x", run_dir="runs/a"), Ranks()) is None
+
+
+# --- configs ------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_with_different_configs_are_told_the_first_field(tmp_path):
+    write_for_machines(tmp_path)
+    assert run_ranks(2, rank_cases.train_with_other_settings, tmp_path) == [0, 0]
+    told = [(tmp_path / f"told_{rank}.txt").read_text() for rank in range(2)]
+    assert told[0] == told[1]
+    assert "algorithm.cfg.learning_rate: rank 0 has 0.001, rank 1 0.01 (and 1 more)" in told[0]
+    assert not (tmp_path / "machine_0" / "run").exists()  # nothing was begun
+
+
+# --- connections --------------------------------------------------------------------------------------------------
+
+
+def test_a_group_without_the_cpu_is_refused():
+    dist.init_process_group("cuda:fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        expected = r"tensors of the CPU, got one of cuda:fake.*cpu:gloo,cuda:nccl"
+        with pytest.raises(RankError, match=expected), joined_ranks():
+            pass
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_rank_that_is_gone_is_an_error_with_advice(tmp_path):
+    assert run_ranks(2, rank_cases.leave, tmp_path) == [0, 0]
+    told = (tmp_path / "left_0.txt").read_text()
+    assert told.startswith("RankError: the ranks cannot talk to each other any more (")
+    assert "--resume" in told
