@@ -108,10 +108,11 @@ class InfoAverages:
 
 def summarize(averages: InfoAverages, episodes: TensorDict) -> dict[str, float]:
     """Return the averages of a rollout and of the episodes that ended in it; this waits for the device once."""
-    means = averages.means()
+    means = averages.means()  # where the simulation is
     if len(episodes):
         means["episode/return"] = episodes["return"].mean()
         means["episode/length"] = episodes["length"].double().mean()
-    values = torch.stack([mean.double() for mean in means.values()]).tolist() if means else []
+    here = episodes["return"].device  # where the rollout is
+    values = torch.stack([mean.to(here, torch.float64) for mean in means.values()]).tolist() if means else []
     known = {name: value for name, value in zip(means, values, strict=True) if not math.isnan(value)}
     return known | {"episode/count": float(len(episodes))}
