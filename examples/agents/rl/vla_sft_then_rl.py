@@ -98,7 +98,7 @@ SMALL = Plan(
     algorithm={"batch_size": 512, "n_epochs": 4},
 )
 FULL = Plan(
-    sft_steps=4000,
+    sft_steps=1000,
     sft_batch=256,
     rl_iterations=400,
     num_envs=256,
