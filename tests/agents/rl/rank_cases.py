@@ -235,8 +235,8 @@ def talk_over_nccl(folder: Path) -> None:
 
 def train_apart(folder: Path, restarts: int, overrides: list[str]) -> None:
     """Train with a run folder that only this rank sees; write down how far it came."""
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restarts)
     rank = os.environ["RANK"]
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restarts if rank == "1" else 0)  # as if rank 0 had joined later
     result = train_from_config(folder / f"machine_{rank}" / "config.json", overrides)
     (folder / f"said_{rank}.json").write_text(json.dumps([result.iteration, result.global_step]))
 

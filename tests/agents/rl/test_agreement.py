@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import re
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from embodichain.agents.rl.train import train_from_config
 from embodichain.agents.rl.training.agreement import restarted_run
 from embodichain.agents.rl.training.config import TrainerCfg
 from embodichain.agents.rl.training.launch import joined_ranks
+from embodichain.agents.rl.training.meeting import meet
 from embodichain.agents.rl.training.run_log import read_metrics
 from embodichain.agents.rl.utils.checkpoint import find_checkpoint, load_checkpoint
 from embodichain.agents.rl.utils.ranks import Ranks
@@ -104,6 +107,30 @@ def test_ranks_with_different_configs_are_told_the_first_field(tmp_path):
     assert told[0] == told[1]
     assert "algorithm.cfg.learning_rate: rank 0 has 0.001, rank 1 0.01 (and 1 more)" in told[0]
     assert not (tmp_path / "machine_0" / "run").exists()  # nothing was begun
+
+
+# --- meeting ------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_meet_in_a_store_that_earlier_ones_have_used():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    clients = [dist.TCPStore("127.0.0.1", store.port, is_master=False) for _ in range(3)]
+    for number, order in enumerate(([0, 1], [1, 0], [2, 0, 1], [0], [1, 2, 0])):
+        count, word = len(order), f"attempt {number}"
+        with ThreadPoolExecutor(count) as pool:
+            met = {rank: pool.submit(meet, clients[rank], rank, count, timedelta(seconds=20)) for rank in order}
+            places = [met[rank].result(timeout=30) for rank in range(count)]
+        assert not any(place.check(["key"]) for place in places)
+        places[0].set("key", word)
+        assert {place.get("key") for place in places} == {word.encode()}
+
+
+def test_who_does_not_come_is_named():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with pytest.raises(RankError, match="rank 1, 2 did not come in time"):
+        meet(store, 0, 3, timedelta(seconds=0.1))
+    with pytest.raises(RankError, match="rank 0 did not come in time"):
+        meet(store, 1, 3, timedelta(seconds=0.1))
 
 
 # --- connections --------------------------------------------------------------------------------------------------

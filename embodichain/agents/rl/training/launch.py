@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from embodichain.agents.rl.training.config import TrainCfg
+from embodichain.agents.rl.training.meeting import meet
 from embodichain.agents.rl.utils.ranks import ProcessRanks, Ranks
 from embodichain.envs.physics.mujoco_cpu import available_cores
 from embodichain.errors import RankError
@@ -21,6 +21,8 @@ from embodichain.errors import RankError
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _PATIENCE = timedelta(hours=2)
 """How long ranks wait for each other: an evaluation, which the first one does alone, has to fit into it."""
+_ARRIVAL = timedelta(minutes=15)
+"""How long they wait for each other in the beginning; torchrun starts them at the same time."""
 _LOOPBACK = "lo"
 
 
@@ -38,8 +40,7 @@ def joined_ranks() -> Iterator[Ranks]:
         return
     _stay_on_this_machine()
     meeting, rank, count = next(rendezvous("env://", timeout=_PATIENCE))
-    # torchrun keeps its store when it restarts ranks: without a prefix they would find addresses of those that ended
-    store = PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", meeting)
+    store = meet(meeting, rank, count, _ARRIVAL)
     dist.init_process_group(_backend(), store=store, rank=rank, world_size=count, timeout=_PATIENCE)
     yield ProcessRanks()
     dist.destroy_process_group()  # not after an error: others may still be waiting for this one
