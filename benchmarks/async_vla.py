@@ -136,8 +136,9 @@ def _case(args: argparse.Namespace, sizes: Sizes | None) -> Any:
 
         return RemoteInference(args.rollouts or 12, args.worker, sizes)
     from benchmarks.async_vla_gpu import CameraVLA
+    from benchmarks.async_vla_task import LARGE, SMALL
 
-    return CameraVLA(args.small, args.worker, sizes, args.rollouts, args.start)
+    return CameraVLA(SMALL if args.small else LARGE, args.worker, sizes, args.rollouts, args.start)
 
 
 if __name__ == "__main__":
