@@ -3,7 +3,7 @@
 Read this first. All collectors, the streaming engine and the trainer know environments only through this class.
 
 * ``obs`` is a nested TensorDict of batch size ``[num_envs]`` on ``device``: ``robot/qpos``, ``object/pos``,
-  ``image/<camera>`` (uint8 ``[num_envs, H, W, 3]``), ... It is never written to again after it was returned.
+  ``image/<camera>`` (uint8 ``[num_envs, H, W, 3]``), ... Nothing that a step returned is ever written to again.
 * ``action`` is a tensor ``[num_envs, action_dim]`` in [-1, 1] (``[num_envs]`` int64 for discrete actions), or a
   dict / TensorDict with the one key ``action_manager.action_type``.
 * ``reward`` is float32 ``[num_envs]``; ``terminated`` (the task ended) and ``truncated`` (time ran out) are bool

@@ -29,6 +29,7 @@ Rows = dict[str, Any]
 """Encoded observations of all envs: nested dicts of CPU tensors ``[num_envs, ...]``."""
 Encode = Callable[[Any], Any]
 """Turns one batch of a space into a CPU tensor, or into a dict of them."""
+_CPU = torch.device("cpu")
 
 
 def choose(mask: Tensor, yes: Rows, no: Rows) -> Rows:
@@ -57,8 +58,14 @@ class ObservationEncoder:
 
     def tensordict(self, rows: Rows) -> TensorDict:
         """Return encoded rows as the TensorDict ``[num_envs]`` on the env's device that a user gets."""
-        obs = TensorDict(rows, batch_size=[self.num_envs])
+        obs = _to_tensordict(rows, torch.Size([self.num_envs]))
         return obs if self.device.type == "cpu" else obs.to(self.device)
+
+
+def _to_tensordict(rows: Rows, size: torch.Size) -> TensorDict:
+    """Build nested TensorDicts; the shapes are ours, so the costly checks of the public constructor are skipped."""
+    source = {key: _to_tensordict(value, size) if isinstance(value, dict) else value for key, value in rows.items()}
+    return TensorDict._new_unsafe(source, batch_size=size, device=_CPU)
 
 
 class ActionDecoder:

@@ -27,6 +27,10 @@ class _ClassicControl:
         kind = 2 if isinstance(values, tuple) else int(values.dtype == np.float32)
         return [np.asarray(values, dtype=np.float64), np.array([kind], dtype=np.int64)]
 
+    def memory(self, env: Any) -> list[np.ndarray]:
+        """Return the bytes of these arrays."""
+        return [_bytes(array) for array in self.arrays(env)]
+
     @staticmethod
     def restore(env: Any, arrays: list[np.ndarray]) -> None:
         values, kind = arrays[0].copy(), int(arrays[1][0])
@@ -42,10 +46,19 @@ class _Mujoco:
         fresh = type(env.data)(env.model)
         named = {name: getattr(fresh, name) for name in dir(fresh) if not name.startswith("_")}
         self._names = [name for name, value in named.items() if isinstance(value, np.ndarray) and value.size]
+        self._views: dict[int, tuple[Any, list[np.ndarray]]] = {}
 
     def arrays(self, env: Any) -> list[np.ndarray]:
         # Sizes that grow with contacts are zero in fresh data, so they are not among the names.
         return [np.array([env.data.time]), *(getattr(env.data, name) for name in self._names)]
+
+    def memory(self, env: Any) -> list[np.ndarray]:
+        """Return the bytes of these arrays; those of ``MjData`` stay where they are, so they are looked up once."""
+        data, views = self._views.get(id(env), (None, []))
+        if data is not env.data:
+            data, views = env.data, [_bytes(getattr(env.data, name)) for name in self._names]
+            self._views[id(env)] = data, views
+        return [np.array([data.time]).view(np.uint8), *views]
 
     def restore(self, env: Any, arrays: list[np.ndarray]) -> None:
         env.data.time = float(arrays[0][0])
@@ -75,21 +88,23 @@ class SubEnvStates:
 
     def read(self) -> np.ndarray:
         """Return the states of all envs."""
-        return np.stack([np.concatenate([_bytes(a) for a in self._arrays(env)]) for env in self._envs])
+        return np.stack([np.concatenate([*_bookkeeping(env), *self._kind.memory(env.unwrapped)]) for env in self._envs])
 
     def write(self, env_ids: np.ndarray, states: np.ndarray) -> None:
         """Put the rows of ``states`` into these envs, which were reset at least once."""
         for i, row in zip(env_ids.tolist(), states, strict=True):
             env, offset, parts = self._envs[i], 0, []
-            for like in self._arrays(env):
+            for like in (_generator(env.unwrapped), np.array([_elapsed(env)]), *self._kind.arrays(env.unwrapped)):
                 parts.append(row[offset : offset + like.nbytes].copy().view(like.dtype).reshape(like.shape))
                 offset += like.nbytes
             _set_generator(env.unwrapped, parts[0])
             _set_elapsed(env, int(parts[1][0]))
             self._kind.restore(env.unwrapped, parts[2:])
 
-    def _arrays(self, env: gym.Env) -> list[np.ndarray]:
-        return [_generator(env.unwrapped), np.array([_elapsed(env)]), *self._kind.arrays(env.unwrapped)]
+
+def _bookkeeping(env: gym.Env) -> tuple[np.ndarray, np.ndarray]:
+    """Return the bytes of an env's random generator and step counter."""
+    return _bytes(_generator(env.unwrapped)), _bytes(np.array([_elapsed(env)]))
 
 
 def _bytes(array: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ import torch
 from embodichain.agents.rl.buffer import RolloutBuffer
 from embodichain.agents.rl.collector import BaseCollector, SyncCollector, bound_action
 from embodichain.agents.rl.collector.base import collection_threads
-from embodichain.agents.rl.collector.statistics import EpisodeTracker
+from embodichain.agents.rl.collector.statistics import EpisodeTracker, InfoAverages
 from embodichain.errors import RolloutError
 from tests.agents.rl.helpers import LinearPolicy, ScriptedEnv, make_policy, network
 
@@ -139,6 +139,17 @@ def test_statistics() -> None:
     quiet.collect(2)
     assert "episode/return" not in quiet.statistics()
     assert quiet.statistics()["episode/count"] == 0.0
+
+
+def test_averages_of_what_only_some_steps_report() -> None:
+    averages, yes, no = InfoAverages(), torch.tensor([True, False]), torch.tensor([False, False])
+    assert averages.means() == {}
+    averages.add({"rewards": {"a": torch.tensor([1.0, 2.0])}, "metrics": {}}, yes)
+    averages.add({"rewards": {"a": torch.tensor([3.0, 6.0])}, "metrics": {"success": torch.tensor([1.0, 1.0])}}, yes)
+    averages.add({"metrics": {"success": torch.tensor([True, False])}}, no)
+    found = {name: float(mean) for name, mean in averages.means().items()}
+    # means over all three steps; the first one ended an episode of which nothing is known
+    assert found == pytest.approx({"rewards/a": 12 / 6, "metrics/success": 3 / 6, "episode/success": 1.0})
 
 
 def test_episodes_are_followed_across_rollouts_like_a_plain_loop() -> None:

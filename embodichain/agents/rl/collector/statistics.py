@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,57 +54,42 @@ class EpisodeTracker:
 
 
 class InfoAverages:
-    """Averages ``info["rewards"]`` and ``info["metrics"]`` over a rollout: one in-place addition per part and step.
+    """Averages ``info["rewards"]`` and ``info["metrics"]`` over a rollout.
 
-    On a GPU, where many small additions cost more than one large one, they are kept until they are asked for.
+    What steps report is kept as it is, and added up when it is asked for: a few operations per name instead of as many
+    per name and step.
     """
 
     def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}
-        self._ends: dict[str, Tensor] = {}
-        self._episodes: Tensor | None = None
-        self._steps = 0
-        self._kept: list[tuple[Mapping[str, Any], Tensor]] = []
+        self._infos: list[tuple[Mapping[str, Tensor], Mapping[str, Tensor], Tensor]] = []
 
     def add(self, info: Mapping[str, Any], done: Tensor) -> None:
-        """Take in one step's info and which envs ended an episode, ``[num_envs]``."""
-        if done.is_cuda:
-            self._kept.append(({key: info[key] for key in ("rewards", "metrics") if key in info}, done))
-        else:
-            self._add(info, done)
-            self._steps += 1
-
-    def _add(self, info: Mapping[str, Any], done: Tensor) -> None:
-        for name, part in info.get("rewards", {}).items():
-            self._accumulate(self._sums, f"rewards/{name}", part)
-        metrics = info.get("metrics", {})
-        if not metrics:
-            return
-        self._episodes = done.float() if self._episodes is None else self._episodes.add_(done)
-        for name, part in metrics.items():
-            self._accumulate(self._sums, f"metrics/{name}", part)
-            self._accumulate(self._ends, f"episode/{name}", torch.where(done, part, 0))
+        """Take in one step's info and which envs ended an episode, ``[num_envs]``; neither may be changed later."""
+        self._infos.append((info.get("rewards", {}), info.get("metrics", {}), done))
 
     def means(self) -> dict[str, Tensor]:
         """Return the mean of every part over steps and envs, and of every metric at the end of finished episodes."""
-        if self._kept:
-            infos, dones = zip(*self._kept, strict=True)
-            first = infos[0]
-            joined = {key: {n: torch.cat([i[key][n] for i in infos]) for n in parts} for key, parts in first.items()}
-            self._add(joined, torch.cat(dones))  # one long step; a mean over steps and envs is the same
-            self._steps, self._kept = 1, []
-        means = {name: total.mean() / self._steps for name, total in self._sums.items()}
-        if self._episodes is not None:
-            count = self._episodes.sum()
-            means |= {name: total.sum() / count for name, total in self._ends.items()}
+        rewards: dict[str, list[Tensor]] = defaultdict(list)
+        metrics: dict[str, list[Tensor]] = defaultdict(list)
+        dones: dict[str, list[Tensor]] = defaultdict(list)
+        ended: list[Tensor] = []
+        for reward_parts, measures, done in self._infos:
+            for name, part in reward_parts.items():
+                rewards[name].append(part)
+            for name, part in measures.items():
+                metrics[name].append(part)
+                dones[name].append(done)
+            ended += [done] if measures else []
+        count = len(self._infos) * self._infos[0][2].numel() if self._infos else 1
+        means = {f"rewards/{name}": torch.cat(parts).sum() / count for name, parts in rewards.items()}
+        if not ended:
+            return means
+        episodes = torch.cat(ended).sum()
+        for name, parts in metrics.items():
+            measured = torch.cat(parts)
+            means[f"metrics/{name}"] = measured.sum() / count
+            means[f"episode/{name}"] = torch.where(torch.cat(dones[name]), measured, 0).sum() / episodes
         return means
-
-    @staticmethod
-    def _accumulate(sums: dict[str, Tensor], name: str, part: Tensor) -> None:
-        if name in sums:
-            sums[name].add_(part)
-        else:
-            sums[name] = part.to(torch.float32, copy=True)
 
 
 def summarize(averages: InfoAverages, episodes: TensorDict) -> dict[str, float]:

@@ -11,6 +11,7 @@ from embodichain.errors import UnknownNameError, nearest
 
 FEW = 8192
 """Numbers up to which a backward pass in Python costs more than a faster forward pass saves."""
+_MINUS_ONE = torch.tensor(-1.0)
 
 
 class _SigmoidTanh(torch.autograd.Function):
@@ -28,7 +29,8 @@ class _SigmoidTanh(torch.autograd.Function):
 
 def _tanh(x: Tensor) -> Tensor:
     # tanh(x) = 2 sigmoid(2x) - 1, in place
-    return (x * 2.0).sigmoid_().mul_(2.0).sub_(1.0)
+    y = (x * 2.0).sigmoid_()
+    return torch.add(_MINUS_ONE, y, alpha=2.0, out=y)
 
 
 class Tanh(nn.Module):

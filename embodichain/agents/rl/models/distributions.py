@@ -100,7 +100,8 @@ class GaussianHead(ActionHead):
 
     def _log_prob(self, noise: Tensor, log_std: Tensor) -> Tensor:
         # log N(mean + std * noise) = -noise^2 / 2 - log std - log(2 pi) / 2, summed over the action's dimensions
-        return noise.square().sum(-1).mul(-0.5) - (log_std.sum(-1) + self.action_dim * HALF_LOG_2PI)
+        peak = torch.rsub(log_std.sum(-1), -self.action_dim * HALF_LOG_2PI)
+        return torch.sub(peak, noise.square().sum(-1), alpha=0.5)
 
 
 class SquashedGaussianHead(GaussianHead):
