@@ -117,7 +117,8 @@ class GymnasiumVecEnv(VecEnv):
             "episode_seed": self._episode_seed(),
             "gymnasium": infos,
         }
-        return obs, self._tensor(reward, np.float32), self._tensor(terminated), self._tensor(truncated), info
+        flags = torch.from_numpy(truncated).to(self.device)  # computed above: nobody else knows this array
+        return obs, self._tensor(reward, np.float32), self._tensor(terminated), flags, info
 
     def get_state(self) -> TensorDict:
         if self._states is None or not self.supports_state:
@@ -191,7 +192,8 @@ class GymnasiumVecEnv(VecEnv):
         if not len(ids):
             return rows
         batch, _ = self._port.reset(done, ids, self._seeds_for(ids, None))
-        return choose(torch.from_numpy(done), self._encoder.encode(batch), rows)
+        restarted: Rows = self._encoder.encode(batch)
+        return restarted if self._port.repeats_others else choose(torch.from_numpy(done), restarted, rows)
 
     def _final_rows(self, rows: Rows, infos: dict[str, Any], ended: np.ndarray) -> Rows:
         """Return ``rows`` with what the envs that ended in SAME_STEP mode really reached."""
@@ -209,6 +211,8 @@ class GymnasiumVecEnv(VecEnv):
 
     def _metrics(self, infos: dict[str, Any], ended: np.ndarray) -> dict[str, Tensor]:
         """Return ``success`` as the envs tell it; those that ended in SAME_STEP mode tell it in ``final_info``."""
+        if not infos:
+            return {}
         final = infos.get("final_info")
         for name in ("is_success", "success"):
             now, last = infos.get(name), final.get(name) if isinstance(final, dict) else None

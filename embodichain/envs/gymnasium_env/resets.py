@@ -32,6 +32,8 @@ class ResetPort:
             )
         # Gymnasium's own classes are known to honour reset_mask; a wrapper around them, or another class, is tried.
         self.partial = type(vector_env) in _SEEDED_PER_ENV or self._honours_mask(encode)
+        self.repeats_others = type(vector_env) is SyncVectorEnv
+        """Whether a partial reset returns exactly what the other envs observed before."""
         if not self.partial and self.mode is not AutoresetMode.SAME_STEP:
             raise EnvContractError(
                 f"{vector_env} is in {self.mode.name} autoreset mode and its reset() does not honour "

@@ -42,7 +42,7 @@ class Tanh(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return tanh of ``x``."""
-        if x.device.type != "cpu" or x.dtype != torch.float32 or torch.compiler.is_compiling():
+        if not x.is_cpu or x.dtype != torch.float32 or torch.compiler.is_compiling():
             return torch.tanh(x)
         if not (torch.is_grad_enabled() and x.requires_grad):
             return _tanh(x)
