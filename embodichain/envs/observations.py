@@ -57,7 +57,7 @@ class ObservationBuilder:
         if self._cfg.cameras:
             tree[_PICTURES] = self._env.pictures(env_ids)
         if self._layout is None:
-            self._layout = _Layout(tree)
+            self._layout = _Layout(tree, bool(self._cfg.cameras))
             self._check_noise(self._layout)
         vectors, others = self._layout.take_apart(tree)
         # In memory of its own: what is returned may be normalised in place.
@@ -107,11 +107,12 @@ class ObservationBuilder:
 class _Layout:
     """Where the leaves of a nested observation go: the first one tells, the others are alike."""
 
-    def __init__(self, tree: dict[str, Any]) -> None:
+    def __init__(self, tree: dict[str, Any], has_cameras: bool) -> None:
         paths = _paths(tree)
         leaves = {path: _get(tree, path) for path in paths}
         self._vectors = [path for path in paths if leaves[path].dim() == 2 and leaves[path].dtype == torch.float32]
         self._others = [path for path in paths if path not in self._vectors]
+        self._taken = _PICTURES if has_cameras else None
         self.sizes = [int(leaves[path].shape[1]) for path in self._vectors]
         ends = np.cumsum(self.sizes).tolist()
         self.columns = {
@@ -127,7 +128,7 @@ class _Layout:
         others = [(path, _get(tree, path)) for path in self._others]
         return (
             [_get(tree, path) for path in self._vectors],
-            [leaf if path[0] == _PICTURES else leaf.clone() for path, leaf in others],
+            [leaf if path[0] == self._taken else leaf.clone() for path, leaf in others],
         )
 
 

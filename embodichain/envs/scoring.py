@@ -53,6 +53,8 @@ class Scoring:
     def _metrics(self, scene: Scene, diverged: Tensor | None) -> dict[str, Tensor]:
         measures = {"success": scene["success"], "diverged": self._zeros if diverged is None else diverged.float()}
         measures.update(self._task.metrics(scene))
+        if len({measure.dtype for measure in measures.values()}) > 1:  # each keeps its own type
+            return {name: measure.clone() for name, measure in measures.items()}
         copies = torch.stack(list(measures.values()))
         return dict(zip(measures, copies.unbind(0), strict=True))
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from embodichain.envs.tasks.cart_pole import CartPole
 from embodichain.envs.vec_env import HasExpert, VecEnv
 from embodichain.errors import EnvContractError, RenderingError
 from tests.envs.rollouts import TASKS, flat, random_actions, record, small
@@ -256,3 +257,17 @@ def flat_live(obs: TensorDict):
 def arrays(tree: dict) -> dict:
     """Return a nested dict of tensors as one of arrays."""
     return {key: arrays(value) if isinstance(value, dict) else value.numpy() for key, value in tree.items()}
+
+
+def test_metrics_keep_their_types_and_what_a_task_shows_belongs_to_the_observation(monkeypatch):
+    """A count stays an integer; a picture of the task's own is copied, as nobody knows what the task does with it."""
+    picture = torch.zeros(2, 4, 4, 3, dtype=torch.uint8)
+    plain = CartPole.observe
+    monkeypatch.setattr(CartPole, "metrics", lambda self, scene: {"count": torch.tensor([2**30 + 1, 3])})
+    monkeypatch.setattr(CartPole, "observe", lambda self, scene: plain(self, scene) | {"image": {"own": picture}})
+    env = small("CartPoleRL", 2)
+    obs, _, _, _, info = env.step(torch.zeros(2, 1))
+    assert info["metrics"]["count"].tolist() == [2**30 + 1, 3]
+    assert info["metrics"]["success"].dtype == torch.float32
+    picture.fill_(7)
+    assert obs["image", "own"].max() == 0
