@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks import rl_advantages, rl_end_to_end, rl_end_to_end_peers, rl_updates
+from benchmarks import rl_advantages, rl_end_to_end, rl_end_to_end_peers, rl_updates, rl_updates_peers
 from benchmarks.rl_memory import measure_memory
 from benchmarks.rl_work import CARTPOLE, HALF_CHEETAH, Call, Work
 from benchmarks.timing import Rounds, interleave, machine
@@ -96,7 +96,7 @@ def update_contest() -> Contest:
     rows = rl_updates.data()
     makers = {OURS: lambda: rl_updates.ours(rows), FLOOR: lambda: rl_updates.forward_backward(rows)}
     makers |= {BARE: lambda: rl_updates.bare_loop(rows)}
-    makers |= {name: partial(getattr(rl_updates, PEERS[name]), rows) for name in installed()}
+    makers |= {name: partial(getattr(rl_updates_peers, PEERS[name]), rows) for name in installed()}
     promises = [Promise("update: within 10% of forward and backward alone", 1 / 1.1, OURS, FLOOR)]
     promises += [Promise(f"update: faster than {name}", 1.0, OURS, name) for name in (BARE, *installed())]
     return Contest("One PPO update", makers, promises)
