@@ -26,11 +26,13 @@ class Row:
     seconds: float
     samples_per_second: float
     speedup: float
-    """Over ``sync``: the median of the ratios seed by seed."""
+    """Over ``sync``: the mean of the ratios, seed by seed, of all runs."""
+    ratios: list[float]
+    """These ratios."""
     bound: float
     """Largest speed-up that the stage times allow."""
     of_bound: float
-    """Least time that they allow over the time it took: the median over the seeds."""
+    """Least time that they allow over the time it took: the mean over the seeds."""
     lag_mean: float
     lag_max: float
     final: list[float]
@@ -40,13 +42,17 @@ class Row:
     def __str__(self) -> str:
         final = f"{statistics.mean(self.final):>8.0%}" if self.final else ""
         disturbed = "  *" if self.foreign > 0.1 else ""
+        spread = f"{min(self.ratios):.2f}-{max(self.ratios):.2f}"
         return (
-            f"{self.way:<18}{self.seconds:>8.1f}{self.samples_per_second:>11,.0f}{self.speedup:>10.2f}"
+            f"{self.way:<18}{self.seconds:>8.1f}{self.samples_per_second:>11,.0f}{self.speedup:>10.2f}{spread:>11}"
             f"{self.bound:>9.2f}{self.of_bound:>9.0%}{self.lag_mean:>7.2f}{self.lag_max:>5.0f}{final}{disturbed}"
         )
 
 
-HEADER = f"{'way':<18}{'seconds':>8}{'samples/s':>11}{'speed-up':>10}{'bound':>9}{'of bound':>9}{'lag':>7}{'max':>5}"
+HEADER = (
+    f"{'way':<18}{'seconds':>8}{'samples/s':>11}{'speed-up':>10}{'from-to':>11}"
+    f"{'bound':>9}{'of bound':>9}{'lag':>7}{'max':>5}"
+)
 
 
 class Summary:
@@ -58,15 +64,17 @@ class Summary:
         base = list(runs["sync"].values())
         self.update = statistics.mean(outcome.update for outcome in base)
         simulation = statistics.mean(outcome.simulation for outcome in base)
+        inference = statistics.mean(outcome.inference for outcome in base)
         seconds = statistics.mean(outcome.seconds for outcome in base) / sizes.rollouts
-        inference = (seconds - self.update - simulation) / (sizes.num_steps + 1)
-        self.stages = {1: Stages(inference, simulation / sizes.num_steps), 2: half}
+        rest, steps = seconds - self.update - simulation - inference, sizes.num_steps
+        self.stages = {1: Stages(inference / steps, simulation / steps, rest), 2: half}
         self.rows = [self._row(way) for way in WAYS if runs.get(way)]
 
     def least(self, way: str) -> float:
         """Return the least time of a run: side by side, the slower of collecting and learning counts."""
         is_async, groups = WAYS[way]
-        collect, count = self.stages[groups].bound(groups, self.sizes.num_steps), self.sizes.rollouts
+        rest, count = self.stages[1].rest, self.sizes.rollouts
+        collect = self.stages[groups].bound(groups, self.sizes.num_steps, rest)
         if not is_async:
             return count * (collect + self.update)
         return collect + (count - 1) * max(collect, self.update) + self.update
@@ -74,15 +82,16 @@ class Summary:
     def _row(self, way: str) -> Row:
         outcomes, base = self.runs[way], self.runs["sync"]
         seconds = statistics.mean(outcome.seconds for outcome in outcomes.values())
-        shared = [seed for seed in outcomes if seed in base]
+        ratios = [base[seed].seconds / outcomes[seed].seconds for seed in outcomes if seed in base]
         least = self.least(way)
         return Row(
             way,
             seconds,
             statistics.mean(outcome.samples / outcome.seconds for outcome in outcomes.values()),
-            statistics.median(base[seed].seconds / outcomes[seed].seconds for seed in shared),
+            statistics.mean(ratios),
+            ratios,
             self.least("sync") / least,
-            statistics.median(least / outcome.seconds for outcome in outcomes.values()),
+            statistics.mean(least / outcome.seconds for outcome in outcomes.values()),
             statistics.mean(outcome.lag_mean for outcome in outcomes.values()),
             max(outcome.lag_max for outcome in outcomes.values()),
             [outcome.final for outcome in outcomes.values() if outcome.final is not None],
@@ -98,7 +107,7 @@ class Summary:
             f"{sizes.epochs} epochs per update",
             f"stages: inference {1000 * one.inference:.1f} ms, simulation {1000 * one.simulation:.1f} ms per decision "
             f"(one of two groups: {1000 * half.inference:.1f} and {1000 * half.simulation:.1f} ms), "
-            f"update {1000 * self.update:.0f} ms per rollout",
+            f"update {1000 * self.update:.0f} ms and values {1000 * one.rest:.0f} ms per rollout",
             HEADER + ("   final" if self.rows[0].final else ""),
             *(str(row) for row in self.rows),
         ]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from typing import Any, Literal, Protocol
+
+import torch
 
 from benchmarks.timing import cores, own_cpu, total_cpu
 from embodichain.agents.rl.algo import PPO
@@ -60,19 +62,26 @@ class Stages:
     """Seconds that collection takes for one group of envs alone, when nothing else happens."""
 
     inference: float
-    """Per decision: all that is not simulation."""
+    """Per decision."""
     simulation: float
     """Per decision."""
+    rest: float
+    """Per rollout: the values of what is seen at the end, and book-keeping."""
 
-    def bound(self, groups: int, num_steps: int) -> float:
+    def least(self, other: Stages) -> Stages:
+        """Return the shorter times of two measurements."""
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return Stages(*(min(pair) for pair in pairs))
+
+    def bound(self, groups: int, num_steps: int, rest: float) -> float:
         """Return the least time for a rollout of ``groups`` such groups, which share one policy.
 
-        The policy decides for one group after the other, a group's own decisions and steps follow each other, and at
-        the end the policy values what it sees.
+        The policy decides for one group after the other, and a group's own decisions and steps follow each other.
+        ``rest`` is that of all envs.
         """
         policy_busy = groups * num_steps * self.inference + self.simulation
         group_busy = (groups - 1) * self.inference + num_steps * (self.inference + self.simulation)
-        return max(policy_busy, group_busy) + self.inference
+        return max(policy_busy, group_busy) + rest
 
 
 @dataclass
@@ -86,6 +95,8 @@ class Outcome:
     """Seconds of an update, on average."""
     simulation: float = 0.0
     """Seconds of simulation per rollout, on average; groups are added up. Not known of another process."""
+    inference: float = 0.0
+    """Seconds that the policy took to decide, per rollout; known of synchronous collection alone."""
     lag_mean: float = 0.0
     lag_max: float = 0.0
     foreign: float = 0.0
@@ -105,18 +116,34 @@ class Outcome:
 
 
 class Clock:
-    """Adds up the time that environments take for their steps."""
+    """Adds up the time that environments take for their steps, and a policy for its decisions."""
 
     def __init__(self, env: VecEnv) -> None:
-        self.seconds = 0.0
+        self.simulation = self.inference = 0.0
         for one in env.groups if isinstance(env, GroupedEnv) else [env]:
-            one.step = self._timed(one.step)  # type: ignore[method-assign]
+            one.step = self._timed(one.step, "simulation")  # type: ignore[method-assign]
 
-    def _timed(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(action: Any) -> Any:
+    def watch(self, collector: SyncCollector) -> None:
+        """Take the time of a collector's decisions, too, until they are there."""
+        decide = collector.decide
+
+        def decide_now(*args: Any) -> Any:
+            decision = decide(*args)
+            if collector.device.type == "cuda":
+                torch.cuda.current_stream(collector.device).synchronize()  # the environment would wait for it anyway
+            return decision
+
+        collector.decide = self._timed(decide_now, "inference")  # type: ignore[method-assign]
+
+    def reset(self) -> None:
+        """Begin at zero."""
+        self.simulation = self.inference = 0.0
+
+    def _timed(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
             began = time.perf_counter()
-            result = step(action)
-            self.seconds += time.perf_counter() - began
+            result = function(*args)
+            setattr(self, name, getattr(self, name) + time.perf_counter() - began)
             return result
 
         return timed
@@ -129,15 +156,17 @@ def measure_stages(case: Case, groups: int, rollouts: int = 2) -> Stages:
     clock = Clock(env)
     learner = case.learner(env, 0)
     collector = SyncCollector(env, learner.policy, learner.device)
+    clock.watch(collector)
     collector.reset(seed=0)
     collector.collect(sizes.num_steps)
-    clock.seconds, began = 0.0, time.perf_counter()
+    clock.reset()
+    began = time.perf_counter()
     for _ in range(rollouts):
         collector.collect(sizes.num_steps)
-    seconds = time.perf_counter() - began
+    seconds, decisions = time.perf_counter() - began, rollouts * sizes.num_steps
     env.close()
-    decisions = rollouts * (sizes.num_steps + 1)  # with the value of what is seen at the end
-    return Stages((seconds - clock.seconds) / decisions, clock.seconds / (rollouts * sizes.num_steps))
+    rest = (seconds - clock.inference - clock.simulation) / rollouts
+    return Stages(clock.inference / decisions, clock.simulation / decisions, rest)
 
 
 def run(case: Case, way: str, seed: int, rollouts: int | None = None) -> Outcome:
@@ -147,13 +176,15 @@ def run(case: Case, way: str, seed: int, rollouts: int | None = None) -> Outcome
     clock = Clock(env)
     learner = case.learner(env, seed)
     collector = _collector(case, env, learner, way, seed)
+    if isinstance(collector, SyncCollector):
+        clock.watch(collector)
     collector.reset(seed=seed)
     learner.update(collector.collect(sizes.num_steps))
     if isinstance(collector, AsyncCollector):
         with collector.hold():  # what was collected ahead counts for nobody
             collector.buffer.clear()
     outcome, updating, lags = Outcome(), 0.0, []
-    clock.seconds = 0.0
+    clock.reset()
     own, total, began = own_cpu(), total_cpu(), time.perf_counter()
     for number in range(1, count + 1):
         rollout = collector.collect(sizes.num_steps)
@@ -171,7 +202,8 @@ def run(case: Case, way: str, seed: int, rollouts: int | None = None) -> Outcome
     collector.stop()
     env.close()
     outcome.samples = count * sizes.num_envs * sizes.num_steps
-    outcome.update, outcome.simulation = updating / count, clock.seconds / count
+    outcome.update = updating / count
+    outcome.simulation, outcome.inference = clock.simulation / count, clock.inference / count
     outcome.lag_mean, outcome.lag_max = sum(mean for mean, _ in lags) / count, max(largest for _, largest in lags)
     outcome.final = case.final_score(learner)
     return outcome
