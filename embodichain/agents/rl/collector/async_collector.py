@@ -6,7 +6,9 @@ collects -> ``VLABuffer`` -> ``collect`` hands it to the learner.
 
 from __future__ import annotations
 
+import atexit
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Self
@@ -29,6 +31,15 @@ from embodichain.errors import BufferWaitError, CollectorError, ConfigError, Rol
 _LOOK_SECONDS = 0.1
 """How often a waiting learner looks whether the collector is still alive."""
 _UNBOUNDED = 1 << 62
+_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
+"""All that were started; the thread of a worker keeps it alive."""
+
+
+@atexit.register
+def _stop_all() -> None:
+    """End the threads of collectors that nobody stopped: Python's end would tear them out of C++ code, and abort."""
+    for worker in list(_workers):
+        worker.stop()
 
 
 class AsyncCollector(BaseCollector):
@@ -78,6 +89,7 @@ class AsyncCollector(BaseCollector):
             return
         num_steps = self._settle_num_steps()
         worker = self._place.start(num_steps, self._desk)
+        _workers.add(worker)
         try:
             self._desk.open(worker, self._capacity(num_steps))
         except BaseException:
