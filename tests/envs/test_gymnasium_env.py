@@ -11,6 +11,7 @@ from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
 from embodichain.envs.gymnasium_env import GymnasiumVecEnv, make_gymnasium
+from embodichain.envs.gymnasium_env.sync import RowwiseSyncVectorEnv
 from embodichain.errors import (
     ActionError,
     ConfigError,
@@ -608,3 +609,23 @@ def test_the_adapter_costs_little_beyond_gymnasium():
     pairs = [(seconds(plain, actions.numpy()), seconds(adapted, actions)) for _ in range(6)]
     best_plain, best_adapted = (min(column) for column in zip(*pairs, strict=True))
     assert best_adapted < 2.5 * best_plain
+
+
+@pytest.mark.parametrize("id", ["CartPole-v1", "Blackjack-v1"])
+def test_resetting_some_envs_is_what_gymnasium_does(id):
+    ours = RowwiseSyncVectorEnv([lambda: gym.make(id)] * 4)
+    theirs = SyncVectorEnv([lambda: gym.make(id)] * 4, autoreset_mode=AutoresetMode.DISABLED)
+
+    def same(call):
+        mine, other = call(ours), call(theirs)
+        for a, b in zip(mine[:-1], other[:-1], strict=True):
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+        assert mine[-1].keys() == other[-1].keys()
+        return mine
+
+    same(lambda env: env.reset(seed=[1, 2, 3, 4]))
+    for t in range(30):
+        _, _, terminated, truncated, _ = same(lambda env, t=t: env.step(np.full(4, t % 2)))
+        mask = terminated | truncated | (np.arange(4) == t % 4)
+        same(lambda env, t=t, mask=mask: env.reset(seed=[t, t + 1, t + 2, t + 3], options={"reset_mask": mask}))
+    same(lambda env: env.reset(seed=5))

@@ -13,6 +13,7 @@ import gymnasium as gym
 from gymnasium.envs.registration import EnvSpec, find_highest_version, get_env_id, parse_env_id
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
+from embodichain.envs.gymnasium_env.sync import RowwiseSyncVectorEnv
 from embodichain.envs.gymnasium_env.tasks import TaskGymnasiumEnv, TaskGymnasiumVectorEnv
 from embodichain.errors import ConfigError, EnvContractError, UnknownNameError, UntrustedModuleError
 
@@ -75,9 +76,9 @@ def vectorize(
     if num_envs < 1:
         raise ConfigError(f"num_envs: expected at least 1, got {num_envs}")
     makers = [make_env] * num_envs
-    # DISABLED: we reset by mask, each episode from its own seed. copy=False: the encoder copies anyway.
+    # Nobody resets but us, by mask, each episode from its own seed; and the encoder copies anyway.
     if not asynchronous:
-        env = SyncVectorEnv(makers, copy=False, autoreset_mode=AutoresetMode.DISABLED)
+        env = RowwiseSyncVectorEnv(makers)
         return env, time_limit(env, max_episode_steps)
     if max_episode_steps is None:
         probe = make_env()

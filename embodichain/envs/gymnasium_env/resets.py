@@ -10,10 +10,11 @@ import torch
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
 from embodichain.envs.gymnasium_env.spaces import Rows
+from embodichain.envs.gymnasium_env.sync import RowwiseSyncVectorEnv
 from embodichain.envs.gymnasium_env.tasks import TaskGymnasiumVectorEnv
 from embodichain.errors import EnvContractError
 
-_SEEDED_PER_ENV = (SyncVectorEnv, AsyncVectorEnv, TaskGymnasiumVectorEnv)
+_SEEDED_PER_ENV = (SyncVectorEnv, RowwiseSyncVectorEnv, AsyncVectorEnv, TaskGymnasiumVectorEnv)
 
 
 class ResetPort:
@@ -32,7 +33,7 @@ class ResetPort:
             )
         # Gymnasium's own classes are known to honour reset_mask; a wrapper around them, or another class, is tried.
         self.partial = type(vector_env) in _SEEDED_PER_ENV or self._honours_mask(encode)
-        self.repeats_others = type(vector_env) is SyncVectorEnv
+        self.repeats_others = type(vector_env) in (SyncVectorEnv, RowwiseSyncVectorEnv)
         """Whether a partial reset returns exactly what the other envs observed before."""
         if not self.partial and self.mode is not AutoresetMode.SAME_STEP:
             raise EnvContractError(

@@ -14,6 +14,8 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector import SyncVectorEnv, VectorEnv
 
+from embodichain.envs.gymnasium_env.sync import RowwiseSyncVectorEnv
+
 _WRAPPERS = (gym.wrappers.TimeLimit, gym.wrappers.OrderEnforcing, gym.wrappers.PassiveEnvChecker)
 _MASK = (1 << 64) - 1
 
@@ -76,7 +78,7 @@ class SubEnvStates:
     @classmethod
     def of(cls, vector_env: VectorEnv) -> SubEnvStates | None:
         """Return the access to a vector env's states, or ``None`` where it could not be exact."""
-        if type(vector_env) is not SyncVectorEnv:
+        if not isinstance(vector_env, SyncVectorEnv) or type(vector_env) not in (SyncVectorEnv, RowwiseSyncVectorEnv):
             return None
         cores = [_core(env) for env in vector_env.envs]
         modules = {type(core).__module__ for core in cores}
