@@ -150,7 +150,8 @@ class SyncCollector(BaseCollector):
     def moment(self) -> Tensor:
         """Let ``before_step`` do its work; return the version ``[]`` of the policy that decides next."""
         if self.before_step is None:
-            return self.policy.version.to(self.device)
+            version = self.policy.version
+            return version if version.device == self.device else version.to(self.device)
         self.before_step()
         return self.policy.version.to(self.device, copy=True)  # the policy's own may change before it is written down
 
@@ -200,7 +201,8 @@ class SyncCollector(BaseCollector):
         """Write what came of the decisions for all envs; return the next observation."""
         next_obs, reward, terminated, truncated, info = result
         done = terminated | truncated
-        self._valuing.keep(truncated & ~terminated, info["final_observation"], decision.new_state)
+        if info["final_observation"] is not next_obs or not self._valuing.may_look:  # else no episode ended
+            self._valuing.keep(truncated & ~terminated, info["final_observation"], decision.new_state)
         parts = {"terminated": terminated, "truncated": truncated, "policy_version": version}
         parts |= {name: part.to(self.device) for name, part in info.get("chunk", {}).items()}
         if decision.state is not None:

@@ -38,7 +38,7 @@ class Valuing:
         ``may_look`` tells whether flags can be looked at without waiting for a device. Where they cannot, the final
         observations of all envs are kept until the end, or valued at once if that would take much memory.
         """
-        self._policy, self._device, self._value_now, self._may_look = policy, device, value_now, may_look
+        self._policy, self._device, self._value_now, self.may_look = policy, device, value_now, may_look
         self.begin()
 
     def begin(self) -> None:
@@ -54,7 +54,7 @@ class Valuing:
         """Set aside the final observations of a step in which a time limit cut the episodes of some envs."""
         if not self._policy.has_critic:
             return
-        if self._may_look:
+        if self.may_look:
             if _any(cut):
                 rows = cut.nonzero().squeeze(-1)
                 self._cut.append(final[rows.to(final.device)].to(self._device))
