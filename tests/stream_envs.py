@@ -87,6 +87,24 @@ def _fail(kind: str) -> None:
         os._exit(7)
 
 
+class LateEnv(StampEnv):
+    """The second process that makes one waits until the first one is at work, and fails; ``folder`` says who is who."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.at_work = Path(folder) / "at_work"
+        claims = {"after": 0, "kinds": ["first", "second"], "folder": folder}
+        if _claim_fault(claims) == "second":
+            while not self.at_work.exists():
+                time.sleep(0.01)
+            raise RuntimeError("there is no simulator for a second process")
+
+    def step(self, action: np.ndarray) -> tuple[dict, float, bool, bool, dict]:
+        self.at_work.touch()
+        return super().step(action)
+
+
+gym.register("Late-v0", entry_point=LateEnv, max_episode_steps=1000)
 gym.register("Stamp-v0", entry_point=StampEnv, max_episode_steps=1000)
 
 

@@ -147,6 +147,17 @@ def test_a_worker_that_keeps_failing_is_reported_to_every_process(tmp_path: Path
         assert engine._sampling().buffer.episodes_written >= 16
 
 
+def test_a_worker_that_cannot_start_is_replaced_while_another_works(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    late = {**gym_config(num_envs=1, folder=str(tmp_path)), "id": "stream_envs:Late-v0"}
+    settings = stream_settings(gym_config=late, num_workers=2, max_restarts=1, refill_threshold=1)
+    with OnlineDataEngine(OnlineDataEngineCfg(**settings)) as engine:
+        sample_until(engine, lambda: all(worker.episodes_written for worker in engine.worker_stats()))
+        assert engine.stats().restarts == 1
+    assert "there is no simulator for a second process" in caplog.text
+
+
 def test_a_failure_before_the_first_fill_ends_start(tmp_path: Path) -> None:
     settings = stream_settings(gym_config=faulty(tmp_path, ["nan"] * 9, after=2), max_restarts=0)
     engine = OnlineDataEngine(OnlineDataEngineCfg(**settings))

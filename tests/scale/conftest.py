@@ -27,8 +27,8 @@ class TwoNodes:
         from embodichain.agents.engine.ray_session import loopback_only
 
         quick = {
-            "health_check_initial_delay_ms": 500,
-            "health_check_period_ms": 1000,
+            "health_check_initial_delay_ms": 200,
+            "health_check_period_ms": 200,
             "health_check_timeout_ms": 10_000,
             "health_check_failure_threshold": 4,
         }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import json
 import logging
+import os
 import random
 import signal
 import subprocess
@@ -198,14 +199,39 @@ def test_workers_stay_when_their_learner_is_killed(
     command = [sys.executable, "-m", "embodichain", "train", str(config)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as learner:
         deadline = time.monotonic() + 90
-        while not list((tmp_path / "run" / "checkpoints").glob("step_*[1-9]*")):
+        while not saved_with_both_workers(tmp_path / "run"):
             assert learner.poll() is None, learner.stderr and learner.stderr.read()
             assert time.monotonic() < deadline, "no checkpoint"
             time.sleep(0.1)
-        time.sleep(0.5)
         learner.send_signal(signal.SIGKILL)
     reached = load_checkpoint(find_checkpoint(tmp_path / "run", "latest"))["trainer"]["iteration"]
-    with caplog.at_level(logging.INFO, "embodichain.collector"):
-        done = resume_training(tmp_path / "run", ["--trainer.iterations", str(reached + 20)])
-    assert done.iteration == reached + 20 > 20
-    assert caplog.text.count("goes on in its environment") == 2
+    heard = InterruptAfter(2, "goes on in its environment")
+    logger = logging.getLogger("embodichain.collector")
+    logger.addHandler(heard)
+    with caplog.at_level(logging.INFO, logger.name):
+        done = resume_training(tmp_path / "run")
+    logger.removeHandler(heard)
+    assert done.reason == "interrupted"
+    assert done.iteration > reached
+
+
+def saved_with_both_workers(run: Path) -> bool:
+    """Tell whether there is a checkpoint, and both workers have been at work."""
+    metrics = run / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+    both = any(json.loads(line).get("async/workers") == 2 for line in lines if line.endswith("\n"))
+    return both and bool(list((run / "checkpoints").glob("step_*[1-9]*")))
+
+
+class InterruptAfter(logging.Handler):
+    """Interrupts this process, as Ctrl-C would, when something was logged so many times."""
+
+    def __init__(self, times: int, words: str) -> None:
+        super().__init__()
+        self.left, self.words = times, words
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.left -= self.words in record.getMessage()
+        if self.left == 0:
+            self.left = -1
+            os.kill(os.getpid(), signal.SIGINT)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import ipaddress
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -20,6 +22,7 @@ from embodichain.agents.engine import OnlineDataEngine, OnlineDataEngineCfg
 from embodichain.agents.engine.episode import Episode
 from embodichain.agents.engine.layout import FrameLayout, Leaf
 from embodichain.agents.engine.ray_batch import BatchWriter
+from embodichain.agents.engine.ray_session import keep_token_private
 from embodichain.agents.engine.sources import open_source
 from embodichain.errors import ClusterError, ConfigError, SimulationError
 from embodichain.extras import available
@@ -153,6 +156,20 @@ def test_crashed_workers_are_replaced_and_then_given_up(
         assert isinstance(raised.value.__cause__, SimulationError)
         assert engine.stats().restarts == 1
     assert "replacing it (1 of 1)" in caplog.text
+    nothing_of_ray_is_left()
+
+
+def nothing_of_ray_is_left() -> None:
+    """Assert that Ray is shut down and none of its objects is there: a forked process that collects one is aborted."""
+    import ray
+
+    assert not ray.is_initialized()
+    assert not [thing for thing in gc.get_objects() if type(thing) is ray.actor.ActorHandle]
+    child = os.fork()
+    if child == 0:
+        gc.collect()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_a_slow_worker_does_not_hold_up_the_other(cluster: Any, tmp_path: Path) -> None:
@@ -167,6 +184,18 @@ def test_a_slow_worker_does_not_hold_up_the_other(cluster: Any, tmp_path: Path) 
 
         sample_until(engine, lambda: since()[1] >= 100)
         assert since()[0] < 20
+
+
+def test_a_token_is_kept_from_others(tmp_path: Path) -> None:
+    file = tmp_path / "home" / "auth_token"
+    keep_token_private(file)
+    token = file.read_text()
+    assert len(bytes.fromhex(token)) == 32
+    file.chmod(0o644)  # as Ray writes it
+    keep_token_private(file)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert file.read_text() == token
+    assert os.listdir(file.parent) == ["auth_token"]
 
 
 def test_a_cluster_without_room_is_an_error(cluster: Any) -> None:
@@ -195,9 +224,11 @@ time.sleep(600)
 
 
 @needs_ray
-def test_a_ray_of_its_own_listens_on_loopback_alone_and_dies_with_the_program() -> None:
-    path = [str(Path(__file__).parents[1])]
-    with subprocess.Popen([sys.executable, "-c", _OWN.format(path=path)], stdout=subprocess.PIPE, text=True) as program:
+def test_a_ray_of_its_own_keeps_to_itself_and_dies_with_the_program(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _OWN.format(path=[str(Path(__file__).parents[1])])]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    environment["HOME"] = str(tmp_path)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as program:
         assert program.stdout is not None
         worker = int(program.stdout.readline())
         family = descendants(program.pid)
@@ -205,6 +236,10 @@ def test_a_ray_of_its_own_listens_on_loopback_alone_and_dies_with_the_program() 
         assert worker in family
         assert len(listening) >= 4  # GCS, raylet, worker, driver
         assert {ipaddress.ip_address(address).is_loopback for address in listening} == {True}, listening
+        servers = [pid for pid in family if "gcs_server" in Path(f"/proc/{pid}/cmdline").read_text()]
+        assert len(servers) == 1
+        assert "RAY_AUTH_MODE=token" in Path(f"/proc/{servers[0]}/environ").read_text().split("\0")
+        assert stat.S_IMODE((tmp_path / ".ray" / "auth_token").stat().st_mode) == 0o600
         program.send_signal(signal.SIGKILL)
     deadline = time.monotonic() + 15
     while state_of(worker) not in ("", "Z"):

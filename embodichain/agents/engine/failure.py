@@ -78,6 +78,16 @@ class FailureReport:
         return self.as_error()
 
 
+def drop_locals(error: BaseException | None) -> None:
+    """Let go of the variables of all functions that an error went through, and those before it.
+
+    An error that is kept would otherwise keep whatever they were using: memory, handles, connections.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
 def _cut(text: str) -> str:
     """Leave out the middle of a text that is too long."""
     half = _MAX_TEXT // 2

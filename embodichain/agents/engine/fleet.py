@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from embodichain.agents.engine.config import OnlineDataEngineCfg
+from embodichain.agents.engine.failure import FailureReport
 from embodichain.agents.engine.process import WorkerProcess
 from embodichain.agents.engine.shared_buffer import SharedBuffer
 
@@ -35,7 +36,7 @@ class WorkerHandle(Protocol):
     def share(self, buffer: SharedBuffer) -> None:
         """Let it begin to fill the buffer."""
 
-    def exit_words(self) -> str:
+    def last_words(self) -> FailureReport:
         """Say how a worker ended that has hung up."""
 
     def wait(self, seconds: float) -> bool:

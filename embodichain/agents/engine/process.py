@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from embodichain.agents.engine.config import OnlineDataEngineCfg
+from embodichain.agents.engine.failure import FailureReport
 from embodichain.agents.engine.shared_buffer import SharedBuffer
 
 _BOOT = Path(__file__).with_name("boot.py")
@@ -74,13 +75,15 @@ class WorkerProcess:
         except (BrokenPipeError, ConnectionResetError):
             pass  # it died; the next receive() tells
 
-    def exit_words(self) -> str:
+    def last_words(self) -> FailureReport:
         """Wait for a worker that has hung up to end, and say how it did."""
         try:
             code = self._process.wait(timeout=5.0)
         except subprocess.TimeoutExpired:
-            return "closed its connection without ending"
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            return FailureReport(self.index, "closed its connection without ending")
+        killed = code < 0
+        words = f"was killed by {signal.Signals(-code).name}" if killed else f"ended with exit code {code}"
+        return FailureReport(self.index, words)
 
     def wait(self, seconds: float) -> bool:
         """Wait for the process to end; tell whether it did."""

@@ -15,13 +15,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from embodichain.agents.engine.config import OnlineDataEngineCfg
+from embodichain.agents.engine.failure import FailureReport
 from embodichain.agents.engine.fleet import Message, WorkerHandle
 from embodichain.agents.engine.ray_batch import EpisodeBatch
-from embodichain.agents.engine.ray_session import RaySession, actor_options, lost_node
+from embodichain.agents.engine.ray_session import RaySession, actor_options, error_text, no_room, node_died
 from embodichain.agents.engine.ray_worker import StreamWorker
 from embodichain.agents.engine.refill import RefillPolicy, make_refill
 from embodichain.agents.engine.shared_buffer import Ints, SharedBuffer, Work
-from embodichain.errors import ClusterError, EngineStateError
+from embodichain.errors import EngineStateError
 from embodichain.extras import require
 
 log = logging.getLogger("embodichain.stream")
@@ -45,9 +46,11 @@ class RayWorker:
         self.actor = actor
         self.requests: collections.deque[tuple[Any, int]] = collections.deque()
         """Answers that are awaited, and the number of episodes that each was asked for."""
+        self.unreachable = False
+        """Whether Ray could not reach it and does not know yet what has become of it."""
         self._fleet = fleet
         self._pid = 0
-        self._end = "ended"
+        self._end = FailureReport(index, "ended")
 
     @property
     def pid(self) -> int:
@@ -59,25 +62,32 @@ class RayWorker:
         self.requests.append((answer, episodes))
 
     def placed(self, message: Message) -> None:
-        """Note where the worker is, and let it build its environment."""
+        """Note where the worker is, and let it build its environment unless it has one."""
         self.node, self.node_id, self._pid = message["node"], message["node_id"], message["pid"]
-        self.started = time.monotonic()
-        self.ask(self.actor.open.remote())
+        self.unreachable = False
+        if not self.joined:
+            self.started = time.monotonic()
+            self.ask(self.actor.open.remote())
+
+    def doubt(self) -> None:
+        """Ask where the worker is; what it was asked for before is given up."""
+        self.unreachable = True
+        self.requests.clear()
+        self.ask(self.actor.place.remote())
 
     def ended(self, error: Exception) -> None:
         """Note how the worker ended."""
-        self.lost = lost_node(error, self.node_id)
-        first = str(error).strip().splitlines()
-        self._end = (
-            f"is gone with its node {self.node}".rstrip() if self.lost else f"ended: {first[-1] if first else ''}"
-        )
+        self.lost, text = node_died(error, self.node_id), error_text(error)
+        gone = f"is gone with its node {self.node}".rstrip()
+        what = gone if self.lost else f"ended: {text.splitlines()[-1]}"
+        self._end = FailureReport(self.index, what, traceback=text)
 
     def share(self, buffer: SharedBuffer) -> None:
         """Let it begin to fill the buffer."""
         self.joined = time.monotonic()
         self._fleet.fill(buffer)
 
-    def exit_words(self) -> str:
+    def last_words(self) -> FailureReport:
         """Say how the worker ended."""
         return self._end
 
@@ -143,7 +153,9 @@ class RayFleet:
         self._workers = collections.deque(other for other in self._workers if other is not worker)
 
     def close(self) -> None:
-        """Leave the cluster; a Ray that was started here ends."""
+        """Leave the cluster; a Ray that was started here ends, and nothing of it is left in this process."""
+        self._workers.clear()
+        del self._actor
         self._session.close()
 
     # --- asking ---------------------------------------------------------------------------------------------------
@@ -152,12 +164,13 @@ class RayFleet:
         """Share what is due among the workers that can take more; who has waited longest is asked first."""
         if self._refill is None or self._buffer is None:
             return
-        due = self._refill.episodes_due() - sum(count for worker in self._workers for _, count in worker.requests)
-        able = [worker for worker in self._workers if worker.joined and len(worker.requests) < _DEPTH]
-        able.sort(key=lambda worker: len(worker.requests))
-        for position, worker in enumerate(able):
-            if not worker.requests:
+        for worker in self._workers:
+            if worker.joined and (worker.unreachable or not worker.requests):
                 self._beat(worker)  # it is not asked for anything, so it owes no sign of life
+        due = self._refill.episodes_due() - sum(count for worker in self._workers for _, count in worker.requests)
+        reachable = [worker for worker in self._workers if worker.joined and not worker.unreachable]
+        able = sorted((w for w in reachable if len(w.requests) < _DEPTH), key=lambda worker: len(worker.requests))
+        for position, worker in enumerate(able):
             share = math.ceil(due / (len(able) - position))
             if share > 0:
                 worker.ask(worker.actor.work.remote(share, _TURN_SECONDS), share)
@@ -171,11 +184,7 @@ class RayFleet:
         """Raise if the cluster has had no place for any worker since the beginning."""
         if self._had_place or time.monotonic() - self._began < self._cfg.start_timeout:
             return
-        wanted = {name: value for name, value in self._cfg.placement.to_dict().items() if value}
-        raise ClusterError(
-            f"no node of the cluster had room for a worker within start_timeout ({self._cfg.start_timeout:g} s): each "
-            f"needs {wanted}; free are {self._ray.available_resources()}. Change placement, or add nodes"
-        )
+        raise no_room(self._cfg.placement, self._cfg.start_timeout)
 
     # --- writing --------------------------------------------------------------------------------------------------
 
@@ -183,6 +192,9 @@ class RayFleet:
         """Deal with the next answer of a worker."""
         try:
             answer = self._ray.get(worker.requests[0][0])
+        except self._ray.exceptions.ActorUnavailableError:
+            worker.doubt()  # Ray answers the next question once it knows what has become of it
+            return
         except self._ray.exceptions.RayError as error:
             worker.ended(error)
             yield worker, None

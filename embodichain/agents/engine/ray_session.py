@@ -1,19 +1,24 @@
 """This process's connection with a Ray cluster, shared by whatever in it uses Ray.
 
 Without an address, Ray is started on this machine, for this process alone: every port is bound to the loopback
-interface, there is no dashboard, and all of it ends with the connection or with the process.
+interface, everybody is asked for a token, there is no dashboard, and all of it ends with the connection or with the
+process.
 """
 
 from __future__ import annotations
 
 import atexit
+import gc
 import logging
 import math
 import os
+import re
+import secrets
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 from embodichain.agents.engine.ray_config import PlacementCfg
@@ -26,8 +31,10 @@ NAMESPACE = "embodichain"
 _LOOPBACK = "127.0.0.1"
 _OWN_NAMES = (_LOOPBACK, "localhost", "::1", "[::1]")
 _PROBE_SECONDS = 5.0
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _STORE_BYTES = 512 << 20
 """Object store of a Ray that is started here: what is in flight, for episodes lie in the shared buffer."""
+_AUTH_MODE = "RAY_AUTH_MODE"
 _ENVIRONMENT = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Ray's switch for "this is no cluster: bind to loopback"
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -76,6 +83,9 @@ class RaySession:
             if cls._open == 0 and cls._made_here:
                 cls._made_here = False
                 if cls.alive():
+                    # What is left of Ray's objects must not be collected after it is gone: in a forked child, such as
+                    # a worker of a DataLoader, Ray aborts the process then.
+                    gc.collect()
                     require("ray", extra="ray").shutdown()
 
     @classmethod
@@ -94,17 +104,43 @@ def actor_options(placement: PlacementCfg) -> dict[str, Any]:
     }
 
 
-def lost_node(error: Exception, node_id: str | None) -> bool:
-    """Tell whether an actor ended because its node did: it never ran, cannot be reached, or its node is gone."""
-    ray = require("ray", extra="ray")
-    if node_id is None or not isinstance(error, ray.exceptions.ActorDiedError) or "node has died" in str(error):
-        return True
-    return node_id not in {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+def node_died(error: Exception, node_id: str | None) -> bool:
+    """Tell whether an actor ended because its node did; ``node_id`` is where it ran, if it ever did.
+
+    Nothing else is a lost node: a constructor that fails, a process that crashes or has no memory left, an answer that
+    gets lost. Ray tells the cause in words only.
+    """
+    exceptions = require("ray", extra="ray").exceptions
+    if isinstance(error, exceptions.ActorDiedError) and not error.actor_init_failed:
+        return error.preempted or "its node has died" in str(error) or node_is_gone(node_id)
+    return isinstance(error, exceptions.NodeDiedError) or node_is_gone(node_id)
+
+
+def node_is_gone(node_id: str | None) -> bool:
+    """Tell whether a node that was there is part of the cluster no more."""
+    nodes = require("ray", extra="ray").nodes()
+    return node_id is not None and node_id not in {node["NodeID"] for node in nodes if node["Alive"]}
+
+
+def error_text(error: Exception) -> str:
+    """Return what Ray says about an error, without colours; at least its name."""
+    return _COLOURS.sub("", str(error)).strip() or type(error).__name__
+
+
+def no_room(placement: PlacementCfg, seconds: float) -> ClusterError:
+    """Return the error for a cluster that has had no room for any worker for so long."""
+    needs = {name: value for name, value in placement.to_dict().items() if value}
+    free = require("ray", extra="ray").available_resources()
+    return ClusterError(
+        f"no node of the cluster had room for a worker within start_timeout ({seconds:g} s): each needs {needs}; free "
+        f"are {free}. Change placement, or add nodes"
+    )
 
 
 def _start(ray: Any, num_workers: int, placement: PlacementCfg) -> None:
     cores = max(os.cpu_count() or 1, math.ceil(num_workers * placement.num_cpus))
     named = {name: share * num_workers for name, share in placement.resources.items()}
+    _ask_for_a_token()
     with loopback_only():
         ray.init(
             address="local",
@@ -117,6 +153,34 @@ def _start(ray: Any, num_workers: int, placement: PlacementCfg) -> None:
             logging_level=logging.ERROR,
             _node_ip_address=_LOOPBACK,
         )
+
+
+def _ask_for_a_token() -> None:
+    """Let the Ray that is started here refuse whoever does not know this user's token, unless the user decided.
+
+    Ray reads the variable when it is imported, which may have happened long ago.
+    """
+    if _AUTH_MODE in os.environ:
+        return
+    os.environ[_AUTH_MODE] = "token"
+    raylet: Any = require("ray._raylet", extra="ray")
+    raylet.Config.initialize("")
+    if not os.environ.get("RAY_AUTH_TOKEN") and not os.environ.get("RAY_AUTH_TOKEN_PATH"):
+        keep_token_private(Path.home() / ".ray" / "auth_token")
+
+
+def keep_token_private(file: Path) -> None:
+    """Make sure that there is a token in a file that nobody else can read: Ray would write it for everybody."""
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not file.exists():
+        fresh = file.with_name(f".{file.name}.{os.getpid()}")
+        with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as written:
+            written.write(secrets.token_hex(32))
+        with suppress(FileExistsError):  # somebody else was quicker
+            os.link(fresh, file)  # at no moment is there half a token
+        fresh.unlink()
+    if file.stat().st_uid == os.getuid():
+        file.chmod(0o600)
 
 
 def _connect(ray: Any, address: str) -> None:

@@ -45,13 +45,15 @@ class StreamWorker:
 
     def open(self) -> dict[str, Any]:
         """Build the environment and say what its frames look like."""
+        if self._source is not None:  # its answer got lost
+            return self._opened(self._source)
         try:
             torch.set_num_threads(1)
             cfg = OnlineDataEngineCfg.from_dict(self._job["cfg"])
             source = self._source = open_source(cfg, self._index, int(self._job["incarnation"]))
             self._batch = BatchWriter(source.layout)
             self._wanted = Selection(cfg.check().only_success, self._batch.counts)
-            return {"event": "layout", "layout": source.layout.to_json(), "max_steps": source.max_steps}
+            return self._opened(source)
         except Exception as error:  # noqa: BLE001 - whatever it is, the engine must hear of it
             return self._failed(error)
 
@@ -69,6 +71,9 @@ class StreamWorker:
             return batch.take()
         except Exception as error:  # noqa: BLE001 - whatever it is, the engine must hear of it
             return self._failed(error)
+
+    def _opened(self, source: EpisodeSource) -> dict[str, Any]:
+        return {"event": "layout", "layout": source.layout.to_json(), "max_steps": source.max_steps}
 
     def _failed(self, error: Exception) -> dict[str, Any]:
         return {"event": "failed", "report": FailureReport.of_exception(self._index, error).to_json()}

@@ -9,10 +9,11 @@ import time
 from typing import Any
 
 from embodichain.agents.engine.config import OnlineDataEngineCfg
-from embodichain.agents.engine.failure import FailureReport
+from embodichain.agents.engine.failure import FailureReport, drop_locals
 from embodichain.agents.engine.fleet import WorkerHandle, make_fleet
 from embodichain.agents.engine.layout import FrameLayout
 from embodichain.agents.engine.shared_buffer import Control, SharedBuffer, State, Work
+from embodichain.agents.processes.backoff import restart_delay
 from embodichain.errors import ConfigError, EmbodiChainError, StreamStalledError
 
 log = logging.getLogger("embodichain.stream")
@@ -41,6 +42,8 @@ class Supervisor(threading.Thread):
         """Set when there is something new to see: the buffer, its first fill, or an error."""
         self._cfg = cfg
         self._workers: dict[int, WorkerHandle] = {}
+        self._vacancies = dict.fromkeys(range(cfg.num_workers), (0.0, 0))
+        """Places without a worker: when the next one is started, and how many there were before it."""
         self.replaced = [0] * cfg.num_workers
         """How often each worker was replaced, for whatever reason."""
         self._restarts = [0] * cfg.num_workers
@@ -77,11 +80,10 @@ class Supervisor(threading.Thread):
     def run(self) -> None:
         """Start the workers and watch over them until told to stop or until they fail for good."""
         try:
-            for index in range(self._cfg.num_workers):
-                self._spawn(index, incarnation=0)
             while not self._stopping.is_set():
                 self._watch()
         except (EmbodiChainError, OSError) as error:
+            drop_locals(error)
             self.error = error
         finally:
             self._end_workers()
@@ -89,9 +91,10 @@ class Supervisor(threading.Thread):
             self.changed.set()
 
     def _watch(self) -> None:
+        self._fill_vacancies()
         for worker, message in self._fleet.hear(_POLL_SECONDS):
             if message is None:
-                self._replace(worker, FailureReport(worker.index, worker.exit_words()))
+                self._replace(worker, worker.last_words())
             elif message["event"] == "layout":
                 self._admit(worker, message)
             else:
@@ -105,8 +108,15 @@ class Supervisor(threading.Thread):
         if self.buffer is not None and not self.is_ready:
             self._check_first_fill(self.buffer)
 
-    def _spawn(self, index: int, incarnation: int) -> None:
-        self._workers[index] = self._fleet.start(index, incarnation)
+    def _fill_vacancies(self) -> None:
+        """Start the workers that are missing, each when its time has come."""
+        for index, (due, incarnation) in list(self._vacancies.items()):
+            if time.monotonic() >= due:
+                del self._vacancies[index]
+                try:
+                    self._workers[index] = self._fleet.start(index, incarnation)
+                except OSError as error:
+                    self._give_up(FailureReport(index, f"could not be started ({error})"))
 
     def _admit(self, worker: WorkerHandle, message: dict[str, Any]) -> None:
         """Give a worker that has built its environment the buffer, made to measure for the first one."""
@@ -119,7 +129,7 @@ class Supervisor(threading.Thread):
             self.changed.set()
         elif layout != self.buffer.layout:
             words = "built an environment with other observations or actions than the first worker"
-            self._give_up(FailureReport(worker.index, words))
+            return self._replace(worker, FailureReport(worker.index, words))
         worker.share(self.buffer)
 
     def _check_pulse(self, worker: WorkerHandle) -> None:
@@ -167,21 +177,20 @@ class Supervisor(threading.Thread):
         del self._workers[worker.index]
         if self._stopping.is_set():
             return
+        faults = self._restarts[worker.index]
         if not worker.lost:  # a machine that is gone is nobody's fault
-            if self.buffer is None or (not worker.joined and worker.incarnation == 0):
-                raise report.as_user_error()  # it never worked: trying again would not help
-            if self._restarts[worker.index] >= self._cfg.max_restarts:
+            if self.buffer is None:
+                raise report.as_user_error()  # nothing has ever worked: trying again would not help
+            if faults >= self._cfg.max_restarts:
                 self._give_up(report)
-            self._restarts[worker.index] += 1
+            self._restarts[worker.index] = faults = faults + 1
         self.replaced[worker.index] += 1
         if self.buffer is not None:
             self.buffer.control[Control.RESTARTS] += 1
-        count = "" if worker.lost else f" ({self._restarts[worker.index]} of {self._cfg.max_restarts})"
+        count = "" if worker.lost else f" ({faults} of {self._cfg.max_restarts})"
         log.warning("simulation worker %d %s; replacing it%s\n%s", worker.index, report.what, count, report.traceback)
-        try:
-            self._spawn(worker.index, worker.incarnation + 1)
-        except OSError as error:
-            self._give_up(FailureReport(worker.index, f"{report.what} and could not be replaced ({error})"))
+        pause = 0.0 if worker.lost else restart_delay(faults)
+        self._vacancies[worker.index] = (time.monotonic() + pause, worker.incarnation + 1)
 
     def _give_up(self, report: FailureReport) -> None:
         if self.buffer is not None:

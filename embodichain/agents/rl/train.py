@@ -149,8 +149,7 @@ def build_trainer(
         algorithm = build_algo(cfg.algorithm.name, algorithm_settings(cfg), policy)
         eval_env = make_eval_env(cfg, trusted_modules) if settings.enable_eval and ranks.is_first else None
     algorithm.join(ranks)
-    known_by = folder.path if ranks.count == 1 else folder.path / str(ranks.rank)
-    collector = build_collector(settings, env, maker, algorithm, known_by)
+    collector = build_collector(settings, env, maker, algorithm, folder.name_of(ranks.rank, ranks.count))
     return Trainer(given, env, algorithm, folder, eval_env, console, collector)
 
 

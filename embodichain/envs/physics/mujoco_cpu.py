@@ -25,9 +25,18 @@ _LOG = logging.getLogger(__name__)
 _UNSTABLE = slice(int(mujoco.mjtWarning.mjWARN_BADQPOS), int(mujoco.mjtWarning.mjWARN_BADQACC) + 1)
 
 
+_limits: list[int] = []
+
+
 def available_cores() -> int:
     """Return the number of cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min([cores, *_limits])
+
+
+def limit_cores(count: int) -> None:
+    """Let this process use no more than so many cores of its machine: what a scheduler has set aside for it."""
+    _limits[:] = [count]
 
 
 def log_warnings() -> None:

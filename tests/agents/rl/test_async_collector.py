@@ -342,14 +342,14 @@ def test_pause_stands_still_and_resume_goes_on():
 def test_start_and_stop_again_and_again():
     algorithm = make_learner()
     collector = make_collector(algorithm, max_policy_lag=1)
-    threads = threading.active_count()
+    before = set(threading.enumerate())
     for _ in range(3):
         collector.start()
         collector.start()
         algorithm.update(collector.collect())
         collector.stop()
         collector.stop()
-        assert threading.active_count() == threads
+        assert set(threading.enumerate()) - before == set()
         assert not collector.is_running
     with pytest.raises(CollectorError, match="not running"):
         collector.pause()

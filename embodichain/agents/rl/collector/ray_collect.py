@@ -12,10 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from embodichain.agents.engine.failure import FailureReport
 from embodichain.agents.engine.ray_batch import tensor_on
@@ -23,93 +20,35 @@ from embodichain.agents.rl.collector.background.child import Job
 from embodichain.agents.rl.collector.background.loop import (
     CollectionLoop,
     Command,
-    Delivery,
     NewWeights,
-    Order,
     Ticket,
 )
-from embodichain.agents.rl.collector.background.parcel import pack_into, unpack
+from embodichain.agents.rl.collector.background.parcel import unpack
 from embodichain.agents.rl.collector.background.station import Station
+from embodichain.agents.rl.collector.ray_link import ArrayMemory, Bytes, Event, RayLink
 from embodichain.agents.rl.collector.weights import WeightSnapshot
+from embodichain.envs.physics.mujoco_cpu import limit_cores
 from embodichain.errors import CollectorError
 from embodichain.extras import require
 
-Event = dict[str, Any]
-Bytes = NDArray[np.uint8]
-
-
-class ArrayMemory:
-    """Memory of an array, which Ray puts into its object store as it is."""
-
-    def __init__(self, array: Bytes) -> None:
-        self.array, self.nbytes = array, int(array.size)
-        self._tensor = tensor_on(array)
-
-    @classmethod
-    def create(cls, nbytes: int) -> ArrayMemory:
-        """Reserve memory."""
-        return cls(np.empty(nbytes, np.uint8))
-
-    def view(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """Return the bytes from ``offset`` on as a tensor."""
-        count = int(torch.Size(shape).numel())
-        return self._tensor[offset : offset + count * dtype.itemsize].view(dtype).view(shape)
-
-
-class RayLink:
-    """The loop's connection with a learner somewhere in the cluster; calls put orders in and take events out."""
-
-    def __init__(self) -> None:
-        self.orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
-        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self.steps, self._last_beat, self._working = 0, time.monotonic(), False
-
-    @property
-    def busy_seconds(self) -> float:
-        """Time since the present step began; 0 if there is none."""
-        return time.monotonic() - self._last_beat if self._working else 0.0
-
-    def receive(self, timeout: float | None) -> Order | None:
-        """Return the next order, waiting for it at most so long."""
-        try:
-            return self.orders.get(timeout != 0.0, timeout or None)
-        except queue.Empty:
-            return None
-
-    def beat(self, working: bool) -> None:
-        """Show a sign of life."""
-        self.steps += working
-        self._last_beat, self._working = time.monotonic(), working
-
-    def adopted(self, version: int, digest: int) -> None:
-        """Acknowledge weights."""
-        self.events.put({"event": "adopted", "version": version, "digest": digest})
-
-    def deliver(self, delivery: Delivery) -> None:
-        """Hand over a rollout."""
-        words, memory = pack_into(delivery.content(), ArrayMemory.create)
-        self.events.put({"event": "rollout", "number": delivery.number, "words": words, "memory": memory.array})
-
-    def standing(self, state: dict[str, Any] | None) -> None:
-        """Do nothing: nobody tells a loop in a cluster to stand still."""
-
-
-def read_delivery(event: Event) -> Delivery:
-    """Return the rollout that an event brought; it is copied, for the object store's memory cannot be written to."""
-    return Delivery.of(event["number"], unpack(event["words"], ArrayMemory(event["memory"])))
+POLL_SECONDS = 1.0
+"""How long a worker waits for something to tell before it shows a mere sign of life."""
+_ABSENT_SECONDS = 3 * POLL_SECONDS
+"""A learner that has asked for nothing for so long is gone: one that is there asks all the time."""
 
 
 class CollectorActor:
     """What collects, as a Ray actor.
 
     It may outlive its learner: the environment stays, in the midst of its episodes, and the next learner that opens it
-    with the same ``key`` goes on with it. Whatever the old one had ordered is forgotten.
+    with the same ``key`` goes on with it. Whatever the old one had ordered is forgotten. It works for one learner at a
+    time: another one is refused as long as that one is there.
     """
 
     def __init__(self, sys_path: list[str], orphan_timeout: float) -> None:
         """Take note where modules are; nothing heavy happens before ``open``."""
         sys.path += [entry for entry in sys_path if entry not in sys.path]
-        self._key = ""
+        self._key, self._learner = "", ""
         self._station: Station | None = None
         self._link = RayLink()
         self._thread: threading.Thread | None = None
@@ -124,17 +63,19 @@ class CollectorActor:
         }
         self._orphan_timeout = orphan_timeout
         self._heard = time.monotonic()
+        """When this was last asked for something, by the learner that it works for if there is one."""
         threading.Thread(target=self._mind_the_learner, daemon=True).start()
 
     def place(self) -> Event:
         """Say where this is."""
-        self._heard = time.monotonic()
         node = require("ray", extra="ray").get_runtime_context().get_node_id()
         return {"event": "placed", "node_id": node, "node": socket.gethostname(), "pid": os.getpid()}
 
-    def open(self, key: str, job: Job, device: str, seed: int | None, action_seed: int | None) -> Event:
-        """Build the environment, unless it is there from before, and begin to follow orders."""
-        self._heard = time.monotonic()
+    def open(self, learner: str, key: str, job: Job, device: str, seed: int | None, action_seed: int | None) -> Event:
+        """Build the environment, unless it is there from before, and begin to follow orders of this learner."""
+        if not self._is_free_for(learner):
+            return {"event": "refused"}
+        self._learner, self._heard = learner, time.monotonic()
         try:
             self._end_loop()
             kept = self._station is not None and key == self._key
@@ -143,22 +84,27 @@ class CollectorActor:
                 setup = replace(job.setup, device=torch.device(device), cfg=cfg)
                 self._build(replace(job, setup=setup), seed)
                 self._key = key
+            self._heard = time.monotonic()
             self._link, self._early, self._next_order = RayLink(), {}, 0
             return {"event": "ready", "num_envs": self._begin_loop(), "kept": kept}
         except Exception as error:  # noqa: BLE001 - whatever it is, the learner must hear of it
             return _failed(error)
 
-    def order(self, sequence: int, kind: str, *content: Any) -> None:
+    def order(self, learner: str, sequence: int, kind: str, *content: Any) -> None:
         """Follow an order once all that were given before it are followed: calls may arrive in any order."""
         with self._lock:
+            if learner != self._learner:
+                return
             self._early[sequence] = (kind, content)
             while self._next_order in self._early:
                 kind, content = self._early.pop(self._next_order)
                 self._next_order += 1
                 self._followers[kind](*content)
 
-    def events(self, seconds: float) -> list[Event]:
+    def events(self, learner: str, seconds: float) -> list[Event]:
         """Return what has happened, waiting for it at most so long; the last one is always a sign of life."""
+        if learner != self._learner:
+            return [{"event": "taken"}]
         self._heard = time.monotonic()
         link, events = self._link, []
         try:
@@ -170,6 +116,15 @@ class CollectorActor:
         return [*events, {"event": "alive", "busy": link.busy_seconds, "steps": link.steps}]
 
     # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _is_free_for(self, learner: str) -> bool:
+        """Wait until it is known whether the present learner, if it is another one, is still there."""
+        asked = time.monotonic()
+        while self._learner not in ("", learner) and time.monotonic() - self._heard < _ABSENT_SECONDS:
+            if self._heard > asked:
+                return False
+            time.sleep(0.05)
+        return True
 
     def _weights(self, version: int, digest: int, data: Bytes) -> None:
         self._link.orders.put(NewWeights(WeightSnapshot(version, digest, tensor_on(data).clone())))
@@ -189,8 +144,9 @@ class CollectorActor:
         if self._station is not None:
             self._station.collector.env.close()
             self._station = None
-        setup = job.setup
-        torch.set_num_threads(setup.cfg.num_threads or 1)
+        setup, cores = job.setup, _granted_cores()
+        limit_cores(cores)
+        torch.set_num_threads(setup.cfg.num_threads or cores)
         setup.policy.to(setup.device).device = setup.device
         station = Station(job.make_env(), setup)
         if seed is not None:
@@ -223,6 +179,12 @@ class CollectorActor:
         while time.monotonic() - self._heard < self._orphan_timeout:
             time.sleep(min(1.0, self._orphan_timeout / 4))
         os._exit(0)
+
+
+def _granted_cores() -> int:
+    """Return the cores that Ray has set aside for this process: others on its node count on theirs."""
+    granted = require("ray", extra="ray").get_runtime_context().get_assigned_resources()
+    return max(1, int(granted.get("CPU", 1)))
 
 
 def _failed(error: Exception) -> Event:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from embodichain.agents.rl.collector.background.loop import Ticket
 from embodichain.agents.rl.collector.background.parcel import pack_into
-from embodichain.agents.rl.collector.ray_collect import ArrayMemory, Event
+from embodichain.agents.rl.collector.ray_collect import POLL_SECONDS
+from embodichain.agents.rl.collector.ray_link import ArrayMemory, Event
 from embodichain.agents.rl.collector.weights import WeightSnapshot
 from embodichain.extras import require
-
-POLL_SECONDS = 1.0
-"""How long a process waits for something to tell before it shows a mere sign of life."""
 
 
 @dataclass
@@ -24,12 +21,18 @@ class Hand:
 
     index: int
     actor: Any
+    learner: str
+    """Who this side is, for workers that may have heard of others."""
     restarts: int = 0
     """How often it was replaced through a fault of its own."""
+    found: bool = False
+    """Whether it was there before, and may still work for somebody else until it says otherwise."""
     node: str = ""
     node_id: str | None = None
     pid: int = 0
     ready: bool = False
+    doubted: bool = False
+    """Whether Ray could not reach it and does not know yet what has become of it."""
     awaited: Any = None
     """The answer that comes next."""
     asked_at: float = field(default_factory=time.monotonic)
@@ -46,19 +49,35 @@ class Hand:
     acknowledged: dict[int, int] = field(default_factory=dict)
     """Hashes of the weights it has adopted, by version."""
     _sequence: int = 0
+    _orders: dict[Any, float] = field(default_factory=dict)
+    """Orders that it has not followed yet, and when they were given."""
 
     @property
     def idle(self) -> bool:
         """Whether it can collect a rollout now."""
         return self.ready and self.ticket is None and not self.abandoning and time.monotonic() >= self.rests_until
 
+    @property
+    def oldest_order(self) -> float:
+        """Age of the order that has waited longest, in seconds."""
+        return time.monotonic() - min(self._orders.values()) if self._orders else 0.0
+
+    def pending(self) -> Iterator[Any]:
+        """Return everything that it owes an answer to; one that fails is no less important than one that brings."""
+        yield self.awaited
+        yield from self._orders
+
     def await_(self, answer: Any) -> None:
         """Await an answer."""
         self.awaited, self.asked_at = answer, time.monotonic()
 
+    def followed(self, order: Any) -> None:
+        """Note that an order has been followed."""
+        self._orders.pop(order, None)
+
     def listen(self) -> None:
         """Await what the worker tells next."""
-        self.await_(self.actor.events.options(concurrency_group="events").remote(POLL_SECONDS))
+        self.await_(self.actor.events.options(concurrency_group="events").remote(self.learner, POLL_SECONDS))
 
     def send_weights(self, snapshot: WeightSnapshot, stored: Any) -> None:
         """Give it weights, which lie in the object store."""
@@ -73,28 +92,34 @@ class Hand:
         self.ticket, self.deadline, self.began = ticket, deadline, time.monotonic()
         self._order("ticket", ticket.number, ticket.version, random)
 
-    def abandon(self) -> Ticket | None:
-        """Break off what it is collecting; return the ticket."""
-        ticket, self.ticket, self.abandoning = self.ticket, None, True
+    def abandon(self) -> None:
+        """Break off what it is collecting."""
+        self.ticket, self.abandoning = None, True
         self._order("abandon")
-        return ticket
 
-    def opened(self, event: Event) -> None:
+    def doubt(self) -> None:
+        """Ask whether it is still there; whatever it was at is given up."""
+        self.ready, self.ticket, self.abandoning, self.doubted = False, None, False, True
+        self._orders.clear()
+        asked_at = self.asked_at
+        self.await_(self.actor.place.remote())
+        self.asked_at = asked_at
+
+    def placed(self, event: Event) -> None:
+        """Note where it is."""
+        self.node, self.node_id, self.pid, self.doubted = event["node"], event["node_id"], event["pid"], False
+
+    def opened(self) -> None:
         """Note that it follows orders, from the first one on."""
-        self.ready, self._sequence = True, 0
+        self.ready, self.found, self._sequence = True, False, 0
         self.listen()
 
     def kill(self) -> None:
-        """End it."""
-        require("ray", extra="ray").kill(self.actor, no_restart=True)
+        """End it, unless it is somebody else's."""
+        if not self.found:
+            require("ray", extra="ray").kill(self.actor, no_restart=True)
 
     def _order(self, kind: str, *content: Any) -> None:
         order = self.actor.order.options(concurrency_group="orders")
-        order.remote(self._sequence, kind, *content)
+        self._orders[order.remote(self.learner, self._sequence, kind, *content)] = time.monotonic()
         self._sequence += 1
-
-
-def store_weights(snapshot: WeightSnapshot) -> Any:
-    """Put weights into the object store, once for all workers; each node fetches them once."""
-    data: np.ndarray[Any, Any] = snapshot.data.cpu().numpy()
-    return require("ray", extra="ray").put(data)

@@ -83,12 +83,14 @@ def _check_nothing_is_lost(found: list[dict[str, Any]], ranks: Ranks) -> None:
 
 def open_folder(cfg: TrainCfg, run: Path | None, ranks: Ranks, is_new: bool) -> RunFolder:
     """Return the folder of a run, which the first rank makes; the others may be on machines that do not have it."""
-    path = ""
+    made = ("", "")
     with ranks.together("making the folder of the run"):
         if ranks.is_first:
             make = RunFolder.begin_anew if is_new else RunFolder.open
-            path = str((RunFolder.create(cfg) if run is None else make(run, cfg)).path)
-    return RunFolder(Path(ranks.from_first(path)), cfg.trainer.keep_checkpoints)
+            folder = RunFolder.create(cfg) if run is None else make(run, cfg)
+            made = (str(folder.path), folder.run_id)
+    path, run_id = ranks.from_first(made)
+    return RunFolder(Path(path), cfg.trainer.keep_checkpoints, run_id)
 
 
 def check_same_config(cfg: TrainCfg, ranks: Ranks) -> None:

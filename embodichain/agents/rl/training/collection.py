@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,11 +53,11 @@ def in_chunks(env: VecEnv, chunk_size: int) -> VecEnv:
 
 
 def build_collector(
-    trainer: TrainerCfg, env: VecEnv, make_env: EnvMaker, algorithm: BaseAlgorithm, run: Path | None = None
+    trainer: TrainerCfg, env: VecEnv, make_env: EnvMaker, algorithm: BaseAlgorithm, name: str = ""
 ) -> SyncCollector | AsyncCollector:
     """Return the collector that a config asks for; a collecting process makes environments of its own.
 
-    In a cluster it is known by the name of the folder ``run``.
+    In a cluster its workers are called ``name``, unless the config says otherwise.
     """
     if trainer.model_type == "standard" and trainer.collector.worker != "ray":
         return SyncCollector(
@@ -70,8 +69,7 @@ def build_collector(
             pipeline_stages=trainer.collector.pipeline_stages,
         )
     cfg = settle(trainer, algorithm)
-    if run is not None and not cfg.name:
-        cfg = cfg.replace(name=f"{run.name}-{hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:8]}")
+    cfg = cfg.replace(name=cfg.name or name)
     room = (cfg.max_policy_lag + 1) * env.num_envs * trainer.buffer_size
     buffer = VLABuffer(room, algorithm.device)
     if cfg.worker != "thread":

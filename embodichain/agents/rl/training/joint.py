@@ -8,7 +8,7 @@ from embodichain.agents.rl.utils.ranks import Ranks
 
 Scalars = Mapping[str, float]
 _EXTREMES = {"async/lag_min": min, "async/lag_max": max}
-_TOTALS = ("episode/count", "async/restarts")
+_TOTALS = ("episode/count", "async/restarts", "async/workers")
 
 
 def joint_statistics(ranks: Ranks, steps: int, statistics: Scalars) -> tuple[int, dict[str, float]]:

@@ -135,7 +135,9 @@ class Desk:
         self.episodes = note.episodes
         self.statistics = note.statistics | age.scalars()
         self.statistics |= {"time/rollout_seconds": note.seconds, "time/collector_wait_seconds": note.waited}
-        self.statistics["async/restarts"] = 0.0 if self.worker is None else float(self.worker.restarts)
+        worker = self.worker
+        self.statistics["async/restarts"] = 0.0 if worker is None else float(worker.restarts)
+        self.statistics["async/workers"] = 0.0 if worker is None else float(worker.num_workers)
 
     # --- in: what the worker tells --------------------------------------------------------------------------------
 

@@ -3,44 +3,40 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from embodichain.agents.engine.failure import FailureReport
 from embodichain.agents.engine.segment import Segment
 from embodichain.agents.rl.collector.background.child import LAST_BEAT, NUM_PULSES, STEPS, WORKING, Job, main
 from embodichain.agents.rl.collector.background.child_process import ChildProcess
 from embodichain.agents.rl.collector.background.loop import Command, Delivery, NewWeights, Order, Ticket
 from embodichain.agents.rl.collector.background.parcel import Channel, pack, unpack
-from embodichain.agents.rl.collector.background.worker import FIRST_STEPS, STOP_SECONDS, Learner, Reports
+from embodichain.agents.rl.collector.background.watched import LOOK_SECONDS, ROOM_SECONDS, Fault, WatchedWorker
+from embodichain.agents.rl.collector.background.worker import FIRST_STEPS, STOP_SECONDS, Learner
 from embodichain.agents.rl.collector.weights import WeightSnapshot
 from embodichain.envs.random import combine
-from embodichain.errors import BufferWaitError, CollectorError, EnvironmentHungError
+from embodichain.errors import BufferWaitError, CollectorError
 
 log = logging.getLogger("embodichain.collector")
 
-_LOOK_SECONDS = 0.05
-_ROOM_SECONDS = 0.2
 _GRACE_SECONDS = STOP_SECONDS - 1.0
 
 
-class ProcessWorker:
-    """A thread that starts the collecting process, hears what it says, and replaces it.
+class ProcessWorker(WatchedWorker):
+    """A collecting process and the thread that watches over it.
 
     What the process was told and has not done yet is remembered, so that the next one can be told the same: a rollout
     that was half collected is collected again, from new episodes, and nothing of the half one is ever seen.
     """
 
     def __init__(self, job: Job, learner: Learner, state: Mapping[str, Any] | None, seed: int | None) -> None:
-        self.num_envs, self.restarts = 0, 0
-        self._job, self._cfg, self._learner = job.for_another_process(), job.setup.cfg, learner
+        super().__init__(job.setup.cfg, learner)
+        self._job = job.for_another_process()
         self._device = str(job.setup.policy.device)
         self._state, self._seed = state, seed
-        self._lock = threading.Lock()
         self._channel: Channel | None = None
         self._process: ChildProcess | None = None
         self._pulse = Segment.create(8 * NUM_PULSES, "a pulse")
@@ -49,18 +45,14 @@ class ProcessWorker:
         self._weights: dict[int, WeightSnapshot] = {}
         self._tickets: dict[int, Ticket] = {}
         self._command: Command | None = None
-        self._failure: Exception | None = None
-        self._ready, self._stopping = threading.Event(), threading.Event()
-        self._reports = Reports(self.check)
-        self._thread = threading.Thread(target=self._run, name="embodichain-collector", daemon=True)
-        self._thread.start()
+        self.begin()
 
     # --- the learner's side ---------------------------------------------------------------------------------------
 
-    def wait_until_ready(self) -> None:
-        """Wait until the environment is there."""
-        while not self._ready.wait(_LOOK_SECONDS):
-            self.check()
+    @property
+    def num_workers(self) -> int:
+        """How many collecting processes have an environment: one, or none yet."""
+        return int(self._ready.is_set())
 
     def send(self, order: Order) -> None:
         """Give an order; it is remembered until it is done."""
@@ -76,37 +68,18 @@ class ProcessWorker:
                 self._reports.clear()
             self._transmit(order)
 
-    def check(self) -> None:
-        """Raise what keeps it from going on."""
-        if self._failure is not None:
-            raise self._failure
-
-    def wait_until_standing(self, timeout: float) -> dict[str, Any] | None:
-        """Wait for it to stand still; return its state after ``save``."""
-        return self._reports.wait(timeout)
-
-    def stop(self) -> None:
-        """End the process, gracefully, then firmly."""
-        self._stopping.set()
-        self._thread.join()
-
     # --- the thread -----------------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        """Start the process and watch over it until told to stop, or until it fails for good."""
-        try:
-            self._spawn()
-            while not self._stopping.is_set():
-                self._watch()
-        except Exception as error:  # noqa: BLE001 - it is raised in the learner's thread
-            self._failure = error
-            self._stopping.set()
-        finally:
-            if self._channel is not None and self._process is not None:
-                self._channel.send({"order": "stop"})
-                if self._failure is None:
-                    self._process.wait(_GRACE_SECONDS)
-                self._process.kill()
+    def _open(self) -> None:
+        self._spawn()
+
+    def _close(self) -> None:
+        """End the process, gracefully, then firmly."""
+        if self._channel is not None and self._process is not None:
+            self._channel.send({"order": "stop"})
+            if self._failure is None:
+                self._process.wait(_GRACE_SECONDS)
+            self._process.kill()
 
     def _spawn(self) -> None:
         mine, other = Channel.pair()
@@ -144,14 +117,14 @@ class ProcessWorker:
         if self._channel is None or self._process is None:
             raise CollectorError("there is no collecting process")
         try:
-            received = self._channel.receive(_LOOK_SECONDS)
+            received = self._channel.receive(LOOK_SECONDS)
         except EOFError:
-            return self._replace(self._process.exit_words())
+            return self._replace(Fault(self._process.exit_words()))
         if received is not None:
             self._hear(*received)
         words = self._hung_words()
         if words is not None:
-            self._replace(words, hung=True)
+            self._replace(Fault(words, hung=True))
 
     def _hear(self, message: dict[str, Any], memory: Segment | None) -> None:
         event = message["event"]
@@ -165,16 +138,13 @@ class ProcessWorker:
         elif event == "standing" and memory is not None:
             self._reports.put(unpack(message, memory))
         elif event == "failed":
-            report = FailureReport.from_json(message["report"])
-            raise CollectorError(
-                f"the collecting process {report.what}: {report.message}\n\nIn the process:\n{report.traceback}"
-            ) from report.original()
+            raise Fault.told(message["report"]).error("the collecting process")
 
     def _deliver(self, number: int, content: dict[str, Any]) -> None:
         delivery = Delivery.of(number, content)
         while not self._stopping.is_set():
             try:
-                self._learner.on_delivery(delivery, _ROOM_SECONDS)
+                self._learner.on_delivery(delivery, ROOM_SECONDS)
                 break
             except BufferWaitError:
                 continue
@@ -196,7 +166,7 @@ class ProcessWorker:
             return f"hung: it has not come back from a step for {limit:g} s"
         return None
 
-    def _replace(self, what: str, hung: bool = False) -> None:
+    def _replace(self, fault: Fault) -> None:
         """Put a new process in the place of one that died or hung, or give up."""
         with self._lock:
             if self._channel is not None:
@@ -207,10 +177,11 @@ class ProcessWorker:
         if self._stopping.is_set():
             return
         if not self._ready.is_set() or self.restarts >= self._cfg.max_restarts:
-            after = f", after {self.restarts} replacements" if self.restarts else ""
-            raise (EnvironmentHungError if hung else CollectorError)(f"the collecting process {what}{after}")
+            raise fault.error("the collecting process", self.restarts)
         self.restarts += 1
-        log.warning("the collecting process %s; replacing it (%d of %d)", what, self.restarts, self._cfg.max_restarts)
+        log.warning(
+            "the collecting process %s; replacing it (%d of %d)", fault.what, self.restarts, self._cfg.max_restarts
+        )
         self._state = None  # it begins new episodes, others than the first one began
         if self._seed is not None:
             self._seed = int(combine(torch.tensor(self._seed), torch.tensor(self.restarts))) % 2**31

@@ -24,6 +24,7 @@ class ThreadWorker:
     """Runs the loop in a thread; it is both ends of the connection."""
 
     restarts = 0
+    num_workers = 1
 
     def __init__(self, station: Station, num_steps: int, learner: Learner) -> None:
         if station.collector.before_step is not None:

@@ -33,6 +33,10 @@ class Worker(Protocol):
     restarts: int
     """How often the simulator was replaced."""
 
+    @property
+    def num_workers(self) -> int:
+        """How many simulators there are at present."""
+
     def send(self, order: Order) -> None:
         """Give an order."""
 
