@@ -30,9 +30,9 @@ from rich.table import Table
 from benchmarks.scale_family import family_cpu
 from benchmarks.timing import Rounds, Window, cores, machine, total_cpu
 from embodichain.agents.engine import OnlineDataEngine, OnlineDataEngineCfg
-from embodichain.agents.engine.ray_config import PlacementCfg
-from embodichain.agents.engine.ray_session import RaySession
 from embodichain.agents.engine.shared_buffer import Work
+from embodichain.agents.processes.ray_config import PlacementCfg
+from embodichain.agents.processes.ray_session import RaySession
 from embodichain.agents.rl.buffer import VLABuffer
 from embodichain.agents.rl.collector import AsyncCfg, AsyncCollector
 from embodichain.agents.rl.models.registry import build_policy

@@ -24,7 +24,7 @@ class TwoNodes:
     def __init__(self) -> None:
         from ray.cluster_utils import Cluster
 
-        from embodichain.agents.engine.ray_session import loopback_only
+        from embodichain.agents.processes.ray_session import loopback_only
 
         quick = {
             "health_check_initial_delay_ms": 200,

@@ -22,8 +22,8 @@ from embodichain.agents.engine import OnlineDataEngine, OnlineDataEngineCfg
 from embodichain.agents.engine.episode import Episode
 from embodichain.agents.engine.layout import FrameLayout, Leaf
 from embodichain.agents.engine.ray_batch import BatchWriter
-from embodichain.agents.engine.ray_session import keep_token_private
 from embodichain.agents.engine.sources import open_source
+from embodichain.agents.processes.ray_session import keep_token_private
 from embodichain.errors import ClusterError, ConfigError, SimulationError
 from embodichain.extras import available
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from embodichain.agents.engine.ray_config import PlacementCfg
+from embodichain.agents.processes.ray_config import PlacementCfg
 from embodichain.config import Config, Field, configclass
 from embodichain.errors import ConfigError
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from embodichain.agents.engine.config import OnlineDataEngineCfg
-from embodichain.agents.engine.failure import FailureReport
 from embodichain.agents.engine.process import WorkerProcess
 from embodichain.agents.engine.shared_buffer import SharedBuffer
+from embodichain.agents.processes.failure import FailureReport
 
 Message = dict[str, Any]
 

@@ -9,14 +9,15 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from embodichain.agents.engine.config import OnlineDataEngineCfg
-from embodichain.agents.engine.failure import FailureReport
 from embodichain.agents.engine.shared_buffer import SharedBuffer
+from embodichain.agents.processes import boot
+from embodichain.agents.processes.failure import FailureReport
 
-_BOOT = Path(__file__).with_name("boot.py")
+_WORK = "embodichain.agents.engine.worker"
+"""The module whose ``run`` is what a worker does."""
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -39,7 +40,7 @@ class WorkerProcess:
             document.seek(0)
             descriptors = [other.fileno(), document.fileno()]
             self._process = subprocess.Popen(
-                [sys.executable, "-P", str(_BOOT), *map(str, (os.getpid(), *descriptors))],
+                [sys.executable, "-P", boot.__file__, *map(str, (os.getpid(), *descriptors)), _WORK],
                 stdin=subprocess.DEVNULL,
                 pass_fds=descriptors,
                 env={**dict.fromkeys(_ONE_THREAD, "1"), **os.environ},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from torch import Tensor
 from embodichain.agents.engine.episode import Episode
 from embodichain.agents.engine.layout import Allocator, FrameLayout, Key
 from embodichain.agents.engine.shared_buffer import Ints, Work
+from embodichain.agents.processes.arrays import tensor_on
 
 _FIRST_BYTES = 1 << 20
 _OFFSET, _LENGTH, _SEED, _VERSION, _SUCCESS = range(5)
@@ -100,11 +100,3 @@ def _views(memory: Tensor, layout: FrameLayout, length: int) -> Iterator[Tensor]
     """Return the arrays ``[length, ...]`` of an episode that begins where ``memory`` does."""
     for leaf, offset in zip(layout.leaves, _places(layout, length)[0], strict=True):
         yield memory[offset : offset + length * leaf.nbytes].view(leaf.dtype).view(length, *leaf.shape)
-
-
-def tensor_on(data: NDArray[np.uint8]) -> Tensor:
-    """Return bytes as a tensor, without a copy; it is not written to, so read-only memory will do."""
-    if not data.size:
-        return torch.empty(0, dtype=torch.uint8)
-    memory = (ctypes.c_uint8 * data.size).from_address(data.ctypes.data)
-    return torch.frombuffer(memory, dtype=torch.uint8)

@@ -15,13 +15,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from embodichain.agents.engine.config import OnlineDataEngineCfg
-from embodichain.agents.engine.failure import FailureReport
 from embodichain.agents.engine.fleet import Message, WorkerHandle
 from embodichain.agents.engine.ray_batch import EpisodeBatch
-from embodichain.agents.engine.ray_session import RaySession, actor_options, error_text, no_room, node_died
 from embodichain.agents.engine.ray_worker import StreamWorker
 from embodichain.agents.engine.refill import RefillPolicy, make_refill
 from embodichain.agents.engine.shared_buffer import Ints, SharedBuffer, Work
+from embodichain.agents.processes.failure import FailureReport
+from embodichain.agents.processes.ray_session import RaySession, actor_options, error_text, no_room, node_died
 from embodichain.errors import EngineStateError
 from embodichain.extras import require
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from embodichain.agents.engine.config import OnlineDataEngineCfg
-from embodichain.agents.engine.failure import FailureReport
 from embodichain.agents.engine.ray_batch import BatchWriter, EpisodeBatch
 from embodichain.agents.engine.sources import EpisodeSource, open_source
 from embodichain.agents.engine.worker import Selection
+from embodichain.agents.processes.failure import FailureReport
 from embodichain.errors import EngineStateError
 from embodichain.extras import require
 

@@ -12,12 +12,12 @@ import torch
 from tensordict import TensorDict
 
 from embodichain.agents.engine.config import OnlineDataEngineCfg
-from embodichain.agents.engine.failure import FailureReport
 from embodichain.agents.engine.outputs import OutputPool, OutputRing
 from embodichain.agents.engine.readers import Forks, ReaderSlot
 from embodichain.agents.engine.refill import ReadLimiter
 from embodichain.agents.engine.sampling import WindowSampler
 from embodichain.agents.engine.shared_buffer import Control, Ints, SharedBuffer, State
+from embodichain.agents.processes.failure import FailureReport
 from embodichain.errors import ChunkSizeError, EngineStateError
 
 Generator = np.random.Generator | torch.Generator

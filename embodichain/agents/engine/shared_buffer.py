@@ -22,7 +22,7 @@ from torch import Tensor
 from embodichain.agents.engine.episode import Episode, EpisodeInfo
 from embodichain.agents.engine.layout import Allocator, FrameLayout, Key, unflatten
 from embodichain.agents.engine.ordering import fence
-from embodichain.agents.engine.segment import Segment
+from embodichain.agents.processes.segment import Segment
 from embodichain.errors import StreamStalledError
 
 Ints = NDArray[np.int64]

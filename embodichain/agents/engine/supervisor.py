@@ -9,11 +9,11 @@ import time
 from typing import Any
 
 from embodichain.agents.engine.config import OnlineDataEngineCfg
-from embodichain.agents.engine.failure import FailureReport, drop_locals
 from embodichain.agents.engine.fleet import WorkerHandle, make_fleet
 from embodichain.agents.engine.layout import FrameLayout
 from embodichain.agents.engine.shared_buffer import Control, SharedBuffer, State, Work
 from embodichain.agents.processes.backoff import restart_delay
+from embodichain.agents.processes.failure import FailureReport, drop_locals
 from embodichain.errors import ConfigError, EmbodiChainError, StreamStalledError
 
 log = logging.getLogger("embodichain.stream")

@@ -12,12 +12,12 @@ import torch
 
 from embodichain.agents.engine.config import OnlineDataEngineCfg
 from embodichain.agents.engine.episode import Episode
-from embodichain.agents.engine.failure import FailureReport
 from embodichain.agents.engine.layout import FrameLayout
 from embodichain.agents.engine.refill import RefillPolicy, make_refill
-from embodichain.agents.engine.segment import Segment
 from embodichain.agents.engine.shared_buffer import Control, Ints, SharedBuffer, State, Work
 from embodichain.agents.engine.sources import EpisodeSource, open_source
+from embodichain.agents.processes.failure import FailureReport
+from embodichain.agents.processes.segment import Segment
 from embodichain.errors import ConfigError
 
 _IDLE_SECONDS = 0.002

@@ -12,11 +12,11 @@ from tensordict import TensorDict
 
 from embodichain.agents.engine import OnlineDataEngineCfg, outputs
 from embodichain.agents.engine.episode import Episode
-from embodichain.agents.engine.failure import FailureReport
 from embodichain.agents.engine.layout import FrameLayout, Leaf
 from embodichain.agents.engine.reader import StreamReader
 from embodichain.agents.engine.sampling import WindowSampler
 from embodichain.agents.engine.shared_buffer import Control, SharedBuffer, State
+from embodichain.agents.processes.failure import FailureReport
 from embodichain.errors import ChunkSizeError, EngineStateError, StreamStalledError, WorkerError
 
 LAYOUT = FrameLayout((Leaf(("observation", "id"), torch.float32, (2,)), Leaf(("action",), torch.int64, ())))

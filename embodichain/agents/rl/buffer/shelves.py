@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from embodichain.agents.engine.segment import Segment
+from embodichain.agents.processes.segment import Segment
 from embodichain.agents.rl.utils.observations import sorted_leaves
 from embodichain.errors import RolloutError
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from embodichain.agents.engine.ray_config import PlacementCfg
+from embodichain.agents.processes.ray_config import PlacementCfg
 from embodichain.agents.rl.utils.config import Count, Positive
 from embodichain.config import Config, Field, configclass
 from embodichain.errors import ConfigError

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from embodichain.agents.engine.failure import FailureReport
-from embodichain.agents.engine.ray_batch import tensor_on
+from embodichain.agents.processes.arrays import tensor_on
+from embodichain.agents.processes.failure import FailureReport
 from embodichain.agents.rl.collector.background.child import Job
 from embodichain.agents.rl.collector.background.loop import (
     CollectionLoop,

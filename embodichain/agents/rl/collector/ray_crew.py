@@ -10,8 +10,8 @@ import logging
 import time
 from typing import Any
 
-from embodichain.agents.engine.ray_session import RaySession, no_room
 from embodichain.agents.processes.backoff import restart_delay
+from embodichain.agents.processes.ray_session import RaySession, no_room
 from embodichain.agents.rl.collector.background.child import Job
 from embodichain.agents.rl.collector.background.loop import NewWeights, Order, Ticket
 from embodichain.agents.rl.collector.background.watched import LOOK_SECONDS, ROOM_SECONDS, Fault, WatchedWorker

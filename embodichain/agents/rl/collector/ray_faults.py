@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from embodichain.agents.engine.ray_session import error_text, node_died, node_is_gone
+from embodichain.agents.processes.ray_session import error_text, node_died, node_is_gone
 from embodichain.agents.rl.collector.background.watched import Fault
 from embodichain.agents.rl.collector.config import AsyncCfg
 from embodichain.agents.rl.collector.ray_collect import POLL_SECONDS

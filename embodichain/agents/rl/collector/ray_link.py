@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from embodichain.agents.engine.ray_batch import tensor_on
+from embodichain.agents.processes.arrays import tensor_on
 from embodichain.agents.rl.collector.background.loop import Delivery, Order
 from embodichain.agents.rl.collector.background.parcel import pack_into, unpack
 

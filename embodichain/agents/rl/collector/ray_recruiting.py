@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import embodichain
-from embodichain.agents.engine.ray_session import NAMESPACE, actor_options
+from embodichain.agents.processes.ray_session import NAMESPACE, actor_options
 from embodichain.agents.rl.collector.background.child import Job
 from embodichain.agents.rl.collector.fingerprint import fingerprint
 from embodichain.agents.rl.collector.ray_collect import CollectorActor

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from embodichain.agents.engine.failure import FailureReport
-from embodichain.agents.engine.segment import Segment
+from embodichain.agents.processes.failure import FailureReport
+from embodichain.agents.processes.segment import Segment
 from embodichain.agents.rl.collector.background.child_process import begin_as_child
 from embodichain.agents.rl.collector.background.loop import (
     CollectionLoop,

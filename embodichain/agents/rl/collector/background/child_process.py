@@ -15,7 +15,7 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-from embodichain.agents.engine.boot import die_with_parent
+from embodichain.agents.processes.boot import die_with_parent
 
 
 class ChildProcess:

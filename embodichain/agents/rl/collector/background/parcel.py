@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from embodichain.agents.engine.segment import Segment
+from embodichain.agents.processes.segment import Segment
 from embodichain.agents.rl.utils.tree import put_together, take_apart
 
 _ALIGNMENT = 64

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from embodichain.agents.engine.segment import Segment
+from embodichain.agents.processes.segment import Segment
 from embodichain.agents.rl.collector.background.child import LAST_BEAT, NUM_PULSES, STEPS, WORKING, Job, main
 from embodichain.agents.rl.collector.background.child_process import ChildProcess
 from embodichain.agents.rl.collector.background.loop import Command, Delivery, NewWeights, Order, Ticket

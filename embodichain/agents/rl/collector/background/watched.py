@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
-from embodichain.agents.engine.failure import FailureReport, drop_locals
+from embodichain.agents.processes.failure import FailureReport, drop_locals
 from embodichain.agents.rl.collector.background.worker import Learner, Reports
 from embodichain.agents.rl.collector.config import AsyncCfg
 from embodichain.errors import CollectorError, EnvironmentHungError

@@ -1,13 +1,14 @@
-"""Where a simulation worker process begins: it ties its life to its parent's before anything heavy is imported.
+"""Where a worker process begins: it ties its life to its parent's before anything heavy is imported.
 
-Run as a script, by path, by the supervisor: the main module of the user's program is not imported again, so an engine
-can be started at the top level of a script, in a notebook or at a prompt.
+Run as a script, by path, by whoever starts the process: the main module of the user's program is not imported again, so
+an engine can be started at the top level of a script, in a notebook or at a prompt.
 """
 
 from __future__ import annotations
 
 import atexit
 import ctypes
+import importlib
 import json
 import os
 import signal
@@ -25,7 +26,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def main() -> int:
-    """Receive the job and do it."""
+    """Receive the job and do it, with the function ``run`` of the module that the parent named."""
     parent, descriptor, document = map(int, sys.argv[1:4])
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
@@ -34,9 +35,8 @@ def main() -> int:
         job = json.load(file)
     sys.path[:] = job.pop("sys_path")
 
-    from embodichain.agents.engine.worker import run
-
-    return run(connection, parent, job)
+    code: int = importlib.import_module(sys.argv[4]).run(connection, parent, job)
+    return code
 
 
 def leave(code: int) -> None:

@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from pathlib import Path
 from typing import Any
 
-from embodichain.agents.engine.ray_config import PlacementCfg
+from embodichain.agents.processes.ray_config import PlacementCfg
 from embodichain.errors import ClusterError
 from embodichain.extras import require
 
