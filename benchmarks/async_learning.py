@@ -149,7 +149,7 @@ def _continue_imitated(config: dict[str, Any], start: Path) -> None:
     from benchmarks.async_vla_task import MEDIUM
 
     if not (start / "config.json").exists():
-        CameraVLA(MEDIUM, "thread", start=start)
+        CameraVLA(MEDIUM, start=start)
     config["policy"]["vla_config"] = {"model_path": str(start), "trainable": TRAINED}
     config["trainer"]["gym_config"] = load_config(CONFIGS / "push_cube" / "gym_config_language_small.json")
     config["algorithm"]["cfg"] |= {"batch_size": 512, "n_epochs": MEDIUM.sizes.epochs}

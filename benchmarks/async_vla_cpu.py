@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,9 +79,8 @@ class RemoteInference:
     packages = ("torch", "mujoco")
     title, score_name = "PushCubeRL, inference of 100 ms", "mean reward"
 
-    def __init__(self, rollouts: int, worker: Literal["thread", "process"], sizes: Sizes | None = None) -> None:
+    def __init__(self, rollouts: int, sizes: Sizes | None = None) -> None:
         torch.set_num_threads(1)
-        self.worker: Literal["thread", "process"] = worker
         self.sizes = sizes or self._calibrated(rollouts)
 
     def _calibrated(self, rollouts: int) -> Sizes:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -46,13 +46,11 @@ class CameraVLA:
     def __init__(
         self,
         scale: Scale,
-        worker: Literal["thread", "process"],
         sizes: Sizes | None = None,
         rollouts: int | None = None,
         start: Path | None = None,
     ) -> None:
         """Prepare the policy that all runs start from; it is kept in ``start``, or taken from there."""
-        self.worker: Literal["thread", "process"] = worker
         self.scale, self.device = scale, torch.device(scale.device)
         self.sizes = sizes or replace(self.scale.sizes, rollouts=rollouts or self.scale.sizes.rollouts)
         self._last_score = 0.0

@@ -44,13 +44,13 @@ class Row:
         disturbed = "  *" if self.foreign > 0.1 else ""
         spread = f"{min(self.ratios):.2f}-{max(self.ratios):.2f}"
         return (
-            f"{self.way:<18}{self.seconds:>8.1f}{self.samples_per_second:>11,.0f}{self.speedup:>10.2f}{spread:>11}"
+            f"{self.way:<26}{self.seconds:>8.1f}{self.samples_per_second:>11,.0f}{self.speedup:>10.2f}{spread:>11}"
             f"{self.bound:>9.2f}{self.of_bound:>9.0%}{self.lag_mean:>7.2f}{self.lag_max:>5.0f}{final}{disturbed}"
         )
 
 
 HEADER = (
-    f"{'way':<18}{'seconds':>8}{'samples/s':>11}{'speed-up':>10}{'from-to':>11}"
+    f"{'way':<26}{'seconds':>8}{'samples/s':>11}{'speed-up':>10}{'from-to':>11}"
     f"{'bound':>9}{'of bound':>9}{'lag':>7}{'max':>5}"
 )
 
@@ -72,10 +72,10 @@ class Summary:
 
     def least(self, way: str) -> float:
         """Return the least time of a run: side by side, the slower of collecting and learning counts."""
-        is_async, groups = WAYS[way]
+        groups = WAYS[way].groups
         rest, count = self.stages[1].rest, self.sizes.rollouts
         collect = self.stages[groups].bound(groups, self.sizes.num_steps, rest)
-        if not is_async:
+        if WAYS[way].worker is None:
             return count * (collect + self.update)
         return collect + (count - 1) * max(collect, self.update) + self.update
 
@@ -116,7 +116,7 @@ class Summary:
     def misses(self, bar: float) -> list[str]:
         """Return which bars are missed."""
         rows = {row.way: row for row in self.rows}
-        best = max((row for row in self.rows if WAYS[row.way][0]), key=lambda row: row.speedup)
+        best = max((row for row in self.rows if WAYS[row.way].worker is not None), key=lambda row: row.speedup)
         missed = []
         if best.speedup < bar:
             missed.append(f"the best way, {best.way}, is {best.speedup:.2f} times as fast as sync; the bar is {bar}")

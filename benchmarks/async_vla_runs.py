@@ -16,11 +16,23 @@ from embodichain.agents.rl.collector import AsyncCfg, AsyncCollector, SyncCollec
 from embodichain.envs.groups import GroupedEnv
 from embodichain.envs.vec_env import VecEnv
 
-WAYS = {  # asynchronous?, groups of envs
-    "sync": (False, 1),
-    "sync, pipelined": (False, 2),
-    "async": (True, 1),
-    "async, pipelined": (True, 2),
+
+@dataclass(frozen=True)
+class Way:
+    """How the stages are arranged."""
+
+    groups: int
+    """Groups of envs that take turns."""
+    worker: Literal["thread", "process"] | None = None
+    """Where collection goes on meanwhile; ``None``: nowhere, it is synchronous."""
+
+
+WAYS = {
+    "sync": Way(1),
+    "sync, pipelined": Way(2),
+    "async": Way(1, "thread"),
+    "async, pipelined": Way(2, "thread"),
+    "async, pipelined, process": Way(2, "process"),
 }
 
 
@@ -41,8 +53,6 @@ class Case(Protocol):
     """What is run."""
 
     sizes: Sizes
-    worker: Literal["thread", "process"]
-    """Where asynchronous collection happens."""
 
     def maker(self, groups: int, num_envs: int) -> Callable[[], VecEnv]:
         """Return what makes environments in so many groups, in this process or in another."""
@@ -172,7 +182,7 @@ def measure_stages(case: Case, groups: int, rollouts: int = 2) -> Stages:
 def run(case: Case, way: str, seed: int, rollouts: int | None = None) -> Outcome:
     """Collect and learn, after one time that does not count."""
     count, sizes = rollouts or case.sizes.rollouts, case.sizes
-    env = case.maker(WAYS[way][1], sizes.num_envs)()
+    env = case.maker(WAYS[way].groups, sizes.num_envs)()
     clock = Clock(env)
     learner = case.learner(env, seed)
     collector = _collector(case, env, learner, way, seed)
@@ -210,12 +220,12 @@ def run(case: Case, way: str, seed: int, rollouts: int | None = None) -> Outcome
 
 
 def _collector(case: Case, env: VecEnv, learner: PPO, way: str, seed: int) -> SyncCollector | AsyncCollector:
-    is_async, groups = WAYS[way]
+    groups, worker = WAYS[way].groups, WAYS[way].worker
     sizes = case.sizes
-    if not is_async:
+    if worker is None:
         return SyncCollector(env, learner.policy, learner.device, pipeline_stages=groups)
-    settings = {"worker": case.worker, "num_steps": sizes.num_steps, "pipeline_stages": groups}
+    settings = {"worker": worker, "num_steps": sizes.num_steps, "pipeline_stages": groups}
     cfg = AsyncCfg.from_dict({**settings, "max_policy_lag": 1, "seed": seed, "kl_rows": 0})
     buffer = VLABuffer(2 * sizes.num_envs * sizes.num_steps, learner.device)
-    source = env if case.worker == "thread" else case.maker(groups, sizes.num_envs)
+    source = env if worker == "thread" else case.maker(groups, sizes.num_envs)
     return AsyncCollector(source, learner.policy, buffer, learner.device, cfg=cfg)
