@@ -14,6 +14,7 @@ import torch
 
 from embodichain.agents.rl import trainer as trainer_module
 from embodichain.agents.rl.train import build_trainer, resume_training, train_from_config
+from embodichain.agents.rl.training.collection import algorithm_settings
 from embodichain.agents.rl.training.config import TrainCfg, complete, override
 from embodichain.agents.rl.training.run_folder import RunFolder
 from embodichain.agents.rl.training.run_log import read_metrics
@@ -186,3 +187,19 @@ def test_two_groups_of_envs_without_a_background(tmp_path):
 def test_bad_settings_are_refused(tmp_path, settings, message):
     with pytest.raises(ConfigError, match=message):
         train_from_config(write_config(tmp_path / "c.json", tmp_path / "run", trainer=settings))
+
+
+@pytest.mark.parametrize(
+    ("lag", "changes", "is_warned"),
+    [
+        (1, {"lr_schedule": "adaptive"}, True),
+        (2, {"target_kl": 0.02}, True),
+        (1, {}, False),
+        (0, {"lr_schedule": "adaptive"}, False),
+        (1, {"lr_schedule": "adaptive", "correction": "decoupled"}, False),
+    ],
+)
+def test_steps_bounded_by_a_divergence_that_lag_adds_to_are_warned_of(tmp_path, caplog, lag, changes, is_warned):
+    config = train_config(tmp_path, trainer=vla(max_policy_lag=lag), algorithm={"cfg": changes})
+    algorithm_settings(override(complete(TrainCfg.from_dict(config)), []))
+    assert ("Set algorithm.cfg.correction to 'decoupled'" in caplog.text) is is_warned
