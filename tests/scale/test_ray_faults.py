@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ray_envs import make_but_not_the_nth, make_counting_threads
+from ray_envs import make_counting_threads, make_in_some_processes
 from stream_envs import stream_settings
 
 from embodichain.agents.engine import OnlineDataEngine, OnlineDataEngineCfg, ray_fleet
@@ -63,120 +63,94 @@ def test_a_constructor_that_fails_is_counted_and_told(
 # --- rollouts -------------------------------------------------------------------------------------------------------
 
 
-def test_a_replacement_that_cannot_open_is_replaced_while_others_work(
+def test_a_replacement_that_cannot_open_is_counted_and_told_while_others_work(
     cluster: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     algorithm = make_learner()
-    env = functools.partial(make_but_not_the_nth, str(tmp_path), 3)
+    env = functools.partial(make_in_some_processes, str(tmp_path), 2)
     collector = ray_collector(algorithm, cluster, env, num_workers=2, max_policy_lag=1, max_restarts=2)
     with collector:
         crew = collector._desk.worker
         learn_until(algorithm, collector, lambda: crew.num_workers == 2)
         os.kill(crew._hands[0].pid, signal.SIGKILL)
-        learn_until(algorithm, collector, lambda: crew.restarts == 2 and crew.num_workers == 2)
-    assert "replacing it (1 of 2)" in caplog.text
-    assert "worker 0 raised ValueError: process 3 has no simulator; replacing it (2 of 2)" in caplog.text
-
-
-def test_what_a_worker_died_of_is_told_in_the_end(cluster: Any, tmp_path: Path) -> None:
-    algorithm = make_learner()
-    env = functools.partial(make_but_not_the_nth, str(tmp_path), 2)
-    collector = ray_collector(algorithm, cluster, env, max_policy_lag=1, max_restarts=1)
-    with collector:
-        learn(algorithm, collector, 1)
-        os.kill(collector._desk.worker._hands[0].pid, signal.SIGKILL)
-        words = r"(?s)worker 0 raised ValueError: process 2 has no simulator, after 1 rep.*In the process:.*Traceback"
+        learn_until(algorithm, collector, lambda: crew.restarts == 2)
+        words = r"(?s)worker 0 raised ValueError: process 4 has no simulator, after 2 rep.*In the process:.*Traceback"
         with pytest.raises(CollectorError, match=words) as raised:
             learn(algorithm, collector, 1000)
         assert isinstance(raised.value.__cause__, ValueError)
+    assert "worker process has died" in caplog.text
+    assert "worker 0 raised ValueError: process 3 has no simulator; replacing it (2 of 2)" in caplog.text
 
 
 def test_a_worker_that_never_worked_is_an_error_at_once(cluster: Any, tmp_path: Path) -> None:
-    env = functools.partial(make_but_not_the_nth, str(tmp_path), 1)
+    env = functools.partial(make_in_some_processes, str(tmp_path), 0)
     collector = ray_collector(make_learner(), cluster, env)
     with pytest.raises(CollectorError, match="worker 0 raised ValueError: process 1 has no simulator\n"):
         collector.start()
 
 
-def test_in_lockstep_a_replacement_gets_the_weights_of_its_ticket(cluster: Any, tmp_path: Path) -> None:
-    lag, rollouts = 2, 8
+def test_in_lockstep_a_replacement_gets_the_weights_of_its_ticket(
+    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A process is killed, and the next one is replaced because an order to it gets lost on the way."""
+    import ray
+
+    lag, rollouts, lost = 2, 12, []
+    reference = StoredWeights._reference
+
+    def lose() -> None:
+        raise OSError("the object is lost")
+
+    def lose_one(weights: StoredWeights, snapshot: Any) -> Any:
+        if snapshot.version == rollouts - 4 and not lost:
+            lost.append(snapshot.version)
+            return ray.remote(num_cpus=0)(lose).remote()
+        return reference(weights, snapshot)
+
+    monkeypatch.setattr(StoredWeights, "_reference", lose_one)
     algorithm = make_learner()
     killed = make_env(trouble="kill", at=3 * NUM_STEPS + 2, mark=str(tmp_path / "killed"))
     collector = ray_collector(algorithm, cluster, killed, max_policy_lag=lag, adopt="lockstep")
     with collector:
         stamps = [int(rollout["policy_version"].unique()) for rollout in learn(algorithm, collector, rollouts)]
         crew = collector._desk.worker
-        assert crew.restarts == 1
+        assert crew.restarts == 2
         assert len(crew._weights) <= lag + 2
     assert stamps == [max(0, number - lag) for number in range(rollouts)]
-
-
-def test_an_order_that_gets_lost_is_noticed(
-    cluster: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    import ray
-
-    algorithm = make_learner()
-    collector = ray_collector(algorithm, cluster, max_policy_lag=0)
-    reference, lost = StoredWeights._reference, []
-
-    def lose() -> None:
-        raise OSError("the object is lost")
-
-    def lose_one(weights: StoredWeights, snapshot: Any) -> Any:
-        if snapshot.version == first + 1 and not lost:
-            lost.append(snapshot.version)
-            return ray.remote(num_cpus=0)(lose).remote()
-        return reference(weights, snapshot)
-
-    first = int(algorithm.policy.version)
-    monkeypatch.setattr(StoredWeights, "_reference", lose_one)
-    with collector:
-        learn(algorithm, collector, 4)
-        assert collector.statistics()["async/restarts"] == 1.0
-    assert lost
+    assert "worker process has died" in caplog.text
     assert "the object is lost" in caplog.text
-
-
-def test_a_worker_has_as_many_threads_as_it_was_given_cores(cluster: Any, tmp_path: Path) -> None:
-    algorithm = make_learner()
-    collector = ray_collector(algorithm, cluster, functools.partial(make_counting_threads, str(tmp_path)))
-    collector.start()
-    collector.stop()
-    assert json.loads((tmp_path / "threads.json").read_text()) == {"torch": 1, "simulation": 1}
 
 
 # --- workers that stay ----------------------------------------------------------------------------------------------
 
 
-def test_a_worker_works_for_one_learner_at_a_time(cluster: Any) -> None:
-    one, two = make_learner(), make_learner()
-    first = ray_collector(one, cluster, name="same", max_policy_lag=1)
-    second = ray_collector(two, cluster, name="same", max_policy_lag=1)
-    with first:
-        learn(one, first, 1)
-        pid = first._desk.worker._hands[0].pid
-        with pytest.raises(CollectorError, match=rf"worker 0 \(process {pid} on .*\) works for another program"):
-            second.start()
-        learn(one, first, 3)
-        assert first.statistics()["async/restarts"] == 0.0
-
-
-def test_a_worker_that_stayed_goes_on_only_with_what_it_was_told(
-    cluster: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_worker_serves_one_learner_at_a_time_and_goes_on_only_with_what_it_was_told(
+    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def learn_and_leave(group_size: int, stays: bool = True) -> None:
+    def begin(group_size: int) -> tuple[Any, Any]:
         algorithm = make_learner("grpo", group_size=group_size)
-        collector = ray_collector(algorithm, cluster, name="stays", max_policy_lag=1, adopt="rollout")
-        with monkeypatch.context() as patch, collector:
-            learn(algorithm, collector, 1)
-            if stays:
-                patch.setattr(Hand, "kill", lambda self: None)  # as if this process had been killed
+        env = functools.partial(make_counting_threads, str(tmp_path))
+        return algorithm, ray_collector(algorithm, cluster, env, name="same", max_policy_lag=1, adopt="rollout")
+
+    def learn_and_leave(algorithm: Any, collector: Any) -> None:
+        learn(algorithm, collector, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(Hand, "kill", lambda self: None)  # as if this process had been killed
             collector.stop()
 
     caplog.set_level("INFO", "embodichain.collector")
-    learn_and_leave(group_size=2)
-    learn_and_leave(group_size=2)
-    assert caplog.text.count("goes on in its environment") == 1
-    learn_and_leave(group_size=4, stays=False)
+    (one, first), (_, second) = begin(2), begin(2)
+    learn(one, first, 1)
+    pid = first._desk.worker._hands[0].pid
+    with pytest.raises(CollectorError, match=rf"worker 0 \(process {pid} on .*\) works for another program"):
+        second.start()
+    learn_and_leave(one, first)
+    assert first.statistics()["async/restarts"] == 0.0
+    assert json.loads((tmp_path / "threads.json").read_text()) == {"torch": 1, "simulation": 1}
+    learn_and_leave(*begin(2))
+    assert caplog.text.count(f"(process {pid} on ") == caplog.text.count("goes on in its environment") == 1
+    algorithm, other = begin(4)
+    with other:
+        learn(algorithm, other, 1)
+        assert other._desk.worker._hands[0].pid == pid
     assert caplog.text.count("goes on in its environment") == 1

@@ -182,8 +182,8 @@ def test_a_slow_worker_does_not_hold_up_the_other(cluster: Any, tmp_path: Path) 
         def since() -> list[int]:
             return sorted(w.episodes_written - b for w, b in zip(engine.worker_stats(), before, strict=True))
 
-        sample_until(engine, lambda: since()[1] >= 100)
-        assert since()[0] < 20
+        sample_until(engine, lambda: since()[1] >= 50)
+        assert since()[0] < 10
 
 
 def test_a_token_is_kept_from_others(tmp_path: Path) -> None:

@@ -52,8 +52,8 @@ class AsyncCfg(Config):
     """With ``ray``: what a worker needs of a node; with a GPU, the policy acts on it there."""
     name: Annotated[str, Field(pattern=r"^[\w.+-]*$")] = ""
     """With ``ray`` and an address: what workers are called in the cluster, where they stay when the learner dies and
-    are found again when it is resumed. Default: the name of the run's folder; without a run they end with the
-    learner."""
+    are found again when it is resumed. Default: the name of the run's folder and its ``run_id``; without a run they
+    end with the learner."""
     orphan_timeout: Positive = 600.0
     """With ``ray``: seconds after which workers whose learner is gone end by themselves."""
     patience: Annotated[float, Field(ge=1)] = 3.0

@@ -109,7 +109,8 @@ class RayCrew(WatchedWorker):
             asked, self._asked = self._asked, None
             if asked is not None:
                 self._reports.put(dict(_NOTHING) if asked == "save" else None)
-            self._look_for_stragglers()
+            if not self._standing:
+                self._rollouts.break_off_straggler(self._hands.values(), self._cfg.patience)
             self._assign()
         for hand in list(self._hands.values()):
             self._check_pulse(hand)
@@ -166,7 +167,8 @@ class RayCrew(WatchedWorker):
         elif kind == "failed":
             self._replace(hand, Fault.told(event["report"]))
         elif kind in ("refused", "taken"):
-            hand.found = True
+            for other in self._hands.values():  # it leaves all of them alone
+                other.found = True
             raise CollectorError(
                 f"worker {hand.index} (process {hand.pid} on {hand.node}) works for another program, which goes on "
                 "with the same run: end one of the two, or give collector.name a name of its own"
@@ -212,19 +214,6 @@ class RayCrew(WatchedWorker):
             except BufferWaitError:
                 return
             self._rollouts.handed_over()
-
-    def _look_for_stragglers(self) -> None:
-        """Break off the rollout that all others have waited for too long."""
-        slow = None if self._standing else self._rollouts.straggler(self._hands.values(), self._cfg.patience)
-        if slow is None:
-            return
-        taken, usual = time.monotonic() - slow.began, self._rollouts.usual_seconds
-        words = "worker %d on %s has collected for %.1f s, others take %.1f s: its rollout is given to another"
-        log.warning(words, slow.index, slow.node, taken, usual)
-        self._rollouts.give_back(slow.ticket)
-        slow.abandon()
-        slow.delays += 1
-        slow.rests_until = time.monotonic() + self._cfg.patience * usual * 2**slow.delays
 
     # --- their life -----------------------------------------------------------------------------------------------
 

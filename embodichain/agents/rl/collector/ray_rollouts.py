@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
 from collections import deque
@@ -11,6 +12,8 @@ from dataclasses import replace
 from embodichain.agents.rl.collector.background.loop import Delivery, Ticket
 from embodichain.agents.rl.collector.ray_hand import Hand
 from embodichain.agents.rl.collector.ray_order import choose
+
+log = logging.getLogger("embodichain.collector")
 
 
 class Rollouts:
@@ -23,11 +26,6 @@ class Rollouts:
         self._arrived: dict[int, tuple[int, Delivery]] = {}
         self._chosen = -1
         self._durations: deque[float] = deque(maxlen=16)
-
-    @property
-    def usual_seconds(self) -> float:
-        """How long a rollout usually takes."""
-        return statistics.median(self._durations)
 
     def add(self, ticket: Ticket) -> None:
         """Have one more rollout collected."""
@@ -66,10 +64,17 @@ class Rollouts:
         del self._arrived[self._chosen]
         self._next += 1
 
-    def straggler(self, hands: Collection[Hand], patience: float) -> Hand | None:
-        """Return the worker that all others have waited for longer than ``patience`` times the usual."""
-        if not self._arrived or not self._durations:
-            return None
+    def break_off_straggler(self, hands: Collection[Hand], patience: float) -> None:
+        """Give the rollout that all others have waited for longer than ``patience`` times the usual to another one."""
         slow = min((hand for hand in hands if hand.ticket), key=lambda hand: hand.deadline, default=None)
-        late = slow is not None and time.monotonic() - slow.began >= patience * self.usual_seconds
-        return slow if late else None
+        if slow is None or not self._arrived or not self._durations:
+            return
+        taken, usual = time.monotonic() - slow.began, statistics.median(self._durations)
+        if taken < patience * usual:
+            return
+        words = "worker %d on %s has collected for %.1f s, others take %.1f s: its rollout is given to another"
+        log.warning(words, slow.index, slow.node, taken, usual)
+        self.give_back(slow.ticket)
+        slow.abandon()
+        slow.delays += 1
+        slow.rests_until = time.monotonic() + patience * usual * 2**slow.delays
