@@ -95,8 +95,8 @@ def algorithm_settings(cfg: TrainCfg) -> dict[str, Any]:
     bounded = settings.get("lr_schedule") == "adaptive" or settings.get("target_kl") is not None
     if is_async and trainer.collector.max_policy_lag > 0 and bounded and settings.get("correction") == "none":
         _LOG.warning(
-            "rollouts may be %d updates old, and what the policy changed since counts as if this update had done it: "
-            "steps become too small. Set algorithm.cfg.correction to 'decoupled'",
+            "rollouts are up to max_policy_lag = %d updates old, and what the policy changed since counts as if the "
+            "present update had done it, so it learns less. Set algorithm.cfg.correction to 'decoupled'",
             trainer.collector.max_policy_lag,
         )
     return settings
