@@ -22,7 +22,7 @@ from embodichain.agents.rl.collector.ray_weights import StoredWeights
 from embodichain.errors import CollectorError, WorkerError
 from tests.agents.rl.async_cases import NUM_STEPS, make_env, make_learner
 from tests.scale.test_ray_rl import learn, ray_collector
-from tests.scale.test_ray_stream import sample_until
+from tests.scale.test_ray_stream import nothing_of_ray_is_left, sample_until
 
 
 def learn_until(algorithm: Any, collector: Any, condition: Any) -> None:
@@ -80,6 +80,7 @@ def test_a_replacement_that_cannot_open_is_counted_and_told_while_others_work(
         assert isinstance(raised.value.__cause__, ValueError)
     assert "worker process has died" in caplog.text
     assert "worker 0 raised ValueError: process 3 has no simulator; replacing it (2 of 2)" in caplog.text
+    nothing_of_ray_is_left()
 
 
 def test_a_worker_that_never_worked_is_an_error_at_once(cluster: Any, tmp_path: Path) -> None:
