@@ -9,11 +9,11 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from embodichain.agents.rl.buffer.layout import OPTIONAL_KEYS, check_rollout
+from embodichain.agents.rl.buffer.layout import check_rollout
 from embodichain.agents.rl.buffer.minibatches import Minibatches
-from embodichain.agents.rl.utils.observations import Observation, flatten_dict_observation, sorted_leaves
-from embodichain.envs.graphed import copy_together
-from embodichain.errors import RolloutError, nearest
+from embodichain.agents.rl.buffer.steps import StepRows
+from embodichain.agents.rl.utils.observations import Observation, flatten_dict_observation
+from embodichain.errors import RolloutError
 
 Estimator = Callable[[TensorDictBase], tuple[Tensor, Tensor]]
 """Maps a rollout ``[num_envs, num_steps]`` to ``(advantage, return)`` of the same shape."""
@@ -49,8 +49,7 @@ class RolloutBuffer:
         self.num_envs, self.obs_dim, self.action_dim = num_envs, obs_dim, action_dim
         self.storage: TensorDict | None = None
         self.step = 0
-        self._rows: dict[str, tuple[Tensor, ...]] = {}
-        self._observation_rows: list[tuple[tuple[str, ...], tuple[Tensor, ...]]] = []
+        self._rows: StepRows | None = None
         self._adopted: TensorDictBase | None = None
         self._extras: set[str] = set()
         self._handed_out = False
@@ -93,15 +92,15 @@ class RolloutBuffer:
         else:
             parts["value"] = value
         parts.update(more)
-        obs = self._begin_step(obs, parts)
-        t = self.step
-        pairs: list[tuple[Tensor, Any]] = [(self._rows[name][t], part) for name, part in parts.items()]
-        if isinstance(obs, Tensor):
-            pairs.append((self._rows["observation"][t], obs))
-        else:
-            pairs += [(rows[t], obs.get(path)) for path, rows in self._observation_rows]
-        _write(pairs)
-        self.step = t + 1
+        if self._handed_out:
+            self.clear()
+        if self.is_full():
+            raise RolloutError(f"all {self.num_steps} steps are written: get() or clear() comes first")
+        if self.obs_dim is not None and not isinstance(obs, Tensor):
+            obs = flatten_dict_observation(obs)
+        rows = self._rows if self.step and self._rows is not None else self._checked_rows(obs, parts)
+        rows.write(self.step, obs, parts)
+        self.step += 1
 
     def add_rollout(self, rollout: TensorDictBase) -> None:
         """Take a whole rollout ``[num_envs, num_steps]``: copied into allocated memory, else kept by reference."""
@@ -212,79 +211,28 @@ class RolloutBuffer:
         size = 0 if data is None else data.bytes()
         return {"steps": self.step, "num_steps": self.num_steps, "transitions": len(self), "bytes": size}
 
-    def _begin_step(self, obs: Observation, parts: Mapping[str, Tensor | None]) -> Observation:
-        """Make sure that a step can be written; return the observation in the form in which it is stored."""
-        if self._handed_out:
-            self.clear()
-        if self.is_full():
-            raise RolloutError(f"all {self.num_steps} steps are written: get() or clear() comes first")
-        if self.obs_dim is not None and not isinstance(obs, Tensor):
-            obs = flatten_dict_observation(obs)
-        if self.step == 0:
-            self._check_step(obs, parts)
-        return obs
-
-    def _check_step(self, obs: Observation, parts: Mapping[str, Tensor | None]) -> None:
-        """Look at names and shapes of the first step; the others are like it."""
-        if self.storage is None:
-            self._allocate(obs, parts)
+    def _checked_rows(self, obs: Observation, parts: Mapping[str, Tensor | None]) -> StepRows:
+        """Return where steps are written, if names and shapes of the first one are right; the others are like it."""
+        rows = self._allocate(obs, parts) if self._rows is None else self._rows
         if self.obs_dim is not None and obs.shape[-1] != self.obs_dim:
             raise RolloutError(f"observation: expected {self.obs_dim} numbers, got {list(obs.shape)}")
-        for name, part in parts.items():
-            if name not in self._rows:
-                raise RolloutError(f"unknown part {name!r}.{nearest(name, self._rows)}")
-            expected = self._rows[name][0].shape
-            if part is None or (part.ndim and part.shape != expected):
-                got = "nothing" if part is None else list(part.shape)
-                raise RolloutError(f"{name}: expected {list(expected)}, got {got}")
-        if isinstance(obs, Tensor) == bool(self._observation_rows):
-            raise RolloutError("observations must stay as they were at first: nested or flat")
+        rows.check(obs, parts)
+        return rows
 
     def _full_storage(self, what: str) -> TensorDict:
         if self.storage is None or not self.is_full():
             raise RolloutError(f"{what} needs a complete rollout: {self.step} of {self.num_steps} steps are written")
         return self.storage
 
-    def _allocate(self, observation: Observation, like: Mapping[str, Tensor | None]) -> None:
-        """Make room for ``num_steps`` of everything, and keep a view of every row: writing one is then a plain copy."""
-        action, log_prob = like["action"], like.get("sample_log_prob")
-        if action is None:
-            raise RolloutError("action: expected [num_envs, ...], got nothing")
-        if self.num_envs not in (None, action.shape[0]):
-            raise RolloutError(f"expected {self.num_envs} envs, got actions {list(action.shape)}")
-        if self.action_dim is not None and action.ndim > 1 and action.shape[-1] != self.action_dim:
-            raise RolloutError(f"action: expected {self.action_dim} numbers, got {list(action.shape)}")
-        self.num_envs = action.shape[0]
-        shape = [self.num_steps, self.num_envs]
-
-        def room(like: Tensor) -> Tensor:
-            return torch.zeros(self.num_steps, *like.shape, dtype=like.dtype, device=self.device)
-
-        number = torch.zeros(shape, device=self.device)
-        parts: dict[str, Any] = {name: number.clone() for name in ("reward", "value", "next_value", "sample_log_prob")}
-        parts |= {name: number.bool() for name in ("terminated", "truncated", "done")}
-        parts |= {"policy_version": number.long(), "action": room(action)}
-        parts |= {name: room(part) for name in OPTIONAL_KEYS if (part := like.get(name)) is not None}
-        if log_prob is not None and log_prob.ndim > 1:  # one per action of a chunk
-            parts["sample_log_prob"] = room(log_prob)
-        if isinstance(observation, Tensor):
-            parts["observation"] = room(observation)
-        else:
-            stacked = observation.apply(room, batch_size=shape)
-            parts["observation"] = stacked
-            self._observation_rows = [(path, leaf.unbind(0)) for path, leaf in sorted_leaves(stacked)]
-        self._rows = {name: part.unbind(0) for name, part in parts.items() if isinstance(part, Tensor)}
-        self.storage = TensorDict(parts, batch_size=shape, device=self.device)
-
-
-def _write(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    """Copy one step into its rows; on a GPU all parts of a type go together, as each copy is a launch there."""
-    if not pairs[0][0].is_cuda:
-        for row, part in pairs:
-            row.copy_(part)
-        return
-    alike = [(row, part) for row, part in pairs if part.shape == row.shape and part.device == row.device]
-    copy_together([row for row, _ in alike], [part for _, part in alike])
-    for row, part in pairs:
-        if part.shape != row.shape or part.device != row.device:
-            row.copy_(part)
+    def _allocate(self, observation: Observation, like: Mapping[str, Tensor | None]) -> StepRows:
+        """Make room for ``num_steps`` of everything."""
+        action = like["action"]
+        if action is not None:
+            if self.num_envs not in (None, action.shape[0]):
+                raise RolloutError(f"expected {self.num_envs} envs, got actions {list(action.shape)}")
+            if self.action_dim is not None and action.ndim > 1 and action.shape[-1] != self.action_dim:
+                raise RolloutError(f"action: expected {self.action_dim} numbers, got {list(action.shape)}")
+        self._rows = rows = StepRows(self.num_steps, observation, like, self.device)
+        self.storage = rows.storage
+        self.num_envs = rows.storage.batch_size[1]
+        return rows
