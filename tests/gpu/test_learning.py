@@ -266,12 +266,8 @@ def test_collecting_never_waits() -> None:
         policy = build_policy({"name": "actor_critic"}, env.observation_space, env.action_space, "cuda")
         collector = SyncCollector(env, policy)
         collector.collect(8)
-        with no_waiting(), torch.no_grad():
-            obs = collector._begin_rollout()
-            version = policy.version.clone()
-            for _ in range(8):
-                obs = collector._step(obs, 8, version)
-        rollout = collector._finish(obs)
+        with no_waiting():
+            rollout = collector.collect(8)
         cut = rollout["truncated"] & ~rollout["terminated"]
         assert cut.sum() > 100
         plain = ~rollout["done"]
@@ -279,4 +275,5 @@ def test_collecting_never_waits() -> None:
         assert torch.equal(rollout["next_value"][:, :-1][plain[:, :-1]], rollout["value"][:, 1:][plain[:, :-1]])
         assert (rollout["next_value"][rollout["terminated"]] == 0.0).all()
         assert (rollout["next_value"][cut] != rollout["value"].roll(-1, 1)[cut]).float().mean() > 0.99
+        assert len(collector.episodes) == int(rollout["done"].sum())
         assert {leaf.device.type for leaf in rollout.values(True, True)} == {"cuda"}

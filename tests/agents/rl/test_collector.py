@@ -166,7 +166,9 @@ def test_episodes_are_followed_across_rollouts_like_a_plain_loop() -> None:
                 if done[t, env]:
                     expected.append((total[env], length[env]))
                     total[env], length[env] = 0.0, 0
-        ended = tracker.update(reward, done)
+        tracker.update(reward, done)
+        done.fill_(False)  # as when the next rollout is written to the same memory
+        ended = tracker.ended
         assert ended["length"].tolist() == [n for _, n in expected]
         assert torch.allclose(ended["return"], torch.tensor([r for r, _ in expected], dtype=torch.float64))
     assert torch.allclose(tracker.episode_return, torch.tensor(total, dtype=torch.float64))

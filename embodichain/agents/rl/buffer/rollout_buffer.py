@@ -129,7 +129,8 @@ class RolloutBuffer:
 
         ``last_value`` ``[num_envs]`` is the value of the observation after the last step; ``final_value`` ``[count]``
         that of the ``final_observation`` of every transition that a time limit cut (truncated and not terminated), in
-        the order of steps, then envs. Both default to zeros, the latter only where there is no such transition.
+        the order of steps, then envs. Both default to zeros, the latter only where there is no such transition. Given
+        for all transitions, ``[num_steps, num_envs]``, it counts at those alone, and they are not waited for.
         ``value`` ``[num_steps, num_envs]`` is for steps that were added without.
         """
         storage = self._full_storage("finalize()")
@@ -142,11 +143,15 @@ class RolloutBuffer:
         next_value[-1] = 0.0 if last_value is None else last_value
         next_value.masked_fill_(storage["done"], 0.0)
         cut = storage["truncated"] & ~storage["terminated"]
-        expected, given = int(cut.sum()), 0 if final_value is None else final_value.numel()
-        if expected != given:
-            raise RolloutError(f"{expected} transitions were cut by a time limit, but {given} final values were given")
-        if final_value is not None and expected:
-            next_value[cut] = final_value
+        if final_value is not None and final_value.shape == cut.shape:
+            torch.where(cut, final_value, next_value, out=next_value)
+        else:
+            expected, given = int(cut.sum()), 0 if final_value is None else final_value.numel()
+            if expected != given:
+                cause = f"{expected} transitions were cut by a time limit"
+                raise RolloutError(f"{cause}, but {given} final values were given")
+            if final_value is not None and expected:
+                next_value[cut] = final_value
         if estimator is not None:
             advantage, returns = estimator(storage.transpose(0, 1))
             self.set_extras({"advantage": advantage.t(), "return": returns.t()})

@@ -22,35 +22,50 @@ class EpisodeTracker:
     def __init__(self, num_envs: int, device: torch.device) -> None:
         self.episode_return = torch.zeros(num_envs, dtype=torch.float64, device=device)
         self.episode_length = torch.zeros(num_envs, dtype=torch.int64, device=device)
+        self._sums: tuple[Tensor, Tensor, Tensor] | None = None
+        self._ended: TensorDict | None = None
 
     def restart(self) -> None:
         """Forget the episodes under way: all envs have been reset."""
         self.episode_return.zero_()
         self.episode_length.zero_()
 
-    def update(self, reward: Tensor, done: Tensor, num_actions: Tensor | None = None) -> TensorDict:
-        """Take in a rollout's ``[num_steps, num_envs]``; return ``return`` and ``length`` of the episodes that ended.
-
-        They come in the order in which they ended. Lengths count actions: one per step, or ``num_actions``.
-        """
-        num_steps = reward.shape[0]
+    def update(self, reward: Tensor, done: Tensor, num_actions: Tensor | None = None) -> None:
+        """Take in a rollout's ``[num_steps, num_envs]``; lengths count actions: one per step, or ``num_actions``."""
+        counted = torch.arange(1, reward.shape[0] + 1, device=reward.device).unsqueeze(1)
         returns = reward.double().cumsum(0) + self.episode_return
-        counted = torch.arange(1, num_steps + 1, device=reward.device).unsqueeze(1)
         lengths = self.episode_length + (counted if num_actions is None else num_actions.cumsum(0))
-        env, step = done.t().nonzero(as_tuple=True)  # sorted by env, then by step
-        totals = torch.stack([returns[step, env], lengths[step, env].double()])
-        # Sums run over the whole rollout: what belongs to an env's earlier episodes is taken off.
-        same_env = torch.zeros_like(env, dtype=torch.bool)
-        same_env[1:] = env[1:] == env[:-1]
-        before = torch.where(same_env, totals.roll(1, dims=1), 0.0)
-        is_last = torch.ones_like(same_env)
-        is_last[:-1] = ~same_env[1:]
-        ended = torch.zeros(2, reward.shape[1], dtype=torch.float64, device=reward.device)
-        ended[:, env[is_last]] = totals[:, is_last]
-        self.episode_return = returns[-1] - ended[0]
-        self.episode_length = lengths[-1] - ended[1].long()
-        own = (totals - before)[:, step.argsort(stable=True)]
-        return TensorDict({"return": own[0], "length": own[1].long()}, batch_size=[own.shape[1]])
+        last = (done * counted).amax(dim=0, keepdim=True)  # the step at whose end an env last ended; 0: none
+        row, has_ended = (last - 1).clamp_min(0), last > 0
+        self.episode_return = returns[-1] - torch.where(has_ended, returns.gather(0, row), 0.0)[0]
+        self.episode_length = lengths[-1] - torch.where(has_ended, lengths.gather(0, row), 0)[0]
+        self._sums, self._ended = (returns, lengths, done.clone()), None
+
+    @property
+    def ended(self) -> TensorDict:
+        """``return`` and ``length`` of the episodes that ended in the last rollout, in the order in which they ended.
+
+        Finding them waits for the device, once.
+        """
+        if self._ended is None:
+            self._ended = _ended_episodes(*self._sums) if self._sums is not None else _none_ended()
+            self._sums = None
+        return self._ended
+
+
+def _none_ended() -> TensorDict:
+    return TensorDict({"return": torch.zeros(0), "length": torch.zeros(0)}, batch_size=[0])
+
+
+def _ended_episodes(returns: Tensor, lengths: Tensor, done: Tensor) -> TensorDict:
+    """Return the episodes of a rollout in which returns and lengths were added up, whatever ended on the way."""
+    env, step = done.t().nonzero(as_tuple=True)  # sorted by env, then by step
+    totals = torch.stack([returns[step, env], lengths[step, env].double()])
+    same_env = torch.zeros_like(env, dtype=torch.bool)
+    same_env[1:] = env[1:] == env[:-1]
+    before = torch.where(same_env, totals.roll(1, dims=1), 0.0)  # what belongs to the env's episodes until then
+    own = (totals - before)[:, step.argsort(stable=True)]
+    return TensorDict({"return": own[0], "length": own[1].long()}, batch_size=[own.shape[1]])
 
 
 class InfoAverages:

@@ -37,7 +37,7 @@ class SyncCollector(BaseCollector):
 
     Steps are written straight into a preallocated buffer, so a rollout is valid until the next ``collect``. The
     environment is reset once, before the first rollout, and goes on from there. See ``valuing.py`` for when values are
-    computed. With a simulation on a GPU nothing between the first step and the last waits for the device.
+    computed. With a simulation on a GPU, nothing in ``collect`` waits for the device.
     """
 
     def __init__(
@@ -71,9 +71,6 @@ class SyncCollector(BaseCollector):
         self.state: Tensor | None = None
         """The policy's memory before that observation."""
         self.tracker = EpisodeTracker(env.num_envs, self.device)
-        self.episodes = TensorDict({"return": torch.zeros(0), "length": torch.zeros(0)}, batch_size=[0])
-        """``return`` and ``length`` of the episodes that ended in the last rollout, in the order in which they
-        ended."""
         self.before_step: Callable[[], None] | None = None
         """Called before every decision: the moment in which a policy may change, or collection may be broken off."""
         self._pipeline = None if pipeline_stages == 1 else Pipeline(env, self.device, pipeline_stages)
@@ -104,6 +101,11 @@ class SyncCollector(BaseCollector):
                 for _ in range(num_steps):
                     obs = self._step(obs, num_steps, self.moment())
             return self._finish(obs)
+
+    @property
+    def episodes(self) -> TensorDict:
+        """``return`` and ``length`` of the episodes that ended in the last rollout, in the order of their ends."""
+        return self.tracker.ended
 
     def statistics(self) -> dict[str, float]:
         """Return the last rollout's averages: reward parts, metrics, and returns and lengths of finished episodes.
@@ -241,5 +243,5 @@ class SyncCollector(BaseCollector):
             raise RolloutError("nothing was collected")
         storage = buffer.storage
         self._valuing.finish(buffer, obs, self.state)
-        self.episodes = self.tracker.update(storage["reward"], storage["done"], storage.get("num_actions", None))
+        self.tracker.update(storage["reward"], storage["done"], storage.get("num_actions", None))
         return buffer.get()

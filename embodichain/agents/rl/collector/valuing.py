@@ -69,18 +69,20 @@ class Valuing:
         storage = buffer.storage
         if storage is None:
             raise RolloutError("nothing was collected")
-        cut = storage["truncated"] & ~storage["terminated"]
-        if not self._policy.has_critic:  # all values are zero
-            buffer.finalize(None, torch.zeros_like(storage["value"][cut]), value=torch.zeros_like(storage["value"]))
+        everywhere = storage["value"]
+        if not self._policy.has_critic:
+            zeros = torch.zeros_like(everywhere)
+            buffer.finalize(None, zeros, value=zeros)
             return
-        values = self._values(storage["observation"].flatten(0, 1), None) if self.apart else None
-        if self._finals:
-            self._cut = [_rows(self._finals, cut.view(-1).nonzero().squeeze(-1))]
-        states = None if state is None else torch.cat([state, *self._cut_states])
-        last, final = self._values(torch.cat([obs, *self._cut]), states).tensor_split([obs.shape[0]])
-        if self._final_values:
-            final = torch.stack(self._final_values)[cut]
-        buffer.finalize(last, final, value=None if values is None else values.view_as(cut))
+        values = self._values(storage["observation"].flatten(0, 1), None).view_as(everywhere) if self.apart else None
+        if self.may_look:
+            states = None if state is None else torch.cat([state, *self._cut_states])
+            last, final = self._values(torch.cat([obs, *self._cut]), states).tensor_split([obs.shape[0]])
+        else:  # all of them: to find those that count would mean to wait
+            last = self._policy.state_value(obs, state)
+            finals = [self._values(torch.cat(self._finals), None)] if self._finals else self._final_values
+            final = torch.cat(finals).view_as(everywhere)
+        buffer.finalize(last, final, value=values)
         self.begin()
 
     def _values(self, obs: Observation, state: Tensor | None) -> Tensor:
@@ -98,13 +100,3 @@ def _any(flags: Tensor) -> bool:
 
 def _has_pictures(obs: Observation) -> bool:
     return not isinstance(obs, Tensor) and any(leaf.dtype == torch.uint8 for _, leaf in sorted_leaves(obs))
-
-
-def _rows(steps: list[Observation], rows: Tensor) -> Observation:
-    """Return rows of the observations ``[num_envs]`` of several steps, as they stand one below the other."""
-
-    def select(*leaves: Tensor) -> Tensor:
-        return torch.cat(leaves).index_select(0, rows)
-
-    first = steps[0]
-    return select(*steps) if isinstance(first, Tensor) else first.apply(select, *steps[1:], batch_size=[len(rows)])
