@@ -112,9 +112,7 @@ class Book:
 
     def open(self, case: Any) -> None:
         """Begin to write, or go on."""
-        half = measure_stages(
-            case, groups=2
-        )  # in every call: the least that was ever measured makes the strictest bound
+        half = measure_stages(case, groups=2)  # in every call: the least ever measured makes the strictest bound
         self.half = half if self.half is None else self.half.least(half)
         self._content["machine"] = machine(case.packages) | case.machine()
         self._content["what"] = case.words()

@@ -125,6 +125,7 @@ class CameraVLA:
             raise TypeError(f"expected a VLAPolicy, got {type(policy).__name__}")
         if not made:
             self._imitate(policy)
+            print("the value head learns what that is worth", flush=True)
             value = self._cfg().replace(learning_rate=1e-3, lr_schedule="constant")
             env = self.maker(1, self.sizes.num_envs)()
             warm_up_value(policy, env, value, self.sizes.num_steps, rollouts=3)
@@ -136,11 +137,15 @@ class CameraVLA:
 
     def _imitate(self, policy: VLAPolicy) -> None:
         scale = self.scale
+        began = time.monotonic()
         obs, action, points = (part.to(self.device) for part in demonstrations(scale))
+        print(f"{len(points)} demonstrated decisions in {time.monotonic() - began:.0f} s", flush=True)
         steps, batch_size = scale.imitation_steps, scale.imitation_batch
         cfg = ImitationCfg(learning_rate=3e-4, total_steps=steps, warmup_steps=max(1, steps // 10))
         imitation = Imitation(cfg, policy)
-        for _ in range(steps):
+        for step in range(steps):
+            if step % 100 == 0:
+                print(f"imitation: {step} of {steps} steps, {time.monotonic() - began:.0f} s", flush=True)
             rows = torch.randint(len(points), (batch_size,), device=self.device)
             seen = obs[rows].unsqueeze(1).expand(batch_size, CHUNK)
             chunks = TensorDict({"observation": seen, "action": action[rows]}, batch_size=[batch_size, CHUNK])
