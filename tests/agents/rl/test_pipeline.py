@@ -149,3 +149,30 @@ def test_threads_end_with_the_collector(fails):
 def test_environments_without_groups_are_refused():
     with pytest.raises(ConfigError, match=r"2 groups.*got ScriptedEnv"):
         SyncCollector(ScriptedEnv(4), LinearPolicy(), pipeline_stages=2)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_after_a_rollout_that_was_broken_off_everything_begins_anew(stages):
+    """The step that was under way is lost, and what ended in it: going on would mix up episodes."""
+    env = grouped(limit=6) if stages == 2 else ScriptedEnv(4, limit=6)
+    collector = SyncCollector(env, LinearPolicy(), pipeline_stages=stages)
+    collector.collect(4)
+    steps = []
+
+    def break_off():
+        steps.append(1)
+        if len(steps) == 3:
+            raise KeyboardInterrupt
+
+    collector.before_step = break_off
+    with pytest.raises(KeyboardInterrupt):
+        collector.collect(8)
+    collector.before_step = None
+    rollout = collector.collect(14)
+    assert rollout["observation", "object", "step"][..., 0].tolist() == [[t % 6 for t in range(14)]] * 4
+    assert rollout["done"].tolist() == [[t % 6 == 5 for t in range(14)]] * 4
+    position = rollout["observation", "robot", "qpos"][..., 0]
+    assert torch.allclose(rollout["reward"], position + rollout["action"][..., 0].clamp(-1.0, 1.0), atol=1e-6)
+    assert collector.episodes["length"].tolist() == [6] * 8
+    ended = rollout["reward"].view(4, 14)[:, :12].reshape(4, 2, 6).sum(-1)
+    assert torch.allclose(collector.episodes["return"].sort().values, ended.flatten().double().sort().values, atol=1e-5)

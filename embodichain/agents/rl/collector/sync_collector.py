@@ -90,17 +90,25 @@ class SyncCollector(BaseCollector):
 
     @torch.no_grad()
     def collect(self, num_steps: int) -> TensorDictBase:
-        """Return a rollout ``[num_envs, num_steps]``, valid until the next call."""
+        """Return a rollout ``[num_envs, num_steps]``, valid until the next call.
+
+        After one that was broken off all envs are reset: what became of them since its first step is not known.
+        """
         if num_steps < 1:
             raise RolloutError(f"num_steps must be at least 1, got {num_steps}")
         with torch_threads(self.num_threads):
-            obs = self._begin_rollout()
-            if self._pipeline is not None:
-                obs = self._pipeline.run(self, obs, num_steps)
-            else:
-                for _ in range(num_steps):
-                    obs = self._step(obs, num_steps, self.moment())
-            return self._finish(obs)
+            obs, self.obs = self._begin_rollout(), None
+            following = self._rollout(obs, num_steps)
+            self.obs = following
+            return self._finish(following)
+
+    def _rollout(self, obs: Observation, num_steps: int) -> Observation:
+        """Take all steps of a rollout; return the observation after them."""
+        if self._pipeline is not None:
+            return self._pipeline.run(self, obs, num_steps)
+        for _ in range(num_steps):
+            obs = self._step(obs, num_steps, self.moment())
+        return obs
 
     @property
     def episodes(self) -> TensorDict:
@@ -214,7 +222,7 @@ class SyncCollector(BaseCollector):
         self._averages.add(info, done if self.env.device == self.device else done.to(self.env.device))
         if self.callback is not None:
             self.callback(obs, action, reward, done, info, next_obs)
-        self.obs, self.state = next_obs, self.clear_ended(decision.new_state, done)
+        self.state = self.clear_ended(decision.new_state, done)
         return next_obs
 
     def _env_step(self, action: Tensor) -> StepResult:
