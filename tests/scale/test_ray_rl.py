@@ -182,28 +182,43 @@ def test_the_name_of_a_worker_will_do_in_a_config() -> None:
     assert cfg.trainer.collector == AsyncCfg(worker="ray")
 
 
-def test_workers_stay_when_their_learner_is_killed(
-    cluster: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def end_learner(cluster: Any, folder: Path, number: signal.Signals) -> int:
+    """Send a signal to a learner with two workers, once both were heard; return its exit code."""
     trainer = {
         "gym_config": {"id": "CartPoleRL", "num_envs": 8},
         "buffer_size": 16,
         "iterations": 100_000,
         "save_freq": 128 * 5,
         "enable_eval": False,
-        "run_dir": str(tmp_path / "run"),
+        "run_dir": str(folder / "run"),
         "collector": {"worker": "ray", "address": cluster.address, "max_policy_lag": 2, "num_workers": 2},
     }
-    config = tmp_path / "train.json"
+    config = folder / "train.json"
     config.write_text(json.dumps({"trainer": trainer}))
     command = [sys.executable, "-m", "embodichain", "train", str(config)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as learner:
         deadline = time.monotonic() + 90
-        while not saved_with_both_workers(tmp_path / "run"):
+        while not saved_with_both_workers(folder / "run"):
             assert learner.poll() is None, learner.stderr and learner.stderr.read()
             assert time.monotonic() < deadline, "no checkpoint"
             time.sleep(0.1)
-        learner.send_signal(signal.SIGKILL)
+        learner.send_signal(number)
+        learner.communicate(timeout=60)
+    return learner.returncode
+
+
+def test_a_learner_that_is_asked_to_end_saves_itself_first(cluster: Any, tmp_path: Path) -> None:
+    """SIGTERM is what a scheduler sends; Ray has a handler of its own, which would end the program there and then."""
+    assert end_learner(cluster, tmp_path, signal.SIGTERM) == 130  # interrupted, and saved
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    saved = load_checkpoint(find_checkpoint(tmp_path / "run", "latest"))["trainer"]
+    assert saved["global_step"] == last["step"]
+
+
+def test_workers_stay_when_their_learner_is_killed(
+    cluster: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    end_learner(cluster, tmp_path, signal.SIGKILL)
     reached = load_checkpoint(find_checkpoint(tmp_path / "run", "latest"))["trainer"]["iteration"]
     heard = InterruptAfter(2, "goes on in its environment")
     logger = logging.getLogger("embodichain.collector")

@@ -14,6 +14,7 @@ import math
 import os
 import re
 import secrets
+import signal
 import socket
 import threading
 from collections.abc import Iterator
@@ -58,10 +59,11 @@ class RaySession:
             ray = require("ray", extra="ray")
             if not ray.is_initialized():
                 cls._made_here = True
-                if address is None:
-                    _start(ray, num_workers, placement)
-                else:
-                    _connect(ray, address)
+                with _own_signal_handlers():
+                    if address is None:
+                        _start(ray, num_workers, placement)
+                    else:
+                        _connect(ray, address)
                 atexit.register(cls._at_exit)  # after Ray's own, so it runs before that
             elif address is not None:
                 log.info("this process is connected with Ray already; address %r is not asked", address)
@@ -137,6 +139,17 @@ def no_room(placement: PlacementCfg, seconds: float) -> ClusterError:
     )
 
 
+@contextmanager
+def _own_signal_handlers() -> Iterator[None]:
+    """Let signals do what they did before: Ray would end the program, where a training saves itself first."""
+    is_main = threading.current_thread() is threading.main_thread()  # others cannot set handlers, nor can Ray there
+    former = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)} if is_main else {}
+    yield
+    for number, handler in former.items():
+        if callable(handler):
+            signal.signal(number, handler)
+
+
 def _start(ray: Any, num_workers: int, placement: PlacementCfg) -> None:
     cores = max(os.cpu_count() or 1, math.ceil(num_workers * placement.num_cpus))
     named = {name: share * num_workers for name, share in placement.resources.items()}
@@ -194,6 +207,11 @@ def _connect(ray: Any, address: str) -> None:
     try:
         with mode:
             ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+    except ray.exceptions.AuthenticationError as error:
+        raise ClusterError(
+            f"RAY_AUTH_MODE is 'token', but there is none here for the Ray cluster at {address!r}: copy ~/.ray/auth_token "
+            "from the machine on which it was started"
+        ) from error
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise _nobody(address, str(error)) from error
 
