@@ -209,8 +209,8 @@ def _connect(ray: Any, address: str) -> None:
             ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
     except ray.exceptions.AuthenticationError as error:
         raise ClusterError(
-            f"RAY_AUTH_MODE is 'token', but there is none here for the Ray cluster at {address!r}: copy ~/.ray/auth_token "
-            "from the machine on which it was started"
+            f"RAY_AUTH_MODE is 'token', but there is none here for the Ray cluster at {address!r}: copy "
+            "~/.ray/auth_token from the machine on which it was started"
         ) from error
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise _nobody(address, str(error)) from error
