@@ -15,15 +15,7 @@ import torch
 from embodichain.errors import CollectorError, EnvironmentHungError
 from tests.agents.rl.async_cases import NUM_ENVS, NUM_STEPS, Env, make_collector, make_env, make_learner
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
 def child_of(collector) -> int:

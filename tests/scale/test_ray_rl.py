@@ -25,13 +25,7 @@ from embodichain.agents.rl.utils.checkpoint import find_checkpoint, load_checkpo
 from embodichain.errors import ConfigError
 from tests.agents.rl.async_cases import NUM_STEPS, make_collector, make_env, make_learner
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def ray_collector(algorithm: Any, cluster: Any, env: Any = None, **settings: Any) -> Any:

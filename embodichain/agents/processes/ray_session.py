@@ -58,12 +58,12 @@ class RaySession:
         with cls._lock:
             ray = require("ray", extra="ray")
             if not ray.is_initialized():
-                cls._made_here = True
                 with _own_signal_handlers():
                     if address is None:
                         _start(ray, num_workers, placement)
                     else:
                         _connect(ray, address)
+                cls._made_here = True
                 atexit.register(cls._at_exit)  # after Ray's own, so it runs before that
             elif address is not None:
                 log.info("this process is connected with Ray already; address %r is not asked", address)
@@ -144,10 +144,12 @@ def _own_signal_handlers() -> Iterator[None]:
     """Let signals do what they did before: Ray would end the program, where a training saves itself first."""
     is_main = threading.current_thread() is threading.main_thread()  # others cannot set handlers, nor can Ray there
     former = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)} if is_main else {}
-    yield
-    for number, handler in former.items():
-        if callable(handler):
-            signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            if callable(handler):
+                signal.signal(number, handler)
 
 
 def _start(ray: Any, num_workers: int, placement: PlacementCfg) -> None:

@@ -19,13 +19,7 @@ from embodichain.errors import CollectorError, ConfigError, EnvironmentHungError
 from tests.agents.rl.async_cases import NUM_ENVS, NUM_STEPS, Env, make_collector, make_env, make_learner
 from tests.agents.rl.helpers import make_policy
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def train(algorithm, collector, iterations, publish=True):

@@ -26,12 +26,7 @@ from tests.agents.rl.training_cases import GRPO, train_config, write_config
 ROLLOUT = 8 * 16
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def vla(**collector):

@@ -18,12 +18,7 @@ from tests.agents.rl.helpers import ScriptedEnv, make_policy
 ENVS, STEPS, CLIP, CAP = 4, 6, 0.2, 1.3
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def stale(name="actor_critic", change=0.3, **settings):

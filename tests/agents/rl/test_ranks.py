@@ -29,12 +29,7 @@ RANKS = 2
 PER_RANK = 8 * 16
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # --- updates ------------------------------------------------------------------------------------------------------

@@ -73,12 +73,7 @@ def events(run_dir):
     return {name: [(event.step, event.value) for event in shown.Scalars(name)] for name in names}
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("case", CASES)

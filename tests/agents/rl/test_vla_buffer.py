@@ -19,12 +19,7 @@ ROLLOUTS = 10_000
 SERVED = multiprocessing.get_context("forkserver")
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def rollout(stamp: int, num_envs: int = 2, num_steps: int = 3) -> TensorDict:

@@ -25,12 +25,7 @@ from tests.agents.rl.vla_cases import chunked_pair
 EXAMPLE = Path(__file__).parents[3] / "examples" / "agents" / "rl" / "vla_sft_then_rl.py"
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -12,13 +12,7 @@ from embodichain.agents.rl.collector.weights import InferenceCopy, WeightLayout,
 from embodichain.errors import WeightsError
 from tests.agents.rl.helpers import ScriptedEnv, make_policy
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
