@@ -1,7 +1,8 @@
 """Configuration: typed classes, files and command-line overrides, with errors that name the key.
 
 ``classes`` holds ``configclass``, ``problems`` the wording of what is wrong with a value, ``files`` reads and writes
-JSON and YAML, ``overrides`` turns ``--trainer.num_envs 128`` into a changed config.
+JSON and YAML, ``overrides`` turns ``--trainer.num_envs 128`` into a changed config, ``shorthand`` lets one field stand
+for a whole config.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from pydantic import Field
 from embodichain.config.classes import MISSING, Config, configclass, is_config, is_config_class, missing_fields, to_data
 from embodichain.config.files import load_config, merge, save_config
 from embodichain.config.overrides import parse_overrides
+from embodichain.config.shorthand import Shorthand
 
 __all__ = [
     "MISSING",
     "Config",
     "Field",
+    "Shorthand",
     "configclass",
     "field",
     "is_config",

@@ -4,6 +4,7 @@ The flags are those of the config at hand: entries of mappings and lists have th
 ``--layers.0.width 64``), and so have the fields of an optional config that is ``None``. Tyro parses plain types and
 lists of them (``--hidden 64 64``); anything else is written as YAML (``--events '{push: {force: 3}}'``). A flag that
 holds a mapping adds to it: ``--weights reach 2 lift 1``. Where nothing may be set, ``null`` and ``None`` set nothing.
+A config with a ``Shorthand`` has a flag of its own for that field: ``--collector ray`` is ``--collector.worker ray``.
 """
 
 from __future__ import annotations
@@ -15,31 +16,18 @@ import enum
 import io
 import re
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypedDict, TypeVar
 
-from embodichain.config.classes import MISSING, is_config, is_config_class
+from embodichain.config.classes import is_config, is_config_class
 from embodichain.config.files import parse_yaml
+from embodichain.config.flags import Flag, docs_of, flags_of, value_now
 from embodichain.config.problems import entry_type, shorten, strip
 from embodichain.errors import ConfigError
 
 _T = TypeVar("_T")
 _FLAG = re.compile(r"^--([A-Za-z_][\w.-]*)")
-
-
-@dataclasses.dataclass(frozen=True)
-class _Flag:
-    """One entry of the config that the command line may set."""
-
-    path: tuple[str | int, ...]
-    annotation: Any
-    value: Any
-    owner: type[Any]
-
-    @property
-    def name(self) -> str:
-        return ".".join(map(str, self.path))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +39,7 @@ def parse_overrides(cfg: _T, argv: Sequence[str], prog: str | None = None, descr
     """Return a checked copy of ``cfg`` with the flags of ``argv`` applied; ``--help`` lists them all and exits."""
     if not is_config(cfg):
         raise TypeError(f"expected a configclass object, got {type(cfg).__name__}")
-    flags = {flag.name: flag for flag in _flags(cfg, type(cfg), (), type(cfg), ()) if _FLAG.match(f"--{flag.name}")}
+    flags = {flag.name: flag for flag in flags_of(cfg, type(cfg)) if _FLAG.match(f"--{flag.name}")}
     tree: dict[Any, Any] = {}
     for name, value in _parse(flags, argv, prog, description).items():
         _plant(tree, flags[name], value)
@@ -62,38 +50,14 @@ def parse_overrides(cfg: _T, argv: Sequence[str], prog: str | None = None, descr
     return changed
 
 
-def _flags(
-    value: Any, declared: Any, path: tuple[str | int, ...], owner: type[Any], above: tuple[type[Any], ...]
-) -> Iterator[_Flag]:
-    """Yield the entries of a value and of everything below it, by what it is and by what it is declared to be."""
-    plain = strip(declared)
-    cls = type(value) if is_config(value) else plain
-    if is_config_class(cls) and path and plain is not declared:
-        yield _Flag(path, Any, value, owner)  # an optional config can be set to null
-    if is_config_class(cls):
-        if is_config(value) or cls not in above:
-            for name, field in cls.__pydantic_fields__.items():
-                entry = getattr(value, name) if is_config(value) else MISSING
-                yield from _flags(entry, field.annotation, (*path, name), cls, (*above, cls))
-        return
-    yield _Flag(path, declared, value, owner)
-    entries = value.items() if isinstance(value, Mapping) else enumerate(value) if _is_nested_list(value) else ()
-    for key, entry in entries:
-        yield from _flags(entry, entry_type(plain, key), (*path, key), owner, above)
-
-
-def _is_nested_list(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and any(is_config(entry) or isinstance(entry, Mapping) for entry in value)
-
-
-def _parse(flags: Mapping[str, _Flag], argv: Sequence[str], prog: str | None, description: str) -> dict[str, Any]:
+def _parse(flags: Mapping[str, Flag], argv: Sequence[str], prog: str | None, description: str) -> dict[str, Any]:
     """Let tyro read the flags; what it does not know or cannot read becomes a ``ConfigError``."""
     import tyro  # only commands that take overrides pay for it
 
-    helps = _docs(flags.values()) if {"-h", "--help"} & set(argv) else {}
+    helps = docs_of(flags.values()) if {"-h", "--help"} & set(argv) else {}
     types: dict[str, Any] = {}
     for name, flag in flags.items():
-        text = tyro.conf.arg(help=helps.get(name, ""), help_behavior_hint=_now(flag))
+        text = tyro.conf.arg(help=helps.get(name, ""), help_behavior_hint=value_now(flag))
         types[name] = Annotated[_cli_type(flag.annotation), text]
     schema = TypedDict("Overrides", types, total=False)  # type: ignore[misc] # the names are only known here
     said = io.StringIO()
@@ -116,7 +80,7 @@ def _parse(flags: Mapping[str, _Flag], argv: Sequence[str], prog: str | None, de
     return dict(values)
 
 
-def _with_none(flags: Mapping[str, _Flag], argv: Sequence[str]) -> list[str]:
+def _with_none(flags: Mapping[str, Flag], argv: Sequence[str]) -> list[str]:
     """Return the words with ``null``, as JSON and YAML have it, written as tyro knows it where nothing may be set."""
     words = list(argv)
     for i, word in enumerate(words):
@@ -144,7 +108,7 @@ def _first_words(unknown: Sequence[str]) -> list[str]:
     return [word for word in unknown if _FLAG.match(word)] or list(unknown)
 
 
-def _unknown(word: str, flags: Mapping[str, _Flag]) -> str:
+def _unknown(word: str, flags: Mapping[str, Flag]) -> str:
     found = _FLAG.match(word)
     if not found:
         return f"{word!r}: expected a flag such as --{next(iter(flags), 'name')}"
@@ -209,35 +173,21 @@ def _text(value: Any) -> list[str]:
     return [shorten(value)]
 
 
-def _now(flag: _Flag) -> str:
-    return "(unset)" if flag.value is MISSING else f"(now: {shorten(flag.value)})"
-
-
-def _docs(flags: Any) -> dict[str, str]:
-    """Return the line under each field, read from the source of its class."""
-    import docstring_parser
-
-    lines: dict[type[Any], dict[str, str]] = {}
-    for owner in {flag.owner for flag in flags}:
-        parsed = [docstring_parser.parse_from_object(base).params for base in reversed(owner.__mro__[:-1])]
-        lines[owner] = {doc.arg_name: doc.description or "" for params in parsed for doc in params}
-    return {flag.name: lines[flag.owner].get(str(flag.path[-1]), "") for flag in flags}
-
-
-def _plant(tree: dict[Any, Any], flag: _Flag, value: Any) -> None:
+def _plant(tree: dict[Any, Any], flag: Flag, value: Any) -> None:
     """Put a value into the tree of changes; a mapping becomes one change per entry."""
-    for depth, key in enumerate(flag.path[:-1], start=1):
+    target = flag.target
+    for depth, key in enumerate(target[:-1], start=1):
         tree = tree.setdefault(key, {})
         if isinstance(tree, _Leaf):
-            whole = ".".join(map(str, flag.path[:depth]))
+            whole = ".".join(map(str, target[:depth]))
             raise ConfigError(f"{flag.name}: expected either --{whole} or --{flag.name}, got both", "command line")
     if typing.get_origin(strip(flag.annotation)) is dict and isinstance(value, list):
         value = dict(value)
     if isinstance(value, Mapping) and value:
-        below = tree.setdefault(flag.path[-1], {})
+        below = tree.setdefault(target[-1], {})
         below.update({key: _Leaf(entry) for key, entry in value.items() if key not in below})
     else:
-        tree[flag.path[-1]] = _Leaf(value)
+        tree[target[-1]] = _Leaf(value)
 
 
 def _apply(value: Any, declared: Any, tree: Any, path: str, problems: list[str]) -> Any:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 
-from embodichain.config import MISSING, Config, configclass, parse_overrides
+from embodichain.config import MISSING, Config, Shorthand, configclass, parse_overrides
 from embodichain.errors import ConfigError
 from tests.config.samples import AlgorithmCfg, Backend, EngineCfg, NetCfg, PpoCfg, RunCfg
 
@@ -14,6 +15,14 @@ from tests.config.samples import AlgorithmCfg, Backend, EngineCfg, NetCfg, PpoCf
 @configclass
 class AnyAlgorithmCfg(Config):
     algorithm: AlgorithmCfg = PpoCfg()
+
+
+@configclass
+class ShortCfg(Config):
+    net: Annotated[NetCfg, Shorthand("activation")] = NetCfg()
+    """The network."""
+    extra: dict[str, int] = {"net": 3}
+    """Anything."""
 
 
 @configclass
@@ -67,6 +76,23 @@ def test_any_field_can_be_overridden(argv, path, value):
         found = found[key] if isinstance(found, dict) else getattr(found, key)
     assert found == value
     assert base == RunCfg()
+
+
+def test_a_config_can_be_set_by_one_of_its_fields_alone():
+    assert ShortCfg.from_dict({"net": "relu"}).net == NetCfg(activation="relu")
+    assert parse_overrides(ShortCfg(), ["--net", "relu"]).net == NetCfg(activation="relu")
+    both = ["--net.width", "7", "--net", "relu"]
+    assert parse_overrides(ShortCfg(), both).net == NetCfg(width=7, activation="relu")
+    with pytest.raises(ConfigError, match="'sine'"):
+        parse_overrides(ShortCfg(), ["--net", "sine"])
+
+
+def test_help_tells_of_an_entry_what_its_own_config_says(capsys):
+    with pytest.raises(SystemExit):
+        parse_overrides(ShortCfg(), ["--help"])
+    words = capsys.readouterr().out
+    assert "--net {tanh,relu}" in words
+    assert words.count("The network.") == 1  # the entry net of extra is something else
 
 
 def test_no_flags_change_nothing():

@@ -70,6 +70,12 @@ def test_any_field_can_be_overridden(tmp_path):
     assert cfg.trainer.gym_config["seed"] == 3
 
 
+def test_collection_in_a_cluster_is_one_flag(tmp_path):
+    words = ["--trainer.collector", "ray", "--trainer.collector.num_workers", "2"]
+    collector = loaded(tmp_path, words).trainer.collector
+    assert (collector.worker, collector.num_workers) == ("ray", 2)
+
+
 def test_module_and_command_train_alike(tmp_path):
     for name, command in (
         ("module", ["embodichain.agents.rl.train", "--config"]),

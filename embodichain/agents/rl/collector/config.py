@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
-
-from pydantic import BeforeValidator
+from typing import Annotated, Literal
 
 from embodichain.agents.processes.ray_config import PlacementCfg
 from embodichain.agents.rl.utils.config import Count, Positive
-from embodichain.config import Config, Field, configclass
+from embodichain.config import Config, Field, Shorthand, configclass
 from embodichain.errors import ConfigError
 
 
@@ -77,9 +75,5 @@ class AsyncCfg(Config):
             raise ConfigError(problems, "collector")
 
 
-def _by_name(given: Any) -> Any:
-    return {"worker": given} if isinstance(given, str) else given
-
-
-CollectorBlock = Annotated[AsyncCfg, BeforeValidator(_by_name)]
+CollectorBlock = Annotated[AsyncCfg, Shorthand("worker")]
 """Settings of collection in a config, for which the name of the worker will do: ``"collector": "ray"``."""
