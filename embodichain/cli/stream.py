@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from embodichain.cli.stream_watch import StreamLog, worker_table
+from embodichain.cli.stream_log import StreamLog
+from embodichain.cli.stream_rates import WINDOW_SECONDS, History, Moment, Rates
+from embodichain.cli.stream_watch import MAX_LINES, worker_table
 
 if TYPE_CHECKING:
-    from rich.console import Group
+    from rich.console import Console, Group
     from rich.table import Table
 
-    from embodichain.agents.engine import OnlineDataEngine, StreamStats
+    from embodichain.agents.engine import OnlineDataEngine
 
 
 @dataclass(frozen=True)
@@ -45,47 +47,85 @@ def main(argv: Sequence[str]) -> int:
     args, flags = tyro.cli(StreamArgs, args=list(argv), prog="embodichain stream", return_unknown_args=True)
 
     from rich.console import Console
-    from rich.live import Live
 
     from embodichain.agents.engine import OnlineDataEngine
     from embodichain.agents.engine.files import load_stream_config
+    from embodichain.agents.utils.messages import shown_messages
     from embodichain.config.overrides import parse_overrides
 
     cfg = parse_overrides(load_stream_config(args.config), flags, prog="embodichain stream CONFIG")
-    console = Console()
-    log = None if args.tensorboard is None else StreamLog(args.tensorboard)
-    with OnlineDataEngine(cfg) as engine:
-        started = time.monotonic()
-        view = _look(engine, args, 0.0, None)
-        try:
-            with Live(view, console=console, transient=True) if console.is_terminal else nullcontext() as live:
-                while args.duration is None or time.monotonic() - started < args.duration:
-                    _draw(engine, args, seconds=1.0 if args.watch else 0.5)
-                    view = _look(engine, args, time.monotonic() - started, log)
-                    if live is not None:
-                        live.update(view)
-        except KeyboardInterrupt:
-            pass  # the ordinary way to end a stream that has no duration
-        finally:
-            if log is not None:
-                log.close()
-        console.print(view)
+    with shown_messages(), OnlineDataEngine(cfg) as engine:
+        watch(engine, args, Console())
     return 0
 
 
-def _look(engine: OnlineDataEngine, args: StreamArgs, seconds: float, log: StreamLog | None) -> Group:
-    """Return what is going on, as tables, and write it down if that is wanted."""
-    from rich.console import Group
+def watch(engine: OnlineDataEngine, args: StreamArgs, console: Console) -> None:
+    """Draw from a stream and show what is going on until it is time to end; then tell how the whole run was."""
+    from rich.live import Live
 
-    stats = engine.stats()
-    tables = [stats_table(stats, seconds)]
-    if args.watch or log is not None:
-        workers = engine.worker_stats()
-        if args.watch:
-            tables.append(worker_table(workers))
+    began = time.monotonic()
+    log = None if args.tensorboard is None else StreamLog(args.tensorboard)
+    now = _look(engine, args, 0.0)
+    history = History(now)
+    screen = Live(view(now, history, args, console), console=console, transient=True)
+    try:
+        with screen if console.is_terminal else nullcontext():
+            while args.duration is None or time.monotonic() - began < args.duration:
+                _draw(engine, args, seconds=1.0 if args.watch else 0.5)
+                now = _look(engine, args, time.monotonic() - began)
+                history.add(now)
+                screen.update(view(now, history, args, console))
+                if log is not None:
+                    log.write(now)
+    except KeyboardInterrupt:
+        pass  # the ordinary way to end a stream that has no duration
+    finally:
         if log is not None:
-            log.write(seconds, stats, workers)
-    return Group(*tables)
+            log.close()
+    console.print(view(now, history, args, None))
+
+
+def view(now: Moment, history: History, args: StreamArgs, screen: Console | None) -> Group:
+    """Return what is going on as tables that fit a screen; without one, the whole run as tables of any height."""
+    from rich.console import Group
+    from rich.text import Text
+
+    rates = history.whole() if screen is None else history.recent()
+    when = "the whole run" if screen is None else f"the last {min(WINDOW_SECONDS, now.seconds):.0f} s"
+    title = Text(f"stream, {now.seconds:.0f} s since the first fill (rates: mean of {when})", style="italic")
+    above = summary(now, rates)
+    if not args.watch:
+        return Group(title, above)
+    used = 1 + above.row_count + 1 + 1 + 1 + 1  # title, summary and its head, a blank line, a head, the cursor
+    room = MAX_LINES if screen is None else max(screen.size.height - used, 1)
+    return Group(title, above, Text(), worker_table(now.workers, rates, room))
+
+
+def summary(now: Moment, rates: Rates) -> Table:
+    """Return the figures of a stream."""
+    from rich.table import Table
+
+    stats = now.stats
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("", "total", "per s"):
+        table.add_column(column, justify="right" if column else "left", no_wrap=True)
+    table.add_column("")
+    success = "" if stats.success_rate is None else f", {stats.success_rate:.1%} succeeded"
+    filled = f"{stats.refills:,.1f} refills of the buffer{success}"
+    age = f"mean age {stats.mean_age_seconds:.1f} s, {stats.mean_age_refills:.2f} refills"
+    again = f", {stats.rejected_reads:,} drawn again" if stats.rejected_reads else ""
+    table.add_row("episodes", f"{stats.episodes_written:,}", f"{rates.episodes:,.1f}", filled)
+    table.add_row("steps", f"{stats.frames:,}", f"{rates.frames:,.0f}", "")
+    table.add_row("chunks", f"{stats.samples:,}", f"{rates.samples:,.0f}", age + again)
+    if stats.restarts:
+        table.add_row("workers", "", "", f"{stats.restarts:,} replaced")
+    return table
+
+
+def _look(engine: OnlineDataEngine, args: StreamArgs, seconds: float) -> Moment:
+    """Return what is going on."""
+    workers = engine.worker_stats() if args.watch or args.tensorboard is not None else ()
+    return Moment(seconds, engine.stats(), workers)
 
 
 def _draw(engine: OnlineDataEngine, args: StreamArgs, seconds: float) -> None:
@@ -97,25 +137,3 @@ def _draw(engine: OnlineDataEngine, args: StreamArgs, seconds: float) -> None:
             drawn += 1
         else:
             time.sleep(0.001)
-
-
-def stats_table(stats: StreamStats, seconds: float) -> Table:
-    """Return the statistics as a table."""
-    from rich.table import Table
-
-    table = Table(title=f"stream, {seconds:.0f} s", show_header=False)
-    success = "unknown" if stats.success_rate is None else f"{stats.success_rate:.1%}"
-    for name, value in (
-        ("episodes written", f"{stats.episodes_written:,}"),
-        ("episodes per second", f"{stats.episodes_per_second:,.1f}"),
-        ("simulated steps per second", f"{stats.frames_per_second:,.0f}"),
-        ("refills of the buffer", f"{stats.refills:,.1f}"),
-        ("success of the episodes", success),
-        ("chunks sampled", f"{stats.samples:,}"),
-        ("chunks per second", f"{stats.samples_per_second:,.0f}"),
-        ("mean age of a chunk", f"{stats.mean_age_seconds:.1f} s, {stats.mean_age_refills:.2f} refills"),
-        ("chunks drawn again", f"{stats.rejected_reads:,}"),
-        ("workers replaced", f"{stats.restarts}"),
-    ):
-        table.add_row(name, value)
-    return table

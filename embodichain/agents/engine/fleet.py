@@ -28,6 +28,8 @@ class WorkerHandle(Protocol):
     """When it was given the buffer; 0 while it is still building its environment."""
     lost: bool
     """Whether it ended with its machine, which is no fault of its own."""
+    unreachable: bool
+    """Whether nobody knows at present what has become of it."""
 
     @property
     def pid(self) -> int:

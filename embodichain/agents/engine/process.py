@@ -31,7 +31,7 @@ class WorkerProcess:
         self.joined = 0.0
         """When the worker was given the buffer; 0 while it is still building its environment."""
         self.node = socket.gethostname()
-        self.lost = False
+        self.lost = self.unreachable = False
         self.socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # The job is handed over as a nameless file: a packet could not hold a config of any size.
         with other, os.fdopen(os.memfd_create("embodichain-job"), "w+") as document:

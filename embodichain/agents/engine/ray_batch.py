@@ -13,7 +13,7 @@ from torch import Tensor
 
 from embodichain.agents.engine.episode import Episode
 from embodichain.agents.engine.layout import Allocator, FrameLayout, Key
-from embodichain.agents.engine.shared_buffer import Ints, Work
+from embodichain.agents.engine.shared_buffer import WORK_WORDS, Ints
 from embodichain.agents.processes.arrays import tensor_on
 
 _FIRST_BYTES = 1 << 20
@@ -50,7 +50,7 @@ class BatchWriter:
 
     def __init__(self, layout: FrameLayout) -> None:
         self.layout = layout
-        self.counts: Ints = np.zeros(len(Work), np.int64)
+        self.counts: Ints = np.zeros(WORK_WORDS, np.int64)
         self._headers: list[tuple[int, ...]] = []
         self._data = np.empty(_FIRST_BYTES, np.uint8)
         self._used = 0

@@ -10,6 +10,7 @@ import collections
 import logging
 import math
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 from embodichain.agents.engine.config import OnlineDataEngineCfg
 from embodichain.agents.engine.fleet import Message, WorkerHandle
 from embodichain.agents.engine.ray_batch import EpisodeBatch
+from embodichain.agents.engine.ray_nodes import NodeNames
 from embodichain.agents.engine.ray_worker import StreamWorker
 from embodichain.agents.engine.refill import RefillPolicy, make_refill
 from embodichain.agents.engine.shared_buffer import Ints, SharedBuffer, Work
@@ -32,6 +34,8 @@ _TURN_SECONDS = 0.25
 _DEPTH = 2
 """Requests that a worker has at a time: it begins the next one while the answer to the last one is on its way."""
 _IDLE_SECONDS = 0.002
+_LINE_LENGTH = 120
+"""Ray tells of a dead process in one line with all that may have killed it; the whole of it follows the message."""
 
 
 class RayWorker:
@@ -63,7 +67,8 @@ class RayWorker:
 
     def placed(self, message: Message) -> None:
         """Note where the worker is, and let it build its environment unless it has one."""
-        self.node, self.node_id, self._pid = message["node"], message["node_id"], message["pid"]
+        self.node_id, self._pid = message["node_id"], message["pid"]
+        self.node = self._fleet.nodes.name(message["node_id"], message["node"])
         self.unreachable = False
         if not self.joined:
             self.started = time.monotonic()
@@ -78,9 +83,11 @@ class RayWorker:
     def ended(self, error: Exception) -> None:
         """Note how the worker ended."""
         self.lost, text = node_died(error, self.node_id), error_text(error)
-        gone = f"is gone with its node {self.node}".rstrip()
-        what = gone if self.lost else f"ended: {text.splitlines()[-1]}"
-        self._end = FailureReport(self.index, what, traceback=text)
+        if self.lost:  # what Ray says of it are ids alone
+            self._end = FailureReport(self.index, f"is gone with its node {self.node}".rstrip())
+        else:
+            last = textwrap.shorten(text.splitlines()[-1], _LINE_LENGTH, placeholder=" ...")
+            self._end = FailureReport(self.index, f"ended: {last}", traceback=text)
 
     def share(self, buffer: SharedBuffer) -> None:
         """Let it begin to fill the buffer."""
@@ -115,6 +122,7 @@ class RayFleet:
         self._buffer: SharedBuffer | None = None
         self._refill: RefillPolicy | None = None
         self._row = 0
+        self.nodes = NodeNames(lambda: {node["NodeID"] for node in self._ray.nodes() if node["Alive"]})
         self._began, self._had_place = time.monotonic(), False
 
     def start(self, index: int, incarnation: int) -> WorkerHandle:
@@ -175,6 +183,8 @@ class RayFleet:
             if share > 0:
                 worker.ask(worker.actor.work.remote(share, _TURN_SECONDS), share)
                 due -= share
+        for worker in reachable:
+            self._buffer.workers[worker.index, Work.IDLE] = not worker.requests
 
     def _beat(self, worker: RayWorker) -> None:
         if self._buffer is not None:

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from embodichain.agents.engine.config import OnlineDataEngineCfg
-from embodichain.agents.engine.shared_buffer import Ints, SharedBuffer, Work
+from embodichain.agents.engine.shared_buffer import WORK_WORDS, Ints, SharedBuffer, Work
 from embodichain.errors import StreamStalledError
 
 _POLL_SECONDS = 0.001
@@ -92,7 +92,7 @@ class ContinuousRefill:
 def _share(buffer: SharedBuffer, worker: int | None) -> tuple[Ints, int]:
     """Return the record and the number of rows of a worker; of all together, with a record of its own, for None."""
     if worker is None:
-        return np.zeros(len(Work), np.int64), buffer.num_rows
+        return np.zeros(WORK_WORDS, np.int64), buffer.num_rows
     return buffer.workers[worker], len(buffer.rows_of(worker))
 
 

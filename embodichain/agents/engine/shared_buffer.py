@@ -52,7 +52,10 @@ class Control(enum.IntEnum):
 
 
 class Work(enum.IntEnum):
-    """Words of a worker's record, written by that worker and kept by the one that replaces it."""
+    """Words of a worker's record, written by that worker and kept by the one that replaces it.
+
+    ``IDLE`` is 1 while nothing is wanted of it, because the buffer is full of episodes that are still good.
+    """
 
     HEARTBEAT = 0
     WRITTEN = 1
@@ -62,6 +65,11 @@ class Work(enum.IntEnum):
     FRAMES = 5
     TARGET = 6
     SERVED = 7
+    IDLE = 8
+
+
+WORK_WORDS = 16
+"""Length of a record: whole cache lines, so that no two workers write into the same one."""
 
 
 class Read(enum.IntEnum):
@@ -180,7 +188,7 @@ def _fields(
     arrays: dict[str | Key, tuple[torch.dtype, tuple[int, ...]]] = {
         "control": (torch.int64, (8,)),
         "failure": (torch.uint8, (FAILURE_BYTES,)),
-        "workers": (torch.int64, (num_workers, 8)),
+        "workers": (torch.int64, (num_workers, WORK_WORDS)),
         "owners": (torch.int64, (MAX_READERS,)),
         "readers": (torch.float64, (MAX_READERS, 8)),
         "sequence": (torch.int64, (num_rows,)),

@@ -33,6 +33,8 @@ class StreamStats:
     restarts: int
     rejected_reads: int
     """Chunks that were drawn again because their row was overwritten while they were copied."""
+    frames: int
+    """Simulated environment steps, in episodes that were finished."""
 
 
 class StatsCounter:
@@ -67,10 +69,11 @@ class StatsCounter:
             success_rate=int(work[Work.SUCCEEDED]) / judged if judged else None,
             restarts=int(buffer.control[Control.RESTARTS]),
             rejected_reads=int(read[Read.REDRAWN]),
+            frames=frames,
         )
 
 
-WorkerState = Literal["waiting", "building", "running"]
+WorkerState = Literal["waiting", "building", "running", "unreachable"]
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,8 @@ class WorkerStats:
     pid: int
     """Its process id there."""
     state: WorkerState
-    """``waiting`` for a node, ``building`` its environment, or ``running``."""
+    """``waiting`` for a node, ``building`` its environment, ``running``, or ``unreachable``: it did run, but
+    the cluster does not know at present whether it still does."""
     episodes_written: int
     episodes_per_second: float
     frames_per_second: float
@@ -93,6 +97,10 @@ class WorkerStats:
     """Mean age of its episodes that are in the buffer; 0 if there are none."""
     restarts: int
     """How often the worker in this place was replaced."""
+    frames: int
+    """Simulated environment steps, in episodes that were finished."""
+    idle: bool
+    """Whether it is running, but nothing is wanted of it, because the buffer is full of episodes that are good yet."""
 
 
 class WorkersCounter:
@@ -113,19 +121,22 @@ class WorkersCounter:
         stats = []
         for index, count in enumerate(replaced):
             handle, own = handles.get(index), filled & (owners == index)
-            running = handle is not None and handle.joined > 0
+            state = _state(handle)
+            running = state == "running"
             stats.append(
                 WorkerStats(
                     worker=index,
                     node="" if handle is None else handle.node,
                     pid=0 if handle is None else handle.pid,
-                    state=_state(handle),
+                    state=state,
                     episodes_written=int(records[index, Work.WRITTEN]),
                     episodes_per_second=float(rates[index, Work.WRITTEN]),
                     frames_per_second=float(rates[index, Work.FRAMES]),
                     silent_seconds=max(now - int(records[index, Work.HEARTBEAT]) / 1e9, 0.0) if running else 0.0,
                     mean_age_seconds=float(clock - times[own].mean()) if own.any() else 0.0,
                     restarts=count,
+                    frames=int(records[index, Work.FRAMES]),
+                    idle=running and bool(records[index, Work.IDLE]),
                 )
             )
         return stats
@@ -134,4 +145,6 @@ class WorkersCounter:
 def _state(handle: WorkerHandle | None) -> WorkerState:
     if handle is None or math.isinf(handle.started):
         return "waiting"
+    if handle.unreachable:
+        return "unreachable"
     return "running" if handle.joined else "building"

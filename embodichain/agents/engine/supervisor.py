@@ -177,6 +177,9 @@ class Supervisor(threading.Thread):
         del self._workers[worker.index]
         if self._stopping.is_set():
             return
+        if worker.lost and math.isinf(worker.started):  # it waited for that machine: nothing is lost
+            self._vacancies[worker.index] = (time.monotonic(), worker.incarnation)
+            return
         faults = self._restarts[worker.index]
         if not worker.lost:  # a machine that is gone is nobody's fault
             if self.buffer is None:
@@ -188,7 +191,8 @@ class Supervisor(threading.Thread):
         if self.buffer is not None:
             self.buffer.control[Control.RESTARTS] += 1
         count = "" if worker.lost else f" ({faults} of {self._cfg.max_restarts})"
-        log.warning("simulation worker %d %s; replacing it%s\n%s", worker.index, report.what, count, report.traceback)
+        told = f"\n{report.traceback}" if report.traceback else ""
+        log.warning("simulation worker %d %s; replacing it%s%s", worker.index, report.what, count, told)
         pause = 0.0 if worker.lost else restart_delay(faults)
         self._vacancies[worker.index] = (time.monotonic() + pause, worker.incarnation + 1)
 

@@ -60,7 +60,9 @@ class Worker:
         """Simulate while episodes are wanted, sleep while they are not, until the engine stops."""
         while self._engine_lives():
             self._record[Work.HEARTBEAT] = time.monotonic_ns()
-            if not self._refill.wants_episode():
+            wanted = self._refill.wants_episode()
+            self._record[Work.IDLE] = not wanted
+            if not wanted:
                 time.sleep(_IDLE_SECONDS)
                 continue
             for episode in self._source.advance():

@@ -78,6 +78,16 @@ def test_samples_wake_the_workers_and_silence_lets_them_rest(engine: OnlineDataE
     assert min(rows) >= 4
 
 
+def test_a_worker_with_nothing_to_do_is_idle(engine: OnlineDataEngine) -> None:
+    wait_until(lambda: all(worker.idle for worker in engine.worker_stats()))
+    before = engine.worker_stats()
+    assert {worker.state for worker in before} == {"running"}
+    assert sum(worker.frames for worker in before) == engine.stats().frames > 0
+    engine.sample_batch(20 * 16, 2)
+    wait_until(lambda: sum(w.frames for w in engine.worker_stats()) > sum(w.frames for w in before))
+    wait_until(lambda: all(worker.idle for worker in engine.worker_stats()))
+
+
 def test_stats_add_up(engine: OnlineDataEngine) -> None:
     before = engine.stats()
     for _ in range(32):
