@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from embodichain.cli.stream_help import HELP, show_help
+
 if TYPE_CHECKING:
     from embodichain.agents.engine.sources import EpisodeSource
 
@@ -17,18 +19,18 @@ _DEFAULT_FPS = 30
 
 @dataclass(frozen=True)
 class RecordArgs:
-    """Record episodes to a folder. Every setting of the engine is a flag too: --seed 7."""
+    """Record episodes to a folder. Every setting of the engine is a flag, too: --seed 7."""
 
-    config: Annotated[str, tyro.conf.Positional]
+    config: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG")]
     """File of engine settings, a gym_config.json, or the name of an environment."""
     out: Path
     """New folder for the dataset."""
     episodes: int = 50
     """Number of episodes."""
     fps: int | None = None
-    """Frames per second (default: the simulation's own rate)."""
+    """Frames per second; None takes the simulation's own rate."""
     task: str | None = None
-    """What is to be done, in words (default: the name of the environment)."""
+    """What is to be done, in words; None takes the name of the environment."""
     quality: int = 18
     """Quality of the videos: 0 is lossless, 51 the worst."""
     read: bool = False
@@ -37,6 +39,8 @@ class RecordArgs:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
+    if HELP & set(argv):
+        return show_help(RecordArgs, "embodichain record", argv)
     args, flags = tyro.cli(RecordArgs, args=list(argv), prog="embodichain record", return_unknown_args=True)
 
     from rich.console import Console

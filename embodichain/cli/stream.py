@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from embodichain.cli.stream_help import HELP, show_help
 from embodichain.cli.stream_log import StreamLog
 from embodichain.cli.stream_rates import WINDOW_SECONDS, History, Moment, Rates
 from embodichain.cli.stream_watch import MAX_LINES, worker_table
@@ -24,12 +25,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StreamArgs:
-    """Stream episodes and show what is going on. Every setting of the engine is a flag too: --buffer_size 64."""
+    """Stream episodes and show what is going on. Every setting of the engine is a flag, too: --num_workers 2."""
 
-    config: Annotated[str, tyro.conf.Positional]
+    config: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG")]
     """File of engine settings, a gym_config.json, or the name of an environment."""
     duration: float | None = None
-    """Seconds after which to stop (default: at Ctrl-C)."""
+    """Seconds after which to stop; None goes on until Ctrl-C."""
     batch_size: int = 32
     """Chunks per batch that is drawn while the stream runs."""
     chunk_size: int = 8
@@ -44,6 +45,8 @@ class StreamArgs:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
+    if HELP & set(argv):
+        return show_help(StreamArgs, "embodichain stream", argv)
     args, flags = tyro.cli(StreamArgs, args=list(argv), prog="embodichain stream", return_unknown_args=True)
 
     from rich.console import Console
