@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor
 from benchmarks.async_vla_runs import Sizes, measure_stages, run
 from embodichain.agents.rl.algo import PPO, PPOCfg
 from embodichain.agents.rl.models import Policy, build_policy
-from embodichain.envs.groups import make_grouped
 from embodichain.envs.registration import make
 from embodichain.envs.vec_env import VecEnv
 
@@ -81,6 +79,7 @@ class RemoteInference:
 
     def __init__(self, rollouts: int, sizes: Sizes | None = None) -> None:
         torch.set_num_threads(1)
+        self.make_env = _make_env
         self.sizes = sizes or self._calibrated(rollouts)
 
     def _calibrated(self, rollouts: int) -> Sizes:
@@ -97,10 +96,6 @@ class RemoteInference:
         update = run(self, "sync", seed=0, rollouts=2).update
         collect = measure_stages(self, groups=2).bound(2, self.sizes.num_steps, measure_stages(self, groups=1).rest)
         return replace(self.sizes, epochs=max(1, int(collect / update)))
-
-    def maker(self, groups: int, num_envs: int) -> Callable[[], VecEnv]:
-        """Return what makes environments that simulate on one core."""
-        return partial(make_grouped, _make_env, num_envs, groups)
 
     def learner(self, env: VecEnv, seed: int) -> PPO:
         """Return PPO with a small network."""

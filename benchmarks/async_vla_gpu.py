@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +29,6 @@ from embodichain.agents.rl.models.vla import save_vla_model
 from embodichain.agents.rl.models.vla.freezing import freeze_but
 from embodichain.agents.rl.utils.evaluation import evaluate
 from embodichain.config import load_config
-from embodichain.envs.groups import make_grouped
 from embodichain.envs.vec_env import VecEnv
 
 TRAINED = ["to_action", "to_value"]
@@ -53,6 +51,7 @@ class CameraVLA:
         """Prepare the policy that all runs start from; it is kept in ``start``, or taken from there."""
         self.scale, self.device = scale, torch.device(scale.device)
         self.sizes = sizes or replace(self.scale.sizes, rollouts=rollouts or self.scale.sizes.rollouts)
+        self.make_env = partial(make_chunked, scale)
         self._last_score = 0.0
         if scale.device == "cpu":
             torch.set_num_threads(1)
@@ -65,10 +64,6 @@ class CameraVLA:
         self.seconds_to_prepare = time.monotonic() - began
 
     # --- what is run ----------------------------------------------------------------------------------------------
-
-    def maker(self, groups: int, num_envs: int) -> Callable[[], VecEnv]:
-        """Return what makes environments of decisions."""
-        return partial(make_grouped, partial(make_chunked, self.scale), num_envs, groups)
 
     def learner(self, env: VecEnv, seed: int) -> PPO:
         """Return PPO with a copy of the policy that all runs start from."""
@@ -97,7 +92,8 @@ class CameraVLA:
         return [
             f"a VLA of {every:.1f} M parameters on {self.device}, of which reinforcement trains {trained:.1f} M (the "
             "heads); gradient steps with TF32 products, no CUDA graphs",
-            f"simulation on {cores()} cores, pictures of {pixels}x{pixels} drawn there, too: one thread for each group",
+            f"simulation on {cores()} cores, pictures of {pixels}x{pixels} drawn there, too: a thread for each group, "
+            "or, apart, a process",
             f"it imitated the expert first: {self.start_success:.0%} of episodes succeed before any reinforcement "
             f"(made or loaded in {self.seconds_to_prepare:.0f} s, shared by all runs)",
         ]
@@ -107,8 +103,8 @@ class CameraVLA:
     def _cfg(self) -> PPOCfg:
         recipe = load_config(CONFIGS / "train_config_vla.json")["algorithm"]["cfg"]
         batch = self.sizes.num_envs * self.sizes.num_steps // 2
-        own = {"batch_size": batch, "n_epochs": self.sizes.epochs, "mixed_precision": "tf32", "cuda_graphs": False}
-        return PPOCfg.from_dict({**recipe, **own})
+        own = {"batch_size": batch, "n_epochs": self.sizes.epochs, "device": str(self.device)}
+        return PPOCfg.from_dict({**recipe, **own, "mixed_precision": "tf32", "cuda_graphs": False})
 
     def _success(self, policy: Policy) -> float:
         return float(evaluate(policy, self._eval_env, self.scale.episodes, seed=12345).summary.success_rate or 0.0)
@@ -127,7 +123,7 @@ class CameraVLA:
             self._imitate(policy)
             print("the value head learns what that is worth", flush=True)
             value = self._cfg().replace(learning_rate=1e-3, lr_schedule="constant")
-            env = self.maker(1, self.sizes.num_envs)()
+            env = self.make_env(self.sizes.num_envs)
             warm_up_value(policy, env, value, self.sizes.num_steps, rollouts=3)
             env.close()
             if start is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, astuple, dataclass, field
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -13,7 +14,8 @@ from benchmarks.timing import cores, own_cpu, total_cpu
 from embodichain.agents.rl.algo import PPO
 from embodichain.agents.rl.buffer import VLABuffer
 from embodichain.agents.rl.collector import AsyncCfg, AsyncCollector, SyncCollector
-from embodichain.envs.groups import GroupedEnv
+from embodichain.agents.rl.collector.remote_env import RemoteEnv
+from embodichain.envs.groups import GroupedEnv, make_grouped
 from embodichain.envs.vec_env import VecEnv
 
 
@@ -25,6 +27,8 @@ class Way:
     """Groups of envs that take turns."""
     worker: Literal["thread", "process"] | None = None
     """Where collection goes on meanwhile; ``None``: nowhere, it is synchronous."""
+    apart: bool = False
+    """Whether each group is simulated in a process of its own."""
 
 
 WAYS = {
@@ -33,6 +37,7 @@ WAYS = {
     "async": Way(1, "thread"),
     "async, pipelined": Way(2, "thread"),
     "async, pipelined, process": Way(2, "process"),
+    "async, pipelined, apart": Way(2, "thread", apart=True),
 }
 
 
@@ -53,9 +58,8 @@ class Case(Protocol):
     """What is run."""
 
     sizes: Sizes
-
-    def maker(self, groups: int, num_envs: int) -> Callable[[], VecEnv]:
-        """Return what makes environments in so many groups, in this process or in another."""
+    make_env: Callable[[int], VecEnv]
+    """Makes so many environments, in this process or in another."""
 
     def learner(self, env: VecEnv, seed: int) -> PPO:
         """Return an algorithm with a policy that is the same for every way."""
@@ -162,7 +166,7 @@ class Clock:
 def measure_stages(case: Case, groups: int, rollouts: int = 2) -> Stages:
     """Time the stages of collection for one of ``groups`` groups, by itself."""
     sizes = case.sizes
-    env = case.maker(1, sizes.num_envs // groups)()
+    env = case.make_env(sizes.num_envs // groups)
     clock = Clock(env)
     learner = case.learner(env, 0)
     collector = SyncCollector(env, learner.policy, learner.device)
@@ -179,10 +183,20 @@ def measure_stages(case: Case, groups: int, rollouts: int = 2) -> Stages:
     return Stages(clock.inference / decisions, clock.simulation / decisions, rest)
 
 
+def make_for(case: Case, way: Way) -> Callable[[], VecEnv]:
+    """Return what makes the environments of a way."""
+    make = partial(_remote, case.make_env) if way.apart else case.make_env
+    return partial(make_grouped, make, case.sizes.num_envs, way.groups)
+
+
+def _remote(make: Callable[[int], VecEnv], num_envs: int) -> VecEnv:
+    return RemoteEnv(partial(make, num_envs))
+
+
 def run(case: Case, way: str, seed: int, rollouts: int | None = None) -> Outcome:
     """Collect and learn, after one time that does not count."""
     count, sizes = rollouts or case.sizes.rollouts, case.sizes
-    env = case.maker(WAYS[way].groups, sizes.num_envs)()
+    env = make_for(case, WAYS[way])()
     clock = Clock(env)
     learner = case.learner(env, seed)
     collector = _collector(case, env, learner, way, seed)
@@ -227,5 +241,5 @@ def _collector(case: Case, env: VecEnv, learner: PPO, way: str, seed: int) -> Sy
     settings = {"worker": worker, "num_steps": sizes.num_steps, "pipeline_stages": groups}
     cfg = AsyncCfg.from_dict({**settings, "max_policy_lag": 1, "seed": seed, "kl_rows": 0})
     buffer = VLABuffer(2 * sizes.num_envs * sizes.num_steps, learner.device)
-    source = env if worker == "thread" else case.maker(groups, sizes.num_envs)
+    source = env if worker == "thread" else make_for(case, WAYS[way])
     return AsyncCollector(source, learner.policy, buffer, learner.device, cfg=cfg)

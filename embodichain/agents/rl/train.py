@@ -141,7 +141,9 @@ def build_trainer(
     given, cfg = cfg, for_rank(cfg, ranks)
     settings = cfg.trainer
     seed_everything(settings.seed)
-    maker = EnvMaker(dict(_mapping(settings.gym_config)), tuple(trusted_modules), settings.collector.pipeline_stages)
+    settings.collector.check()
+    stages, processes = settings.collector.pipeline_stages, settings.collector.pipeline_processes
+    maker = EnvMaker(dict(_mapping(settings.gym_config)), tuple(trusted_modules), stages, processes=processes)
     with ranks.together("building"):
         env = maker()
         policy = build_policy(cfg.policy, env.observation_space, env.action_space, torch.device(settings.device))

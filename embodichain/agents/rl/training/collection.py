@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from embodichain.agents.rl.algo.base import BaseAlgorithm
 from embodichain.agents.rl.buffer.vla_buffer import VLABuffer
 from embodichain.agents.rl.collector.async_collector import AsyncCollector
 from embodichain.agents.rl.collector.config import AsyncCfg
+from embodichain.agents.rl.collector.remote_env import RemoteEnv
 from embodichain.agents.rl.collector.sync_collector import SyncCollector
 from embodichain.agents.rl.training.config import TrainCfg, TrainerCfg
 from embodichain.agents.utils.modules import import_trusted, module_name
@@ -34,6 +35,8 @@ class EnvMaker:
     """Groups that take turns at the policy."""
     chunk_size: int = 1
     """Actions per decision."""
+    processes: bool = False
+    """Whether each group is simulated in a process of its own."""
 
     def __call__(self) -> VecEnv:
         """Return new environments."""
@@ -41,8 +44,11 @@ class EnvMaker:
         return make_grouped(self._make_group, int(self.gym_config["num_envs"]), self.num_groups)
 
     def _make_group(self, num_envs: int) -> VecEnv:
+        gym_config = self.gym_config | {"num_envs": num_envs}
+        if self.processes:
+            return RemoteEnv(replace(self, gym_config=gym_config, num_groups=1, processes=False))
         names = [module_name(entry) for entry in self.trusted_modules]
-        return chunked(make(self.gym_config | {"num_envs": num_envs}, trusted_modules=names), self.chunk_size)
+        return chunked(make(gym_config, trusted_modules=names), self.chunk_size)
 
 
 def in_chunks(env: VecEnv, chunk_size: int) -> VecEnv:

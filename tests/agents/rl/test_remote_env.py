@@ -1,0 +1,165 @@
+"""Environments in processes of their own: the same numbers, the same errors, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from tensordict import TensorDict
+
+from embodichain.agents.rl.collector import AsyncCfg, SyncCollector
+from embodichain.agents.rl.collector.remote_env import RemoteEnv
+from embodichain.agents.rl.models import build_policy
+from embodichain.agents.rl.train import train_from_config
+from embodichain.agents.rl.training.collection import EnvMaker
+from embodichain.agents.rl.training.run_log import read_metrics
+from embodichain.envs.chunks import chunked
+from embodichain.envs.groups import make_grouped
+from embodichain.envs.registration import make
+from embodichain.envs.vec_env import VecEnv
+from embodichain.errors import ActionError, ConfigError, EnvContractError, UnknownNameError, WorkerError
+
+CONFIG = Path(__file__).parents[3] / "configs/agents/rl/basic/cart_pole/train_config.json"
+CAMERA = {"observations": {"cameras": [{"name": "side", "width": 24, "height": 16}]}}
+
+
+def make_task(task: str, num_envs: int, chunk_size: int = 1, cameras: bool = False) -> VecEnv:
+    return chunked(make(task, num_envs=num_envs, num_threads=1, **({"env": CAMERA} if cameras else {})), chunk_size)
+
+
+def assert_same(here: TensorDict, there: TensorDict) -> None:
+    names = sorted(map(str, here.keys(include_nested=True, leaves_only=True)))
+    assert names == sorted(map(str, there.keys(include_nested=True, leaves_only=True)))
+    for name, value in here.items(include_nested=True, leaves_only=True):
+        assert torch.equal(value, there[name]), name
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1][:3]
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("chunk_size", [1, 4])
+def test_it_is_the_same_environment(chunk_size: int) -> None:
+    maker = partial(make_task, "PushCubeRL", 3, chunk_size, cameras=True)
+    with maker() as here, RemoteEnv(maker) as there:
+        assert there.num_envs == 3
+        assert there.max_episode_steps == here.max_episode_steps
+        assert (there.observation_space, there.action_space) == (here.observation_space, here.action_space)
+        assert there.action_manager.action_type == here.action_manager.action_type
+        assert_same(here.reset(seed=5)[0], there.reset(seed=5)[0])
+        generator = torch.Generator().manual_seed(0)
+        ended = 0
+        for _ in range(here.max_episode_steps + 2):
+            action = torch.rand(3, *(here.action_space.shape or ()), generator=generator) * 2 - 1
+            mine, other = here.step(action), there.step(action)
+            assert_same(mine[0], other[0])
+            assert_same(mine[4]["final_observation"], other[4]["final_observation"])
+            for left, right in zip(mine[1:4], other[1:4], strict=True):
+                assert torch.equal(left, right)
+            assert_same(TensorDict(mine[4]["metrics"], [3]), TensorDict(other[4]["metrics"], [3]))
+            done = mine[2] | mine[3]
+            assert (other[4]["final_observation"] is other[0]) == (not bool(done.any()))
+            ended += int(done.sum())
+        assert ended >= 3
+        state = there.get_state()
+        assert_same(here.get_state(), state)
+        assert_same(here.set_state(state[:1], [2]), there.set_state(state[:1], [2]))
+        assert (here.render([1], size=(20, 30)) == there.render([1], size=(20, 30))).all()
+
+
+def test_groups_in_processes_collect_what_groups_in_threads_do() -> None:
+    rollouts = []
+    for remote in (False, True):
+        local = partial(make_task, "CartPoleRL")
+        groups = (lambda n, local=local: RemoteEnv(partial(local, n))) if remote else local
+        torch.manual_seed(0)
+        with make_grouped(groups, 8, 2) as env:
+            block = {"name": "actor_critic", "actor": {"type": "mlp", "hidden_sizes": [16]}, "critic": {"type": "mlp"}}
+            policy = build_policy(block, env.observation_space, env.action_space, "cpu")
+            collector = SyncCollector(env, policy, "cpu", pipeline_stages=2)
+            collector.reset(seed=1)
+            rollouts.append(collector.collect(40).clone())
+    assert_same(*rollouts)
+
+
+def test_errors_come_back_and_the_environment_goes_on() -> None:
+    with RemoteEnv(partial(make_task, "CartPoleRL", 2)) as env:
+        env.reset(seed=0)
+        with pytest.raises(ActionError, match="shape"):
+            env.step(torch.zeros(3, 1))
+        with pytest.raises(EnvContractError, match="env_ids"):
+            env.reset(env_ids=[7])
+        obs, *_ = env.step(torch.zeros(2, 1))
+        assert obs.batch_size == (2,)
+    with pytest.raises(EnvContractError, match="closed"):
+        env.step(torch.zeros(2, 1))
+    env.close()
+
+
+def test_a_maker_that_fails_says_why() -> None:
+    with pytest.raises(UnknownNameError, match="CartPoleRL"):
+        RemoteEnv(partial(make_task, "CartPolRL", 2))
+
+
+def test_a_process_that_is_killed_is_an_error_at_once() -> None:
+    env = RemoteEnv(partial(make_task, "CartPoleRL", 2))
+    env.reset(seed=0)
+    os.kill(env.pid, signal.SIGKILL)
+    with pytest.raises(WorkerError, match="killed by SIGKILL"):
+        env.step(torch.zeros(2, 1))
+    env.close()
+    assert not alive(env.pid)
+
+
+def test_closing_ends_a_process_that_hangs() -> None:
+    env = RemoteEnv(partial(make_task, "CartPoleRL", 2))
+    env.reset(seed=0)
+    os.kill(env.pid, signal.SIGSTOP)
+    failures: list[BaseException] = []
+
+    def step() -> None:
+        try:
+            env.step(torch.zeros(2, 1))
+        except WorkerError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    time.sleep(0.2)
+    env.close()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert len(failures) == 1
+    assert not alive(env.pid)
+
+
+def test_a_run_with_processes_learns_the_same_numbers(tmp_path: Path) -> None:
+    logs = []
+    for processes in ("false", "true"):
+        settings = {"num_envs": 8, "buffer_size": 16, "total_steps": 384, "eval_freq": 0, "target_return": "null"}
+        settings |= {"run_dir": str(tmp_path / processes), "collector.pipeline_stages": 2}
+        settings["collector.pipeline_processes"] = processes
+        words = [word for name, value in settings.items() for word in (f"--trainer.{name}", str(value))]
+        train_from_config(CONFIG, words, console=Console(quiet=True))
+        lines = read_metrics(tmp_path / processes / "metrics.jsonl")
+        logs.append([{name: line[name] for name in line if "time/" not in name} for line in lines if "step" in line])
+    assert logs[0] == logs[1]
+    assert [line["step"] for line in logs[0][:3]] == [128, 256, 384]
+
+
+def test_processes_need_a_thread_to_ask_them() -> None:
+    with pytest.raises(ConfigError, match="pipeline_processes needs worker 'thread'"):
+        AsyncCfg(worker="process", pipeline_processes=True).check()
+    maker = EnvMaker({"id": "CartPoleRL", "num_envs": 4}, num_groups=2, processes=True)
+    with maker() as env:
+        assert {type(group).__name__ for group in env.groups} == {"RemoteEnv"}
