@@ -23,11 +23,13 @@ from embodichain.agents.rl.trainer import Trainer, TrainingResult
 from embodichain.agents.rl.training.agreement import check_same_config, open_folder, restarted_run
 from embodichain.agents.rl.training.collection import EnvMaker, algorithm_settings, build_collector, in_chunks
 from embodichain.agents.rl.training.config import TrainCfg, complete, load_train_config, override
-from embodichain.agents.rl.training.launch import for_rank, is_first_process, joined_ranks
+from embodichain.agents.rl.training.lag import warn_of_lag
+from embodichain.agents.rl.training.launch import for_rank, global_rank, joined_ranks
 from embodichain.agents.rl.training.run_folder import RunFolder
 from embodichain.agents.rl.utils.checkpoint import CHECKPOINTS, find_checkpoint, load_checkpoint
 from embodichain.agents.rl.utils.random_state import seed_everything
 from embodichain.agents.rl.utils.ranks import Ranks
+from embodichain.agents.utils.messages import shown_messages
 from embodichain.agents.utils.modules import module_name
 from embodichain.config import merge
 from embodichain.envs.gl import choose_backend
@@ -86,12 +88,13 @@ def parse_args(argv: Sequence[str] | None = None) -> TrainArgs:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Main entry point for command-line training; return the exit code."""
-    args = parse_args(argv)
-    console = Console(stderr=True, quiet=not is_first_process())
-    if args.resume is not None:
-        result = resume_training(args.resume, args.overrides, args.trust, console)
-    else:
-        result = train_from_config(_given(args.config), args.overrides, args.trust, console)
+    args, rank = parse_args(argv), global_rank()
+    console = Console(stderr=True, quiet=rank > 0)
+    with shown_messages(rank):
+        if args.resume is not None:
+            result = resume_training(args.resume, args.overrides, args.trust, console)
+        else:
+            result = train_from_config(_given(args.config), args.overrides, args.trust, console)
     console.print(report(result), highlight=False, markup=False, soft_wrap=True)
     return EXIT_INTERRUPTED if result.reason == "interrupted" else 0
 
@@ -140,6 +143,8 @@ def build_trainer(
     ranks = Ranks() if ranks is None else ranks
     given, cfg = cfg, for_rank(cfg, ranks)
     settings = cfg.trainer
+    if ranks.is_first:
+        warn_of_lag(cfg)
     seed_everything(settings.seed)
     settings.collector.check()
     stages, processes = settings.collector.pipeline_stages, settings.collector.pipeline_processes

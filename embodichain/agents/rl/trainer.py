@@ -29,7 +29,7 @@ from embodichain.agents.rl.training.run_folder import RunFolder
 from embodichain.agents.rl.training.run_log import RunLog, SilentLog
 from embodichain.agents.rl.training.schedule import Every
 from embodichain.agents.rl.training.signals import StopSignals
-from embodichain.agents.rl.training.state import Collector, Counters, Run, saved_ranks
+from embodichain.agents.rl.training.state import Collector, Counters, Run, resume_note
 from embodichain.agents.rl.training.threads import update_threads
 from embodichain.agents.rl.utils.evaluation import Evaluation, evaluate
 from embodichain.agents.rl.utils.ranks import check_equal
@@ -227,11 +227,9 @@ class Trainer:
         """Go on from a checkpoint of the same run, exactly where it was saved if as many ranks saved it."""
         with self.ranks.together("resuming"):
             self.counters = self._run.restore(state)
-        if saved_ranks(state) != self.ranks.count:
-            before, now = saved_ranks(state), self.ranks.count
-            self.view.say(f"saved by {before} rank(s), resumed by {now}: all environments begin new episodes")
-        elif state["env"] is None:
-            self.view.say("this environment cannot be saved: the run goes on with new episodes")
+        note = resume_note(state, self.cfg.trainer.collector, self.ranks.count)
+        if note is not None:
+            self.view.say(note)
         for schedule in (self._eval_schedule, self._save_schedule):
             schedule.continue_from(self.global_step)
         self._saved_at = self._resumed_at = self.global_step

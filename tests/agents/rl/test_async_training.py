@@ -14,11 +14,12 @@ import torch
 
 from embodichain.agents.rl import trainer as trainer_module
 from embodichain.agents.rl.train import build_trainer, resume_training, train_from_config
-from embodichain.agents.rl.training.collection import algorithm_settings
 from embodichain.agents.rl.training.config import TrainCfg, complete, override
+from embodichain.agents.rl.training.lag import warn_of_lag
 from embodichain.agents.rl.training.run_folder import RunFolder
 from embodichain.agents.rl.training.run_log import read_metrics
 from embodichain.agents.rl.utils.checkpoint import find_checkpoint, load_checkpoint
+from embodichain.agents.rl.utils.ranks import Ranks
 from embodichain.errors import ConfigError
 from tests.agents.rl.test_checkpoint import same
 from tests.agents.rl.training_cases import GRPO, train_config, write_config
@@ -196,5 +197,15 @@ def test_bad_settings_are_refused(tmp_path, settings, message):
 )
 def test_steps_bounded_by_a_divergence_that_lag_adds_to_are_warned_of(tmp_path, caplog, lag, changes, is_warned):
     config = train_config(tmp_path, trainer=vla(max_policy_lag=lag), algorithm={"cfg": changes})
-    algorithm_settings(override(complete(TrainCfg.from_dict(config)), []))
-    assert ("Set algorithm.cfg.correction to 'decoupled'" in caplog.text) is is_warned
+    warn_of_lag(override(complete(TrainCfg.from_dict(config)), []))
+    assert ("--algorithm.cfg.correction decoupled" in caplog.text) is is_warned
+
+
+def test_one_rank_warns_for_all(tmp_path, caplog):
+    config = train_config(tmp_path, trainer=vla(), algorithm={"cfg": {"lr_schedule": "adaptive"}})
+    cfg = override(complete(TrainCfg.from_dict(config)), [])
+    for rank, count in ((1, 0), (0, 1)):
+        ranks = Ranks()
+        ranks.rank = rank
+        build_trainer(cfg, RunFolder(tmp_path), ranks=ranks).env.close()
+        assert caplog.text.count("correction decoupled") == count

@@ -12,8 +12,10 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from embodichain.agents.rl.collector.config import AsyncCfg
 from embodichain.agents.rl.train import resume_training, train_from_config
 from embodichain.agents.rl.training.run_log import read_metrics
+from embodichain.agents.rl.training.state import resume_note
 from embodichain.agents.rl.utils.checkpoint import find_checkpoint, list_checkpoints, load_checkpoint
 from embodichain.errors import CheckpointError, TrainingStateError
 from tests.agents.rl.test_checkpoint import same
@@ -138,6 +140,21 @@ def test_unfinished_checkpoints_and_lines_are_cleared_away(tmp_path):
     resume_training(tmp_path / "run", ["--trainer.iterations", "3"])
     assert not partial.exists()
     assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [128, 256, 256, 384, 384]
+
+
+@pytest.mark.parametrize(
+    ("collector", "others", "words"),
+    [
+        (AsyncCfg(), 0, "cannot be saved"),
+        (AsyncCfg(worker="ray"), 0, "new workers and new episodes"),
+        (AsyncCfg(worker="ray", address="auto"), 0, "workers that are still there go on with their episodes"),
+        (AsyncCfg(worker="ray", address="auto"), 1, "all environments begin new episodes"),
+    ],
+)
+def test_what_becomes_of_the_episodes_is_told(collector, others, words):
+    state = {"env": None, "other_ranks": [{}] * others}
+    assert words in resume_note(state, collector, ranks=1)
+    assert resume_note({"env": "saved"}, collector, ranks=1) is None
 
 
 def test_environment_without_a_state_goes_on_with_new_episodes(tmp_path):

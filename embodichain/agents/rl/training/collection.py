@@ -97,14 +97,6 @@ def algorithm_settings(cfg: TrainCfg) -> dict[str, Any]:
     if beside and settings.get("cuda_graphs") and torch.device(trainer.device).type == "cuda":
         _LOG.info("gradient steps are not recorded as CUDA graphs, as a thread collects on the same GPU")
         settings["cuda_graphs"] = False
-    is_async = trainer.model_type == "vla" or trainer.collector.worker == "ray"
-    bounded = settings.get("lr_schedule") == "adaptive" or settings.get("target_kl") is not None
-    if is_async and trainer.collector.max_policy_lag > 0 and bounded and settings.get("correction") == "none":
-        _LOG.warning(
-            "rollouts are up to max_policy_lag = %d updates old, and what the policy changed since counts as if the "
-            "present update had done it, so it learns less. Set algorithm.cfg.correction to 'decoupled'",
-            trainer.collector.max_policy_lag,
-        )
     return settings
 
 

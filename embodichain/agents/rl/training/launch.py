@@ -59,9 +59,9 @@ def _present_ranks() -> Ranks:
     return ProcessRanks()
 
 
-def is_first_process() -> bool:
-    """Tell whether this process speaks for all."""
-    return not _is_launched() or os.environ["RANK"] == "0"
+def global_rank() -> int:
+    """Return the number of this process among all; 0 speaks for all of them."""
+    return int(os.environ["RANK"]) if _is_launched() else 0
 
 
 def local_rank() -> int:

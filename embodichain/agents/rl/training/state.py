@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from tensordict import TensorDict, TensorDictBase
 
 from embodichain.agents.rl.algo.base import BaseAlgorithm
+from embodichain.agents.rl.collector.config import AsyncCfg
 from embodichain.agents.rl.training.config import TrainCfg
 from embodichain.agents.rl.utils.checkpoint import load_weights
 from embodichain.agents.rl.utils.random_state import get_random_state, seed_everything, set_random_state
@@ -173,6 +174,21 @@ class Run:
 def saved_ranks(state: Mapping[str, Any]) -> int:
     """Return how many ranks a checkpoint was saved by."""
     return 1 + len(state.get("other_ranks", ()))
+
+
+def resume_note(state: Mapping[str, Any], collector: AsyncCfg, ranks: int) -> str | None:
+    """Return what a person has to know about the episodes of a run that goes on; ``None`` if they all do."""
+    if saved_ranks(state) != ranks:
+        return f"saved by {saved_ranks(state)} rank(s), resumed by {ranks}: all environments begin new episodes"
+    if state["env"] is not None:
+        return None
+    if collector.worker != "ray":
+        return "this environment cannot be saved: the run goes on with new episodes"
+    if collector.address is None:
+        return "a Ray of its own ends with the program: the run goes on with new workers and new episodes"
+    return (
+        "environments are in the cluster: workers that are still there go on with their episodes, others begin new ones"
+    )
 
 
 def _weighted(counted: list[tuple[int, float]]) -> float | None:
