@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import gc
-import ipaddress
 import os
-import signal
-import stat
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,11 +18,8 @@ from embodichain.agents.engine.episode import Episode
 from embodichain.agents.engine.layout import FrameLayout, Leaf
 from embodichain.agents.engine.ray_batch import BatchWriter
 from embodichain.agents.engine.sources import open_source
-from embodichain.agents.processes.ray_session import keep_token_private
 from embodichain.errors import ClusterError, ConfigError, SimulationError
-from embodichain.extras import available
 
-needs_ray = pytest.mark.skipif(not available("ray"), reason="Ray is not installed (extra ray)")
 SETTINGS = {"start_timeout": 60.0, "worker_timeout": 30.0, "refill_threshold": 4}
 
 
@@ -186,98 +178,7 @@ def test_a_slow_worker_does_not_hold_up_the_other(cluster: Any, tmp_path: Path) 
         assert since()[0] < 10
 
 
-def test_a_token_is_kept_from_others(tmp_path: Path) -> None:
-    file = tmp_path / "home" / "auth_token"
-    keep_token_private(file)
-    token = file.read_text()
-    assert len(bytes.fromhex(token)) == 32
-    file.chmod(0o644)  # as Ray writes it
-    keep_token_private(file)
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert file.read_text() == token
-    assert os.listdir(file.parent) == ["auth_token"]
-
-
 def test_a_cluster_without_room_is_an_error(cluster: Any) -> None:
     impossible = stream(cluster, placement={"num_cpus": 64}, start_timeout=1.0)
     with pytest.raises(ClusterError, match="no node of the cluster had room"):
         impossible.start()
-
-
-@needs_ray
-def test_nobody_at_the_address_is_an_error() -> None:
-    nobody = OnlineDataEngine(OnlineDataEngineCfg(**stream_settings(workers="ray", address="127.0.0.1:9")))
-    with pytest.raises(ClusterError, match=r"no Ray cluster at '127.0.0.1:9' \(nobody listens there\)"):
-        nobody.start()
-
-
-_OWN = """
-import sys, time
-sys.path[:0] = {path!r}
-from stream_envs import stream_settings
-from embodichain.agents.engine import OnlineDataEngine, OnlineDataEngineCfg
-engine = OnlineDataEngine(OnlineDataEngineCfg(**stream_settings(workers="ray")))
-engine.start()
-print(engine.worker_pids[0], flush=True)
-time.sleep(600)
-"""
-
-
-@needs_ray
-def test_a_ray_of_its_own_keeps_to_itself_and_dies_with_the_program(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", _OWN.format(path=[str(Path(__file__).parents[1])])]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
-    environment["HOME"] = str(tmp_path)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as program:
-        assert program.stdout is not None
-        worker = int(program.stdout.readline())
-        family = descendants(program.pid)
-        listening = [address for pid in [program.pid, *family] for address in listening_at(pid)]
-        assert worker in family
-        assert len(listening) >= 4  # GCS, raylet, worker, driver
-        assert {ipaddress.ip_address(address).is_loopback for address in listening} == {True}, listening
-        servers = [pid for pid in family if "gcs_server" in Path(f"/proc/{pid}/cmdline").read_text()]
-        assert len(servers) == 1
-        assert "RAY_AUTH_MODE=token" in Path(f"/proc/{servers[0]}/environ").read_text().split("\0")
-        assert stat.S_IMODE((tmp_path / ".ray" / "auth_token").stat().st_mode) == 0o600
-        program.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + 15
-    while state_of(worker) not in ("", "Z"):
-        assert time.monotonic() < deadline, "a worker outlived its program"
-        time.sleep(0.1)
-
-
-def state_of(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
-
-
-def descendants(pid: int) -> list[int]:
-    try:
-        tasks = list(Path(f"/proc/{pid}/task").iterdir())
-        children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
-    except OSError:  # it has just ended
-        return []
-    return children + [below for child in children for below in descendants(child)]
-
-
-def listening_at(pid: int) -> list[str]:
-    """Return the addresses of the TCP sockets on which a process listens."""
-    try:
-        inodes = {
-            os.readlink(entry).removeprefix("socket:[").rstrip("]") for entry in Path(f"/proc/{pid}/fd").iterdir()
-        }
-    except OSError:  # it has just ended
-        return []
-    found = []
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and fields[9] in inodes:  # LISTEN
-                raw = bytes.fromhex(fields[1].partition(":")[0])  # words of 4 bytes in the order of this machine
-                words = [raw[at : at + 4][::-1] for at in range(0, len(raw), 4)]
-                address = ipaddress.ip_address(b"".join(words))
-                found.append(str(getattr(address, "ipv4_mapped", None) or address))
-    return found

@@ -13,16 +13,15 @@ import logging
 import math
 import os
 import re
-import secrets
 import signal
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from pathlib import Path
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from embodichain.agents.processes.ray_config import PlacementCfg
+from embodichain.agents.processes.ray_token import ask_for_token, refusal, stop_asking
 from embodichain.errors import ClusterError
 from embodichain.extras import require
 
@@ -35,7 +34,6 @@ _PROBE_SECONDS = 5.0
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _STORE_BYTES = 512 << 20
 """Object store of a Ray that is started here: what is in flight, for episodes lie in the shared buffer."""
-_AUTH_MODE = "RAY_AUTH_MODE"
 _ENVIRONMENT = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Ray's switch for "this is no cluster: bind to loopback"
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -49,6 +47,8 @@ class RaySession:
     _lock = threading.Lock()
     _open = 0
     _made_here = False
+    _asks = False
+    """Whether a token is asked for only because the Ray that is open was started here."""
     _exiting = False
 
     def __init__(self, address: str | None, num_workers: int, placement: PlacementCfg) -> None:
@@ -60,7 +60,7 @@ class RaySession:
             if not ray.is_initialized():
                 with _own_signal_handlers():
                     if address is None:
-                        _start(ray, num_workers, placement)
+                        cls._start(ray, num_workers, placement)
                     else:
                         _connect(ray, address)
                 cls._made_here = True
@@ -89,6 +89,18 @@ class RaySession:
                     # a worker of a DataLoader, Ray aborts the process then.
                     gc.collect()
                     require("ray", extra="ray").shutdown()
+                    if cls._asks:
+                        stop_asking()
+
+    @classmethod
+    def _start(cls, ray: Any, num_workers: int, placement: PlacementCfg) -> None:
+        cls._asks = ask_for_token()
+        try:
+            _start(ray, num_workers, placement)
+        except BaseException:
+            if cls._asks:
+                stop_asking()
+            raise
 
     @classmethod
     def _at_exit(cls) -> None:
@@ -155,7 +167,6 @@ def _own_signal_handlers() -> Iterator[None]:
 def _start(ray: Any, num_workers: int, placement: PlacementCfg) -> None:
     cores = max(os.cpu_count() or 1, math.ceil(num_workers * placement.num_cpus))
     named = {name: share * num_workers for name, share in placement.resources.items()}
-    _ask_for_a_token()
     with loopback_only():
         ray.init(
             address="local",
@@ -170,52 +181,32 @@ def _start(ray: Any, num_workers: int, placement: PlacementCfg) -> None:
         )
 
 
-def _ask_for_a_token() -> None:
-    """Let the Ray that is started here refuse whoever does not know this user's token, unless the user decided.
-
-    Ray reads the variable when it is imported, which may have happened long ago.
-    """
-    if _AUTH_MODE in os.environ:
-        return
-    os.environ[_AUTH_MODE] = "token"
-    raylet: Any = require("ray._raylet", extra="ray")
-    raylet.Config.initialize("")
-    if not os.environ.get("RAY_AUTH_TOKEN") and not os.environ.get("RAY_AUTH_TOKEN_PATH"):
-        keep_token_private(Path.home() / ".ray" / "auth_token")
-
-
-def keep_token_private(file: Path) -> None:
-    """Make sure that there is a token in a file that nobody else can read: Ray would write it for everybody."""
-    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not file.exists():
-        fresh = file.with_name(f".{file.name}.{os.getpid()}")
-        with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as written:
-            written.write(secrets.token_hex(32))
-        with suppress(FileExistsError):  # somebody else was quicker
-            os.link(fresh, file)  # at no moment is there half a token
-        fresh.unlink()
-    if file.stat().st_uid == os.getuid():
-        file.chmod(0o600)
-
-
 def _connect(ray: Any, address: str) -> None:
     mode: AbstractContextManager[None] = nullcontext()
     host, _, port = address.rpartition(":")
     if port.isdigit():  # Ray itself would try for minutes
-        if not _answers(host, int(port)):
-            raise _nobody(address, "nobody listens there")
+        _probe(host.strip("[]"), int(port), address)
         if host in _OWN_NAMES and not _answers(str(ray.util.get_node_ip_address()), int(port)):
             mode = loopback_only()  # the cluster is on loopback alone
     try:
+        if port.isdigit():
+            require("ray._raylet", extra="ray").GcsClient(address=address)  # if it is refused, it says so at once
         with mode:
             ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
     except ray.exceptions.AuthenticationError as error:
-        raise ClusterError(
-            f"RAY_AUTH_MODE is 'token', but there is none here for the Ray cluster at {address!r}: copy "
-            "~/.ray/auth_token from the machine on which it was started"
-        ) from error
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise _nobody(address, str(error)) from error
+        raise refusal(address) from error
+    except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+        raise _nobody(address, error_text(error)) from error
+
+
+def _probe(host: str, port: int, address: str) -> None:
+    """Raise ``ClusterError`` if nobody can be there."""
+    try:
+        socket.getaddrinfo(host, port)
+    except OSError as error:
+        raise _nobody(address, f"there is no host {host!r}: {error.strerror}") from error
+    if not _answers(host, port):
+        raise _nobody(address, "nobody listens there")
 
 
 def _answers(host: str, port: int) -> bool:
@@ -228,8 +219,7 @@ def _answers(host: str, port: int) -> bool:
 
 def _nobody(address: str, why: str) -> ClusterError:
     return ClusterError(
-        f"there is no Ray cluster at {address!r} ({why}); start one with 'ray start --head', or leave address away. "
-        "If it asks for a token, have that in ~/.ray/auth_token and set RAY_AUTH_MODE=token"
+        f"there is no Ray cluster at {address!r} ({why}); start one with 'ray start --head', or leave address away"
     )
 
 
