@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,17 @@ def make_counting_threads(folder: str) -> Env:
     simulator.close()
     (Path(folder) / "threads.json").write_text(json.dumps(counts))
     return make_env()()
+
+
+def make_slowly(seconds: float) -> Env:
+    """Make an environment, and take so long for it."""
+    time.sleep(seconds)
+    return make_env()()
+
+
+def make_troubled(folder: str, **settings: Any) -> Env:
+    """Make an environment that gets into trouble once; ``folder`` is where that is noted."""
+    return make_env(mark=str(Path(folder) / "mark"), **settings)()
 
 
 def _claim(path: Path) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import signal
 import time
@@ -11,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ray_envs import make_counting_threads, make_in_some_processes
+from ray_envs import make_in_some_processes
 from stream_envs import stream_settings
 
 from embodichain.agents.engine import OnlineDataEngine, OnlineDataEngineCfg, ray_fleet
 from embodichain.agents.engine.ray_worker import StreamWorker
 from embodichain.agents.processes.backoff import restart_delay
-from embodichain.agents.rl.collector.ray_hand import Hand
 from embodichain.agents.rl.collector.ray_weights import StoredWeights
 from embodichain.errors import CollectorError, WorkerError
 from tests.agents.rl.async_cases import NUM_STEPS, make_env, make_learner
@@ -120,38 +118,3 @@ def test_in_lockstep_a_replacement_gets_the_weights_of_its_ticket(
     assert stamps == [max(0, number - lag) for number in range(rollouts)]
     assert "worker process has died" in caplog.text
     assert "the object is lost" in caplog.text
-
-
-# --- workers that stay ----------------------------------------------------------------------------------------------
-
-
-def test_a_worker_serves_one_learner_at_a_time_and_goes_on_only_with_what_it_was_told(
-    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def begin(group_size: int) -> tuple[Any, Any]:
-        algorithm = make_learner("grpo", group_size=group_size)
-        env = functools.partial(make_counting_threads, str(tmp_path))
-        return algorithm, ray_collector(algorithm, cluster, env, name="same", max_policy_lag=1, adopt="rollout")
-
-    def learn_and_leave(algorithm: Any, collector: Any) -> None:
-        learn(algorithm, collector, 1)
-        with monkeypatch.context() as patch:
-            patch.setattr(Hand, "kill", lambda self: None)  # as if this process had been killed
-            collector.stop()
-
-    caplog.set_level("INFO", "embodichain.collector")
-    (one, first), (_, second) = begin(2), begin(2)
-    learn(one, first, 1)
-    pid = first._desk.worker._hands[0].pid
-    with pytest.raises(CollectorError, match=rf"worker 0 \(process {pid} on .*\) works for another program"):
-        second.start()
-    learn_and_leave(one, first)
-    assert first.statistics()["async/restarts"] == 0.0
-    assert json.loads((tmp_path / "threads.json").read_text()) == {"torch": 1, "simulation": 1}
-    learn_and_leave(*begin(2))
-    assert caplog.text.count(f"(process {pid} on ") == caplog.text.count("goes on in its environment") == 1
-    algorithm, other = begin(4)
-    with other:
-        learn(algorithm, other, 1)
-        assert other._desk.worker._hands[0].pid == pid
-    assert caplog.text.count("goes on in its environment") == 1

@@ -16,6 +16,7 @@ import torch
 
 from embodichain.agents.processes.arrays import tensor_on
 from embodichain.agents.processes.failure import FailureReport
+from embodichain.agents.processes.loaded_code import LoadedCode
 from embodichain.agents.rl.collector.background.child import Job
 from embodichain.agents.rl.collector.background.loop import (
     CollectionLoop,
@@ -31,24 +32,32 @@ from embodichain.envs.physics.mujoco_cpu import limit_cores
 from embodichain.errors import CollectorError
 from embodichain.extras import require
 
+CONCURRENCY = {"claims": 1, "orders": 1, "events": 1}
+"""Calls that are answered whatever else is under way: each group has a thread, building the environment another one."""
 POLL_SECONDS = 1.0
 """How long a worker waits for something to tell before it shows a mere sign of life."""
 _ABSENT_SECONDS = 3 * POLL_SECONDS
 """A learner that has asked for nothing for so long is gone: one that is there asks all the time."""
+STEP_SECONDS = 10.0
+"""How long the next learner waits at most for the step to end that the one before has begun."""
+CLAIM_SECONDS = _ABSENT_SECONDS + STEP_SECONDS + 7.0
+"""A worker that has not answered a claim after so long will not."""
 
 
 class CollectorActor:
     """What collects, as a Ray actor.
 
-    It may outlive its learner: the environment stays, in the midst of its episodes, and the next learner that opens it
-    with the same ``key`` goes on with it. Whatever the old one had ordered is forgotten. It works for one learner at a
-    time: another one is refused as long as that one is there.
+    It may outlive its learner: the environment stays, in the midst of its episodes, and the next learner that claims it
+    with the same ``key`` goes on with it, if the code is still the same. Whatever the old one had ordered is forgotten.
+    It works for one learner at a time: another one is refused as long as that one is there.
     """
 
-    def __init__(self, sys_path: list[str], orphan_timeout: float) -> None:
-        """Take note where modules are; nothing heavy happens before ``open``."""
-        sys.path += [entry for entry in sys_path if entry not in sys.path]
-        self._key, self._learner = "", ""
+    def __init__(self, key: str, orphan_timeout: float) -> None:
+        """Take note what this is for; nothing heavy happens before ``build``."""
+        self._code = LoadedCode()
+        self._key, self._learner = key, ""
+        self._phase = "new"
+        """``new``, ``building``, ``built``, or what keeps this from ever going on."""
         self._station: Station | None = None
         self._link = RayLink()
         self._thread: threading.Thread | None = None
@@ -66,29 +75,45 @@ class CollectorActor:
         """When this was last asked for something, by the learner that it works for if there is one."""
         threading.Thread(target=self._mind_the_learner, daemon=True).start()
 
-    def place(self) -> Event:
-        """Say where this is."""
-        node = require("ray", extra="ray").get_runtime_context().get_node_id()
-        return {"event": "placed", "node_id": node, "node": socket.gethostname(), "pid": os.getpid()}
+    def claim(self, learner: str, key: str, sys_path: list[str], patience: float) -> Event:
+        """Work for this learner from now on, unless another one is there; say where this is and what it is at.
 
-    def open(self, learner: str, key: str, job: Job, device: str, seed: int | None, action_seed: int | None) -> Event:
-        """Build the environment, unless it is there from before, and begin to follow orders of this learner."""
+        A ``new`` one has to be told to build, one that is ``building`` says when it is ready, and one that is ``built``
+        goes on in its environment, unless the step it is at takes longer than ``patience``.
+        """
+        where = _place()
         if not self._is_free_for(learner):
-            return {"event": "refused"}
-        self._learner, self._heard = learner, time.monotonic()
-        try:
-            self._end_loop()
-            kept = self._station is not None and key == self._key
-            if not kept:
-                cfg = job.setup.cfg.replace(seed=action_seed)
-                setup = replace(job.setup, device=torch.device(device), cfg=cfg)
-                self._build(replace(job, setup=setup), seed)
-                self._key = key
-            self._heard = time.monotonic()
+            return where | {"event": "refused"}
+        with self._lock:
+            self._learner, self._heard = learner, time.monotonic()
+            problem = self._unfitness(key, sys_path, patience)
+            if problem:
+                return where | {"event": "unfit", "why": problem}
             self._link, self._early, self._next_order = RayLink(), {}, 0
-            return {"event": "ready", "num_envs": self._begin_loop(), "kept": kept}
+            if self._phase == "new":
+                sys.path += [entry for entry in sys_path if entry not in sys.path]
+            elif self._phase == "built":
+                self._begin_loop()
+            return where | {"event": "claimed", "phase": self._phase, "num_envs": self._num_envs}
+
+    def build(self, learner: str, job: Job, device: str, seed: int | None, action_seed: int | None) -> None:
+        """Build the environment, begin to follow orders, and tell so as an event."""
+        with self._lock:
+            if learner != self._learner or self._phase != "new":
+                return
+            self._phase = "building"
+        try:
+            cfg = job.setup.cfg.replace(seed=action_seed)
+            setup = replace(job.setup, device=torch.device(device), cfg=cfg)
+            self._station = _build(replace(job, setup=setup), seed)
+            self._num_steps = job.num_steps
+            self._code.note()
+            with self._lock:
+                self._phase = "built"
+                self._begin_loop()
+                self._link.events.put({"event": "ready", "num_envs": self._num_envs})
         except Exception as error:  # noqa: BLE001 - whatever it is, the learner must hear of it
-            return _failed(error)
+            self._fail(error, self._link)
 
     def order(self, learner: str, sequence: int, kind: str, *content: Any) -> None:
         """Follow an order once all that were given before it are followed: calls may arrive in any order."""
@@ -115,7 +140,17 @@ class CollectorActor:
             pass
         return [*events, {"event": "alive", "busy": link.busy_seconds, "steps": link.steps}]
 
+    def dismiss(self) -> Event:
+        """End this process, unless its learner is still there."""
+        if not self._is_free_for(""):
+            return _place() | {"event": "refused"}
+        os._exit(0)
+
     # --- inside ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _num_envs(self) -> int:
+        return 0 if self._station is None else self._station.collector.env.num_envs
 
     def _is_free_for(self, learner: str) -> bool:
         """Wait until it is known whether the present learner, if it is another one, is still there."""
@@ -125,6 +160,17 @@ class CollectorActor:
                 return False
             time.sleep(0.05)
         return True
+
+    def _unfitness(self, key: str, sys_path: list[str], patience: float) -> str:
+        """Return why this cannot do what the key stands for, "" if it can; nothing is being collected afterwards."""
+        if key != self._key:
+            return "was asked for something else"
+        if not self._end_loop(patience):
+            return f"has not come back from a step for {self._link.busy_seconds:.0f} s"
+        if self._phase not in ("new", "building", "built"):
+            return self._phase
+        changed = self._code.what_changed(sys_path)
+        return f"has loaded code that was changed since ({changed})" if changed else ""
 
     def _weights(self, version: int, digest: int, data: Bytes) -> None:
         self._link.orders.put(NewWeights(WeightSnapshot(version, digest, tensor_on(data).clone())))
@@ -140,39 +186,32 @@ class CollectorActor:
         self._link.events.put({"event": "abandoned"})
         self._begin_loop()
 
-    def _build(self, job: Job, seed: int | None) -> None:
-        if self._station is not None:
-            self._station.collector.env.close()
-            self._station = None
-        setup, cores = job.setup, _granted_cores()
-        limit_cores(cores)
-        torch.set_num_threads(setup.cfg.num_threads or cores)
-        setup.policy.to(setup.device).device = setup.device
-        station = Station(job.make_env(), setup)
-        if seed is not None:
-            station.reset(seed)
-        self._station, self._num_steps = station, job.num_steps
-
-    def _begin_loop(self) -> int:
-        """Begin to follow orders; return the number of environments."""
-        station = self._station
-        if station is None:
+    def _begin_loop(self) -> None:
+        if self._station is None:
             raise CollectorError("there is no environment")
-        self._thread = threading.Thread(target=self._collect, args=(station, self._link), daemon=True)
+        self._thread = threading.Thread(target=self._collect, args=(self._station, self._link), daemon=True)
         self._thread.start()
-        return station.collector.env.num_envs
 
     def _collect(self, station: Station, link: RayLink) -> None:
         try:
             CollectionLoop(station, link, self._num_steps).run()
         except Exception as error:  # noqa: BLE001 - whatever it is, the learner must hear of it
-            link.events.put(_failed(error))
+            self._fail(error, link)
 
-    def _end_loop(self) -> None:
-        if self._thread is not None:
+    def _end_loop(self, seconds: float | None = None) -> bool:
+        """Let the present step be the last one; tell whether it came to its end in time."""
+        thread = self._thread
+        if thread is not None:
             self._link.orders.put(Command("stop"))
-            self._thread.join()
+            thread.join(seconds)
+            if thread.is_alive():
+                return False
             self._thread = None
+        return True
+
+    def _fail(self, error: Exception, link: RayLink) -> None:
+        self._phase = f"raised {type(error).__name__}"
+        link.events.put({"event": "failed", "report": FailureReport.of_exception(0, error).to_json()})
 
     def _mind_the_learner(self) -> None:
         """End this process when no learner has been heard of for long."""
@@ -181,11 +220,25 @@ class CollectorActor:
         os._exit(0)
 
 
+def _build(job: Job, seed: int | None) -> Station:
+    """Make the environment, the policy and what brings them together."""
+    setup, cores = job.setup, _granted_cores()
+    limit_cores(cores)
+    torch.set_num_threads(setup.cfg.num_threads or cores)
+    setup.policy.to(setup.device).device = setup.device
+    station = Station(job.make_env(), setup)
+    if seed is not None:
+        station.reset(seed)
+    return station
+
+
 def _granted_cores() -> int:
     """Return the cores that Ray has set aside for this process: others on its node count on theirs."""
     granted = require("ray", extra="ray").get_runtime_context().get_assigned_resources()
     return max(1, int(granted.get("CPU", 1)))
 
 
-def _failed(error: Exception) -> Event:
-    return {"event": "failed", "report": FailureReport.of_exception(0, error).to_json()}
+def _place() -> Event:
+    """Say where this is."""
+    node = require("ray", extra="ray").get_runtime_context().get_node_id()
+    return {"node_id": node, "node": socket.gethostname(), "pid": os.getpid()}

@@ -6,6 +6,7 @@ The way of a ticket: ``send`` queues it -> an idle ``Hand`` gets it, after the l
 
 from __future__ import annotations
 
+import atexit
 import logging
 import time
 from typing import Any
@@ -21,6 +22,8 @@ from embodichain.agents.rl.collector.ray_hand import Hand
 from embodichain.agents.rl.collector.ray_link import Event, read_delivery
 from embodichain.agents.rl.collector.ray_recruiting import Recruiter
 from embodichain.agents.rl.collector.ray_rollouts import Rollouts
+from embodichain.agents.rl.collector.ray_staff import Staff
+from embodichain.agents.rl.collector.ray_strays import works_for_another
 from embodichain.agents.rl.collector.ray_weights import StoredWeights
 from embodichain.errors import BufferWaitError, CollectorError
 from embodichain.extras import require
@@ -43,18 +46,17 @@ class RayCrew(WatchedWorker):
         try:
             self._ray: Any = require("ray", extra="ray")
             self._recruiter = Recruiter(job, seed)
+            self._staff = Staff(self._recruiter, cfg, self._lock)
         except BaseException:
             self._session.close()
             raise
-        self._hands: dict[int, Hand] = {}
-        self._vacancies = dict.fromkeys(range(cfg.num_workers), (0.0, 0))
-        """Places without a worker: when the next one is asked for, and how many faults there have been in it."""
+        self._hands = self._staff.hands
         self._rollouts = Rollouts()
         self._weights = StoredWeights(cfg.adopt == "lockstep")
-        self._standing = False
+        self._standing, self._began = False, time.monotonic()
         self._asked: str | None = None
         """The command that this thread still has to answer: from then on nothing is delivered."""
-        self._began = time.monotonic()
+        atexit.register(self.stop)  # after the session's: workers that would stay are ended before Ray is
         self.begin()
 
     # --- the learner's side ---------------------------------------------------------------------------------------
@@ -86,23 +88,21 @@ class RayCrew(WatchedWorker):
     # --- the thread -----------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        self._fill_vacancies()
+        self._staff.fill()
 
     def _close(self) -> None:
         """End the workers, and let go of everything that is Ray's before it is shut down."""
+        atexit.unregister(self.stop)
         with self._lock:
-            if RaySession.alive():
-                for hand in self._hands.values():
-                    hand.kill()
-            self._hands.clear()
+            self._staff.close()
             self._weights.clear()
-            del self._recruiter
+            del self._recruiter, self._staff
         self._session.close()
 
     def _watch(self) -> None:
         if not RaySession.alive():
             raise CollectorError("Ray was shut down while rollouts were collected")
-        self._fill_vacancies()
+        self._staff.fill()
         self._hear()
         self._deliver()
         with self._lock:
@@ -115,48 +115,24 @@ class RayCrew(WatchedWorker):
         for hand in list(self._hands.values()):
             self._check_pulse(hand)
 
-    def _fill_vacancies(self) -> None:
-        for index, (due, faults) in list(self._vacancies.items()):
-            if time.monotonic() >= due:
-                del self._vacancies[index]
-                with self._lock:
-                    self._hands[index] = self._recruiter.hire(index, faults)
-
     def _hear(self) -> None:
         """Wait a moment for an answer, and deal with it."""
-        awaited = {answer: hand for hand in self._hands.values() for answer in hand.pending()}
-        if not awaited:
-            self._stopping.wait(LOOK_SECONDS)
-            return
-        for answer in self._ray.wait(list(awaited), num_returns=1, timeout=LOOK_SECONDS)[0]:
-            hand = awaited[answer]
-            try:
-                content = self._ray.get(answer)
-            except self._ray.exceptions.RayError as error:
-                self._suffer(hand, error)
+        for hand, said in self._staff.hear(LOOK_SECONDS):
+            if isinstance(said, Exception):
+                self._suffer(hand, said)
                 return
             with self._lock:
-                if answer != hand.awaited:
-                    hand.followed(answer)
-                    continue
-                if isinstance(content, list):
-                    hand.listen()
-                for event in content if isinstance(content, list) else [content]:
-                    if self._hands.get(hand.index) is hand:  # else an event before this one was its last
-                        self._take(hand, event)
+                if self._staff.is_there(hand):  # else an event before this one was its last
+                    self._take(hand, said)
 
     def _take(self, hand: Hand, event: Event) -> None:
         kind = event["event"]
-        if kind == "placed":
-            hand.placed(event)
-            self._recruiter.instruct(hand, self.restarts)
+        if kind == "claimed":
+            self._agree(hand, event)
+        elif kind == "unfit":
+            self._renew(hand, event["why"])
         elif kind == "ready":
-            hand.opened()
-            if event["kept"]:
-                log.info("worker %d (process %d on %s) goes on in its environment", hand.index, hand.pid, hand.node)
-            self._weights.send(hand)
-            self.num_envs = event["num_envs"]
-            self._ready.set()
+            self._begin_with(hand, event["num_envs"])
         elif kind == "adopted":
             hand.acknowledged[event["version"]] = event["digest"]
         elif kind == "rollout":
@@ -167,16 +143,28 @@ class RayCrew(WatchedWorker):
         elif kind == "failed":
             self._replace(hand, Fault.told(event["report"]))
         elif kind in ("refused", "taken"):
-            for other in self._hands.values():  # it leaves all of them alone
-                other.found = True
-            raise CollectorError(
-                f"worker {hand.index} (process {hand.pid} on {hand.node}) works for another program, which goes on "
-                "with the same run: end one of the two, or give collector.name a name of its own"
-            )
+            self._staff.leave_to_others(hand)
+            raise works_for_another(str(hand))
         elif kind == "alive":
             limit = self._cfg.step_timeout if event["steps"] > FIRST_STEPS else self._cfg.start_timeout
             if event["busy"] > limit:
                 self._replace(hand, Fault(f"hung: it has not come back from a step for {limit:g} s", hung=True))
+
+    def _agree(self, hand: Hand, event: Event) -> None:
+        """Begin with a worker that is there."""
+        hand.agreed()
+        if event["phase"] == "new":
+            self._recruiter.instruct(hand, self.restarts)
+        elif event["phase"] == "built":
+            log.info("%s goes on in its environment", hand)
+            self._begin_with(hand, event["num_envs"])
+
+    def _begin_with(self, hand: Hand, num_envs: int) -> None:
+        """Begin with a worker that has an environment."""
+        hand.ready = True
+        self._weights.send(hand)
+        self.num_envs = num_envs
+        self._ready.set()
 
     # --- tickets and rollouts -------------------------------------------------------------------------------------
 
@@ -225,29 +213,36 @@ class RayCrew(WatchedWorker):
             with self._lock:  # it, or its node, may be gone; Ray answers the next question once it knows
                 self._rollouts.give_back(hand.ticket)
                 hand.doubt()
-            return
-        self._weights.store_anew()  # they may be what is missing
-        self._replace(hand, fault_of_error(error, hand))
+                self._recruiter.claim(hand)
+        elif hand.found and not hand.claimed:
+            self._renew(hand, "has ended")
+        else:
+            self._weights.store_anew()  # they may be what is missing
+            self._replace(hand, fault_of_error(error, hand))
 
     def _check_pulse(self, hand: Hand) -> None:
         fault, patience = fault_of_silence(hand, self._cfg), self._cfg.start_timeout
         if fault is not None:
             self._replace(hand, fault)
+        elif self._staff.is_silent(hand):
+            self._renew(hand, "does not answer")
         elif not self._ready.is_set() and not hand.node and time.monotonic() - self._began > patience:
             raise no_room(self._cfg.placement, patience)
 
+    def _renew(self, hand: Hand, why: str) -> None:
+        """Have a new worker come in the place of one that was left behind and cannot go on; that is no fault."""
+        log.info("%s, of the learner before, %s: a new one is asked for", hand, why)
+        self._staff.renew(hand)
+
     def _replace(self, hand: Hand, fault: Fault) -> None:
         """Have a new worker come in the place of one that cannot go on, or give up; another does what it was at."""
+        faults = hand.restarts + (not fault.lost)
         with self._lock:
-            hand.kill()
             self._rollouts.give_back(hand.ticket)
-            del self._hands[hand.index]
+            self._staff.replace(hand, faults, 0.0 if fault.lost else restart_delay(faults))
         never_worked = not self._ready.is_set()
         if not fault.lost and (never_worked or hand.restarts >= self._cfg.max_restarts):
             raise fault.error(f"worker {hand.index}", hand.restarts)
-        faults = hand.restarts + (not fault.lost)
-        pause = 0.0 if fault.lost else restart_delay(faults)
-        self._vacancies[hand.index] = (time.monotonic() + pause, faults)
         self.restarts += 1
         count = "" if fault.lost else f" ({faults} of {self._cfg.max_restarts})"
         log.warning("worker %d %s; replacing it%s\n%s", hand.index, fault.what, count, fault.text)

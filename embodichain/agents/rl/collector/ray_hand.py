@@ -26,10 +26,15 @@ class Hand:
     restarts: int = 0
     """How often it was replaced through a fault of its own."""
     found: bool = False
-    """Whether it was there before, and may still work for somebody else until it says otherwise."""
+    """Whether it was there before."""
+    mine: bool = True
+    """Whether it may be ended: one that was found may be somebody else's, until it says otherwise."""
     node: str = ""
     node_id: str | None = None
     pid: int = 0
+    claimed: bool = False
+    """Whether it has agreed to work for this side."""
+    claimed_at: float = 0.0
     ready: bool = False
     doubted: bool = False
     """Whether Ray could not reach it and does not know yet what has become of it."""
@@ -52,6 +57,9 @@ class Hand:
     _orders: dict[Any, float] = field(default_factory=dict)
     """Orders that it has not followed yet, and when they were given."""
 
+    def __str__(self) -> str:
+        return f"worker {self.index} (process {self.pid} on {self.node})" if self.node else f"worker {self.index}"
+
     @property
     def idle(self) -> bool:
         """Whether it can collect a rollout now."""
@@ -68,8 +76,8 @@ class Hand:
         yield from self._orders
 
     def await_(self, answer: Any) -> None:
-        """Await an answer."""
-        self.awaited, self.asked_at = answer, time.monotonic()
+        """Await an answer; a worker that is in doubt has been silent since before."""
+        self.awaited, self.asked_at = answer, self.asked_at if self.doubted else time.monotonic()
 
     def followed(self, order: Any) -> None:
         """Note that an order has been followed."""
@@ -78,6 +86,10 @@ class Hand:
     def listen(self) -> None:
         """Await what the worker tells next."""
         self.await_(self.actor.events.options(concurrency_group="events").remote(self.learner, POLL_SECONDS))
+
+    def build(self, *job: Any) -> None:
+        """Let it build its environment."""
+        self._orders[self.actor.build.remote(self.learner, *job)] = time.monotonic()
 
     def send_weights(self, snapshot: WeightSnapshot, stored: Any) -> None:
         """Give it weights, which lie in the object store."""
@@ -98,25 +110,23 @@ class Hand:
         self._order("abandon")
 
     def doubt(self) -> None:
-        """Ask whether it is still there; whatever it was at is given up."""
+        """Note that it may be gone: whatever it was at is given up."""
         self.ready, self.ticket, self.abandoning, self.doubted = False, None, False, True
         self._orders.clear()
-        asked_at = self.asked_at
-        self.await_(self.actor.place.remote())
-        self.asked_at = asked_at
 
-    def placed(self, event: Event) -> None:
-        """Note where it is."""
-        self.node, self.node_id, self.pid, self.doubted = event["node"], event["node_id"], event["pid"], False
-
-    def opened(self) -> None:
+    def agreed(self) -> None:
         """Note that it follows orders, from the first one on."""
-        self.ready, self.found, self._sequence = True, False, 0
+        self.mine = self.claimed = True
+        self.doubted, self.claimed_at, self._sequence = False, time.monotonic(), 0
         self.listen()
 
+    def placed(self, event: Event) -> None:
+        """Note where it is, after it was asked to work here."""
+        self.node, self.node_id, self.pid = event["node"], event["node_id"], event["pid"]
+
     def kill(self) -> None:
-        """End it, unless it is somebody else's."""
-        if not self.found:
+        """End it, unless it may be somebody else's."""
+        if self.mine:
             require("ray", extra="ray").kill(self.actor, no_restart=True)
 
     def _order(self, kind: str, *content: Any) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from embodichain.agents.rl.collector.ray_names import name_of_rank
 from embodichain.agents.rl.training.config import TrainCfg
 from embodichain.agents.rl.training.meeting import meet
 from embodichain.agents.rl.utils.ranks import ProcessRanks, Ranks
@@ -64,6 +65,14 @@ def global_rank() -> int:
     return int(os.environ["RANK"]) if _is_launched() else 0
 
 
+def command() -> str:
+    """Return how a command begins that is started as this process was; several machines have more options."""
+    if not _is_launched():
+        return "embodichain"
+    several = int(os.environ["WORLD_SIZE"]) > local_count()
+    return f"torchrun {'...' if several else f'--nproc-per-node={local_count()}'} -m embodichain"
+
+
 def local_rank() -> int:
     """Return the number of this process on its machine."""
     return int(os.environ.get("LOCAL_RANK", "0"))
@@ -84,8 +93,7 @@ def for_rank(cfg: TrainCfg, ranks: Ranks) -> TrainCfg:
     environment["device"] = _own_device(str(environment.get("device", "cpu")))
     if not environment.get("num_threads"):
         environment["num_threads"] = max(1, available_cores() // local_count())
-    name = trainer.collector.name
-    collector = trainer.collector.replace(name=f"{name}-{ranks.rank}" if name else "")
+    collector = trainer.collector.replace(name=name_of_rank(trainer.collector.name, ranks.rank, ranks.count))
     settled = trainer.replace(
         seed=seed, device=_own_device(trainer.device), gym_config=environment, collector=collector
     )

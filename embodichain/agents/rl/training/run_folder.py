@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from embodichain.agents.rl.collector.ray_names import name_of_rank
 from embodichain.agents.rl.training.config import TrainCfg
 from embodichain.agents.rl.utils.checkpoint import BEST, CHECKPOINTS, list_checkpoints, save_checkpoint
 from embodichain.config import save_config
@@ -81,7 +82,7 @@ class RunFolder:
     def name_of(self, rank: int, ranks: int) -> str:
         """Return what the workers of a rank are called in a cluster: like the folder, but as no other run's."""
         name = re.sub(r"[^\w.+-]", "_", f"{self.path.resolve().name}-{self.run_id}")
-        return name if ranks == 1 else f"{name}-{rank}"
+        return name_of_rank(name, rank, ranks)
 
     def save(self, step: int, state: Mapping[str, Any], best: bool = False) -> Path:
         """Write a checkpoint, let ``latest`` (and ``best``) point at it, and remove those that nothing points at."""
