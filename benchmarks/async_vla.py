@@ -67,11 +67,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = f"async_vla_{args.part}{'_small' if args.small else ''}"
     book = Book(args.output / f"{name}.json", args.again)
     case = _case(args, book.sizes)
-    book.open(case)
+    ways = args.ways or _ways(args.part)
+    book.open(case, ways)
     for line in case.words():
         print(line, flush=True)
     complete, longest = True, 0.0
-    for way, seed in plan(range(args.first_seed, args.seeds or SEEDS[args.part]), args.ways or _ways(args.part)):
+    for way, seed in plan(range(args.first_seed, args.seeds or SEEDS[args.part]), ways):
         if seed in book.runs[way]:
             continue
         if time.monotonic() - began + longest > args.seconds:
@@ -81,10 +82,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         book.add(way, seed, run(case, way, seed))
         longest = max(longest, time.monotonic() - run_began)
         print(f"  seed {seed}, {way}: {book.runs[way][seed].line()}", flush=True)
-    if not book.runs["sync"] or book.half is None:
+    if not book.runs["sync"]:
         print("nothing to compare with: sync was not run")
         return 1
-    summary = Summary(case.sizes, book.half, book.runs)
+    summary = Summary(case.sizes, book.parts, book.runs)
     print("\n".join(summary.words()))
     missed = [] if args.small else summary.misses(BARS[args.part])
     book.close(summary, missed)
@@ -115,19 +116,20 @@ class Book:
         self.path = path
         found: dict[str, Any] = json.loads(path.read_text()) if path.exists() and not again else {}
         self.sizes = Sizes(**found["sizes"]) if found else None
-        self.half = Stages(**found["half"]) if found else None
+        self.parts = {int(groups): Stages(**stages) for groups, stages in found.get("parts", {}).items()}
         written = found.get("runs", {})
         self.runs = {way: {int(s): Outcome(**o) for s, o in written.get(way, {}).items()} for way in WAYS}
         self._content = found
 
-    def open(self, case: Any) -> None:
+    def open(self, case: Any, ways: Sequence[str]) -> None:
         """Begin to write, or go on."""
-        half = measure_stages(case, groups=2)  # in every call: the least ever measured makes the strictest bound
-        self.half = half if self.half is None else self.half.least(half)
+        for groups in sorted({WAYS[way].groups for way in ways} - {1}):
+            part = measure_stages(case, groups)  # in every call: the least ever measured makes the strictest bound
+            self.parts[groups] = self.parts[groups].least(part) if groups in self.parts else part
         self._content["machine"] = machine(case.packages) | case.machine()
         self._content["what"] = case.words()
         self._content["sizes"] = dataclasses.asdict(case.sizes)
-        self._content["half"] = dataclasses.asdict(self.half)
+        self._content["parts"] = {groups: dataclasses.asdict(stages) for groups, stages in self.parts.items()}
 
     def add(self, way: str, seed: int, outcome: Outcome) -> None:
         """Write down a run."""

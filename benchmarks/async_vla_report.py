@@ -58,8 +58,8 @@ HEADER = (
 class Summary:
     """The table, and whether the bars are met."""
 
-    def __init__(self, sizes: Sizes, half: Stages, runs: Runs) -> None:
-        """``half`` are the stage times of one of two groups; those of all envs come from the synchronous runs."""
+    def __init__(self, sizes: Sizes, parts: Mapping[int, Stages], runs: Runs) -> None:
+        """``parts`` are the stage times of one of so many groups; those of all envs come from the synchronous runs."""
         self.sizes, self.runs = sizes, runs
         base = list(runs["sync"].values())
         self.update = statistics.mean(outcome.update for outcome in base)
@@ -67,7 +67,7 @@ class Summary:
         inference = statistics.mean(outcome.inference for outcome in base)
         seconds = statistics.mean(outcome.seconds for outcome in base) / sizes.rollouts
         rest, steps = seconds - self.update - simulation - inference, sizes.num_steps
-        self.stages = {1: Stages(inference / steps, simulation / steps, rest), 2: half}
+        self.stages = {1: Stages(inference / steps, simulation / steps, rest), **parts}
         self.rows = [self._row(way) for way in WAYS if runs.get(way)]
 
     def least(self, way: str) -> float:
@@ -100,13 +100,18 @@ class Summary:
 
     def words(self) -> list[str]:
         """Return what is printed."""
-        one, half = self.stages[1], self.stages[2]
+        one = self.stages[1]
+        parts = ", ".join(
+            f"one of {groups} groups: {1000 * part.inference:.1f} and {1000 * part.simulation:.1f} ms"
+            for groups, part in self.stages.items()
+            if groups > 1
+        )
         sizes, seeds = self.sizes, len(self.runs["sync"])
         lines = [
             f"{seeds} seeds; {sizes.num_envs} envs x {sizes.num_steps} decisions, {sizes.rollouts} rollouts, "
             f"{sizes.epochs} epochs per update",
             f"stages: inference {1000 * one.inference:.1f} ms, simulation {1000 * one.simulation:.1f} ms per decision "
-            f"(one of two groups: {1000 * half.inference:.1f} and {1000 * half.simulation:.1f} ms), "
+            f"({parts}), "
             f"update {1000 * self.update:.0f} ms and values {1000 * one.rest:.0f} ms per rollout",
             HEADER + ("   final" if self.rows[0].final else ""),
             *(str(row) for row in self.rows),

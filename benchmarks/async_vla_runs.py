@@ -37,7 +37,7 @@ WAYS = {
     "async": Way(1, "thread"),
     "async, pipelined": Way(2, "thread"),
     "async, pipelined, process": Way(2, "process"),
-    "async, pipelined, apart": Way(2, "thread", apart=True),
+    "async, pipelined, apart": Way(4, "thread", apart=True),
 }
 
 

@@ -57,7 +57,7 @@ LARGE = Scale(
     imitation_steps=800,
     imitation_batch=128,
     eval_envs=128,
-    episodes=512,
+    episodes=256,
     num_threads=0,
 )
 MEDIUM = Scale(

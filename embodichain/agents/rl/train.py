@@ -24,7 +24,7 @@ from embodichain.agents.rl.training.agreement import check_same_config, open_fol
 from embodichain.agents.rl.training.collection import EnvMaker, algorithm_settings, build_collector, in_chunks
 from embodichain.agents.rl.training.config import TrainCfg, complete, load_train_config, override
 from embodichain.agents.rl.training.lag import warn_of_lag
-from embodichain.agents.rl.training.launch import for_rank, global_rank, joined_ranks
+from embodichain.agents.rl.training.launch import command, for_rank, global_rank, joined_ranks
 from embodichain.agents.rl.training.run_folder import RunFolder
 from embodichain.agents.rl.utils.checkpoint import CHECKPOINTS, find_checkpoint, load_checkpoint
 from embodichain.agents.rl.utils.random_state import seed_everything
@@ -181,7 +181,7 @@ def report(result: TrainingResult) -> str:
         lines.append(f"last evaluation: {result.evaluation}")
     lines.append(f"run: {result.run_dir}")
     if result.reason == "interrupted":
-        lines.append(f"go on with: embodichain train --resume {result.run_dir}")
+        lines.append(f"go on with: {command()} train --resume {result.run_dir}")
     return "\n".join(lines)
 
 

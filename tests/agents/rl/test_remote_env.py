@@ -35,6 +35,7 @@ def make_task(task: str, num_envs: int, chunk_size: int = 1, cameras: bool = Fal
 
 
 def assert_same(here: TensorDict, there: TensorDict) -> None:
+    assert here.device == there.device
     names = sorted(map(str, here.keys(include_nested=True, leaves_only=True)))
     assert names == sorted(map(str, there.keys(include_nested=True, leaves_only=True)))
     for name, value in here.items(include_nested=True, leaves_only=True):

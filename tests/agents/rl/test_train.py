@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from embodichain.agents.rl.models import get_registered_policy_names
-from embodichain.agents.rl.train import main, make_eval_env, parse_args, train_from_config
+from embodichain.agents.rl.train import main, make_eval_env, parse_args, report, train_from_config
+from embodichain.agents.rl.trainer import TrainingResult
 from embodichain.agents.rl.training.config import TrainCfg, complete, load_train_config, num_iterations, override
 from embodichain.agents.rl.utils.checkpoint import find_checkpoint, load_checkpoint
 from embodichain.agents.utils.modules import check_trusted, import_trusted
@@ -74,6 +75,22 @@ def test_collection_in_a_cluster_is_one_flag(tmp_path):
     words = ["--trainer.collector", "ray", "--trainer.collector.num_workers", "2"]
     collector = loaded(tmp_path, words).trainer.collector
     assert (collector.worker, collector.num_workers) == ("ray", 2)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "here", "words"),
+    [
+        (1, 1, "embodichain"),
+        (2, 2, "torchrun --nproc-per-node=2 -m embodichain"),
+        (4, 2, "torchrun ... -m embodichain"),
+    ],
+)
+def test_who_interrupts_a_run_is_told_how_to_go_on(monkeypatch, ranks, here, words):
+    launched = {"RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": here, "MASTER_ADDR": "box", "MASTER_PORT": 1}
+    for name, value in launched.items() if ranks > 1 else ():
+        monkeypatch.setenv(name, str(value))
+    told = report(TrainingResult(Path("runs/a"), 64, 2, 1.0, "interrupted", None)).splitlines()
+    assert told[-1] == f"go on with: {words} train --resume runs/a"
 
 
 def test_module_and_command_train_alike(tmp_path):

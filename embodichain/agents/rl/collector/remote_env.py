@@ -110,7 +110,7 @@ class RemoteEnv(VecEnv):
         words, memory = received or ({}, None)
         if memory is None:
             raise FailureReport.from_json(words["failed"]).as_user_error()
-        return unpack(words, memory)
+        return _placed(unpack(words, memory))
 
 
 def _serve(make: Callable[[], VecEnv], connection: socket.socket) -> None:
@@ -173,6 +173,15 @@ def _parts(result: StepResult) -> tuple[Any, ...]:
     if info.get("final_observation") is result[0]:  # nobody ended
         del info["final_observation"]
     return (*result[:4], info)
+
+
+def _placed(value: Any) -> Any:
+    """Return an answer in which TensorDicts know where they are, as those of an environment do."""
+    if isinstance(value, TensorDictBase):
+        return value.to("cpu")
+    if isinstance(value, tuple):
+        return tuple(map(_placed, value))
+    return {key: _placed(entry) for key, entry in value.items()} if isinstance(value, dict) else value
 
 
 def _whole(parts: tuple[Any, ...]) -> StepResult:
