@@ -18,9 +18,9 @@ import sys
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent(parent: int) -> None:
+def die_with_parent(parent: int, how: signal.Signals = signal.SIGKILL) -> None:
     """Have the kernel kill this process when its parent ends, however that happens."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(how), 0, 0, 0)
     if os.getppid() != parent:  # it ended before the line above
         os._exit(1)
 

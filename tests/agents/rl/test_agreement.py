@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
+import subprocess
+import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -97,6 +101,47 @@ def test_restarts_need_a_folder_that_can_be_found_again(monkeypatch):
     assert restarted_run(TrainerCfg(gym_config="x", run_dir="runs/a"), Ranks()) is None
 
 
+JOINS = """
+import sys
+from pathlib import Path
+from torch.distributed import run
+from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+from embodichain.cli.loopback import LoopbackRendezvous
+
+class Joins(LoopbackRendezvous):
+    asked = False
+
+    def get_backend(self):
+        return "joins"
+
+    def num_nodes_waiting(self):
+        if self.asked or not list(Path(sys.argv[2]).glob("checkpoints/step_*")):
+            return 0
+        self.asked = True
+        return 1
+
+rendezvous_handler_registry.register("joins", lambda parameters: Joins(parameters.run_id))
+words = ["--rdzv-backend=joins", "--nnodes=1", f"--nproc-per-node={sys.argv[3]}", "--monitor-interval=0.1"]
+run.main([*words, "-m", "embodichain", "train", sys.argv[1]])
+print("joined:", Joins.asked)
+"""
+
+
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_machine_that_joins_makes_torchrun_start_a_run_again_which_goes_on(tmp_path, count):
+    """torchrun (``--nnodes=1:2``) ends all ranks then and starts them anew, but does not count that as a restart."""
+    settings = {"iterations": 40, "save_freq": 1, "enable_eval": False}
+    config = write_config(tmp_path / "c.json", tmp_path / "run", trainer=settings)
+    command = [sys.executable, "-c", JOINS, str(config), str(tmp_path / "run"), str(count)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    steps = [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")]
+    assert steps == [count * PER_RANK * number for number in range(1, 41)]
+    assert "ended by interrupted" in done.stderr
+    assert "ended by iterations" in done.stderr
+
+
 # --- configs ------------------------------------------------------------------------------------------------------
 
 
@@ -119,10 +164,71 @@ def test_ranks_meet_in_a_store_that_earlier_ones_have_used():
         count, word = len(order), f"attempt {number}"
         with ThreadPoolExecutor(count) as pool:
             met = {rank: pool.submit(meet, clients[rank], rank, count, timedelta(seconds=20)) for rank in order}
-            places = [met[rank].result(timeout=30) for rank in range(count)]
+            meetings = [met[rank].result(timeout=30) for rank in range(count)]
+        places = [meeting.store for meeting in meetings]
+        assert {tuple(meeting.words) for meeting in meetings} == {tuple(meetings[0].words)}
+        for meeting in meetings:
+            meeting.check()
         assert not any(place.check(["key"]) for place in places)
         places[0].set("key", word)
         assert {place.get("key") for place in places} == {word.encode()}
+
+
+def test_a_process_of_an_earlier_attempt_is_told_that_another_has_come():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    clients = [dist.TCPStore("127.0.0.1", store.port, is_master=False) for _ in range(3)]
+    patience = timedelta(seconds=20)
+    with ThreadPoolExecutor(3) as pool:
+        old = pool.submit(meet, clients[0], 1, 2, patience)
+        while not store.check(["embodichain/word/1"]):
+            time.sleep(0.01)
+        new = pool.submit(meet, clients[1], 1, 2, patience)
+        with pytest.raises(RankError, match="another process has come as rank 1: this one is left"):
+            old.result(timeout=10)
+        first = pool.submit(meet, clients[2], 0, 2, patience)
+        assert first.result(timeout=10).words == new.result(timeout=10).words
+
+
+def test_who_has_met_with_a_process_of_an_earlier_attempt_finds_out():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    clients = [dist.TCPStore("127.0.0.1", store.port, is_master=False) for _ in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        left = [pool.submit(meet, clients[rank], rank, 2, timedelta(seconds=20)) for rank in (1, 0)]
+        met = [future.result(timeout=10) for future in left]
+        late = pool.submit(meet, clients[2], 1, 2, timedelta(seconds=0.2))
+        with pytest.raises(RankError, match="rank 0 did not come in time"):
+            late.result(timeout=10)
+    for meeting in met:
+        with pytest.raises(RankError, match="another process has come as rank 1, after this one had met"):
+            meeting.check()
+
+
+LAUNCHER = """
+import os, subprocess, sys, time
+rank = "from embodichain.agents.rl.training.launch import joined_ranks\\nwith joined_ranks(): pass"
+place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
+place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": sys.argv[1], "TORCHELASTIC_USE_AGENT_STORE": "True"}
+print(subprocess.Popen([sys.executable, "-c", rank], env={**os.environ, **place}).pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_rank_does_not_outlive_its_torchrun():
+    """It would wait for others, and be taken for a rank of the next attempt."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    command, deadline = [sys.executable, "-c", LAUNCHER, str(store.port)], time.monotonic() + 60
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
+        try:
+            pid = int(launcher.stdout.readline())
+            while not store.check(["embodichain/word/0"]):
+                assert time.monotonic() < deadline, "the rank has not come"
+                time.sleep(0.05)
+        finally:
+            launcher.kill()
+    state = Path(f"/proc/{pid}/stat")
+    while state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < deadline, "the rank has outlived its launcher"
+        time.sleep(0.05)
 
 
 def test_who_does_not_come_is_named():

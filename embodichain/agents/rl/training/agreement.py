@@ -26,13 +26,13 @@ _OWN_MATTERS = ("trainer.run_dir", "trainer.output_dir")
 
 
 def restarted_run(trainer: TrainerCfg, ranks: Ranks) -> tuple[Path, bool] | None:
-    """Return the folder of the run that torchrun starts again after a failure, and whether to go on with a checkpoint.
+    """Return the folder of the run that torchrun starts again, and whether to go on with a checkpoint.
 
     ``None`` the first time. A run that ended before its first checkpoint begins anew, in its folder. One whose folder
     is not where the first rank is now raises ``RankError``: nobody wants a week's work to begin anew for that.
     """
     with ranks.together("looking for the run to go on with"):
-        here = _look(trainer)
+        here = _look(trainer, ranks)
     found = ranks.exchange(here)
     if not any(entry["restarts"] for entry in found):
         return None
@@ -44,23 +44,29 @@ def restarted_run(trainer: TrainerCfg, ranks: Ranks) -> tuple[Path, bool] | None
     return run, first["step"] is not None
 
 
-def _look(trainer: TrainerCfg) -> dict[str, Any]:
+def _look(trainer: TrainerCfg, ranks: Ranks) -> dict[str, Any]:
     """Return what this rank knows about the run."""
     restarts, allowed = num_restarts()
-    if allowed and trainer.run_dir is None:
-        problem = "expected a folder, as torchrun --max-restarts has to find the run again, got none"
+    begun = ranks.notes.found(_note(trainer))
+    if (allowed or begun) and trainer.run_dir is None:
+        problem = "expected a folder, as torchrun has to find the run again after a restart, got none"
         raise ConfigError(f"trainer.run_dir: {problem}")
     if trainer.run_dir is None:
         return {"restarts": 0, "folder": None, "exists": False, "step": None, "neighbours": local_count()}
     run = Path(trainer.run_dir).resolve()
     saved = list_checkpoints(run / CHECKPOINTS)
     return {
-        "restarts": restarts,
+        "restarts": restarts + begun,
         "folder": str(run),
         "exists": (run / CONFIG_FILE).exists(),
         "step": int(saved[-1].name.removeprefix("step_")) if saved else None,
         "neighbours": local_count(),
     }
+
+
+def _note(trainer: TrainerCfg) -> str:
+    """Return the words that tell the next process of this rank that the run was begun."""
+    return f"begun {Path(trainer.run_dir).resolve() if trainer.run_dir else ''}"
 
 
 def _check_nothing_is_lost(found: list[dict[str, Any]], ranks: Ranks) -> None:
@@ -90,6 +96,7 @@ def open_folder(cfg: TrainCfg, run: Path | None, ranks: Ranks, is_new: bool) -> 
             folder = RunFolder.create(cfg) if run is None else make(run, cfg)
             made = (str(folder.path), folder.run_id)
     path, run_id = ranks.from_first(made)
+    ranks.notes.leave(_note(cfg.trainer))
     return RunFolder(Path(path), cfg.trainer.keep_checkpoints, run_id)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -12,9 +13,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from embodichain.agents.processes.boot import die_with_parent
 from embodichain.agents.rl.collector.ray_names import name_of_rank
 from embodichain.agents.rl.training.config import TrainCfg
 from embodichain.agents.rl.training.meeting import meet
+from embodichain.agents.rl.utils.notes import Notes
 from embodichain.agents.rl.utils.ranks import ProcessRanks, Ranks
 from embodichain.envs.physics.mujoco_cpu import available_cores
 from embodichain.errors import RankError
@@ -25,6 +28,7 @@ _PATIENCE = timedelta(hours=2)
 _ARRIVAL = timedelta(minutes=15)
 """How long they wait for each other in the beginning; torchrun starts them at the same time."""
 _LOOPBACK = "lo"
+_RUN_ID, _TORCHRUN_HAS_STORE = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"
 
 
 @contextmanager
@@ -36,14 +40,22 @@ def joined_ranks() -> Iterator[Ranks]:
     if dist.is_available() and dist.is_initialized():
         yield _present_ranks()
         return
+    if _RUN_ID in os.environ:
+        die_with_parent(os.getppid(), signal.SIGTERM)  # nobody would start it again, or tell it of others
     if not _is_launched():
-        yield Ranks()
+        ranks = Ranks()
+        if os.environ.get(_TORCHRUN_HAS_STORE) == "True":  # there may be several processes the next time
+            ranks.notes = Notes(next(rendezvous("env://", timeout=_ARRIVAL))[0])
+        yield ranks
         return
     _stay_on_this_machine()
-    meeting, rank, count = next(rendezvous("env://", timeout=_PATIENCE))
-    store = meet(meeting, rank, count, _ARRIVAL)
-    dist.init_process_group(_backend(), store=store, rank=rank, world_size=count, timeout=_PATIENCE)
-    yield ProcessRanks()
+    store, rank, count = next(rendezvous("env://", timeout=_PATIENCE))
+    meeting = meet(store, rank, count, _ARRIVAL)
+    dist.init_process_group(_backend(), store=meeting.store, rank=rank, world_size=count, timeout=_PATIENCE)
+    meeting.check()
+    ranks = ProcessRanks()
+    ranks.notes = Notes(store, rank)
+    yield ranks
     dist.destroy_process_group()  # not after an error: others may still be waiting for this one
 
 

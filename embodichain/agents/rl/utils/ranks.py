@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from embodichain.agents.rl.models.normalizer import Moments, batch_moments, merge_moments
+from embodichain.agents.rl.utils.notes import Notes
 from embodichain.agents.rl.utils.tree import pack, unpack
 from embodichain.errors import RankError
 
@@ -40,6 +41,8 @@ class Ranks:
     """Number of this process."""
     count = 1
     """Number of processes."""
+    notes = Notes()
+    """What outlasts this process, if torchrun starts it again."""
 
     @property
     def is_first(self) -> bool:
