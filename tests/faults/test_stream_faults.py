@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from embodichain.agents.datasets import OnlineDataset
 from embodichain.agents.engine import OnlineDataEngine, OnlineDataEngineCfg
-from embodichain.errors import SimulationError, WorkerError
+from embodichain.errors import ClusterError, SimulationError, WorkerError
 
 TESTS = Path(__file__).parents[1]
 
@@ -156,6 +156,16 @@ def test_a_worker_that_cannot_start_is_replaced_while_another_works(
         sample_until(engine, lambda: all(worker.episodes_written for worker in engine.worker_stats()))
         assert engine.stats().restarts == 1
     assert "there is no simulator for a second process" in caplog.text
+
+
+def test_who_samples_is_told_why_the_engine_ended() -> None:
+    def cut_off(seconds: float) -> None:
+        raise ClusterError("the connection is lost")
+
+    with OnlineDataEngine(OnlineDataEngineCfg(**stream_settings(gym_config=gym_config(num_envs=1)))) as engine:
+        engine._supervisor._fleet.hear = cut_off  # type: ignore[union-attr,method-assign,assignment]
+        with pytest.raises(ClusterError, match="the connection is lost"):
+            sample_until(engine, lambda: False, seconds=20)
 
 
 def test_a_failure_before_the_first_fill_ends_start(tmp_path: Path) -> None:

@@ -116,6 +116,14 @@ class OnlineDataEngine:
         Raises ``ChunkSizeError`` (a ``ValueError``) if ``chunk_size`` exceeds ``max_episode_steps`` or the longest
         stored episode, and ``WorkerError`` once a worker has failed for good.
         """
+        try:
+            return self._sample(batch_size, chunk_size, generator, reuse_outputs)
+        except EngineStateError:
+            if self._supervisor is not None and self._supervisor.error is not None:
+                raise self._supervisor.error from None  # why it was stopped; other processes cannot know
+            raise
+
+    def _sample(self, batch_size: int, chunk_size: int, generator: Generator | None, reuse_outputs: bool) -> TensorDict:
         reader, mirror = self._sampling(), self._mirror
         if mirror is None or os.getpid() != self._creator:
             return reader.sample(batch_size, chunk_size, generator, reuse_outputs)

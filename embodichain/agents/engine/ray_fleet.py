@@ -24,7 +24,7 @@ from embodichain.agents.engine.refill import RefillPolicy, make_refill
 from embodichain.agents.engine.shared_buffer import Ints, SharedBuffer, Work
 from embodichain.agents.processes.failure import FailureReport
 from embodichain.agents.processes.ray_session import RaySession, actor_options, error_text, no_room, node_died
-from embodichain.errors import EngineStateError
+from embodichain.errors import ClusterError, EngineStateError
 from embodichain.extras import require
 
 log = logging.getLogger("embodichain.stream")
@@ -142,6 +142,15 @@ class RayFleet:
         """Ask for what is due, wait a moment, write what came, and return what else workers said."""
         if not RaySession.alive():
             raise EngineStateError("Ray was shut down while the engine was running")
+        try:
+            yield from self._hear(seconds)
+        except (OSError, self._ray.exceptions.RayError) as error:  # those of single answers are dealt with there
+            raise ClusterError(
+                f"the connection with the Ray cluster is lost ({error_text(error)}): the node of this machine or the "
+                "head is gone. See 'ray status'"
+            ) from error
+
+    def _hear(self, seconds: float) -> Iterator[tuple[WorkerHandle, Message | None]]:
         self._check_places()
         self._ask_for_episodes()
         awaited = {worker.requests[0][0]: worker for worker in self._workers if worker.requests}

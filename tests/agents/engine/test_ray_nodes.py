@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from embodichain.agents.engine import OnlineDataEngineCfg
 from embodichain.agents.engine.ray_nodes import NodeNames
 from embodichain.agents.engine.supervisor import Supervisor
 from embodichain.agents.processes.failure import FailureReport
+from embodichain.errors import ClusterError
 
 
 def test_nodes_of_one_host_are_told_apart_and_one_that_returns_keeps_its_name() -> None:
@@ -56,3 +58,19 @@ def test_who_only_waited_for_a_node_that_died_is_not_counted_as_replaced(caplog:
         assert supervisor._vacancies[0][1] == 4 + replaced
         warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
         assert len(warnings) == replaced
+
+
+def test_a_lost_connection_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray", reason="needs the extra 'ray'")
+    from embodichain.agents.engine.ray_fleet import RayFleet, RaySession
+
+    def broken(*_: object) -> Iterator[Any]:
+        raise OSError("Broken pipe")
+        yield
+
+    monkeypatch.setattr(RaySession, "alive", lambda: True)
+    monkeypatch.setattr(RayFleet, "_hear", broken)
+    fleet = object.__new__(RayFleet)
+    fleet._ray = pytest.importorskip("ray")
+    with pytest.raises(ClusterError, match=r"lost \(Broken pipe\): the node of this machine or the head is gone"):
+        list(fleet.hear(0.1))
