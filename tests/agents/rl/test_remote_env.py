@@ -15,13 +15,14 @@ from rich.console import Console
 from tensordict import TensorDict
 
 from embodichain.agents.rl.collector import AsyncCfg, SyncCollector
+from embodichain.agents.rl.collector.background.mail import Mail
 from embodichain.agents.rl.collector.remote_env import RemoteEnv
 from embodichain.agents.rl.models import build_policy
 from embodichain.agents.rl.train import train_from_config
-from embodichain.agents.rl.training.collection import EnvMaker
+from embodichain.agents.rl.training.collection import EnvMaker, in_chunks
 from embodichain.agents.rl.training.run_log import read_metrics
 from embodichain.envs.chunks import chunked
-from embodichain.envs.groups import make_grouped
+from embodichain.envs.groups import GroupedEnv, make_grouped
 from embodichain.envs.registration import make
 from embodichain.envs.vec_env import VecEnv
 from embodichain.errors import ActionError, ConfigError, EnvContractError, UnknownNameError, WorkerError
@@ -122,6 +123,53 @@ def test_a_process_that_is_killed_is_an_error_at_once() -> None:
     assert not alive(env.pid)
 
 
+def test_a_group_that_is_killed_ends_the_rollout_and_leaves_the_others_in_step() -> None:
+    remote = RemoteEnv(partial(make_task, "CartPoleRL", 2))
+    other = RemoteEnv(partial(make_task, "CartPoleRL", 2))
+    block = {"name": "actor_critic", "actor": {"type": "mlp", "hidden_sizes": [16]}, "critic": {"type": "mlp"}}
+    with GroupedEnv([remote, other]) as env:
+        policy = build_policy(block, env.observation_space, env.action_space, "cpu")
+        collector = SyncCollector(env, policy, "cpu", pipeline_stages=2)
+        collector.reset(seed=1)
+        collector.collect(4)
+        os.kill(remote.pid, signal.SIGKILL)
+        with pytest.raises(WorkerError, match="killed by SIGKILL"):
+            collector.collect(4)
+        reward = other.step(torch.zeros(2, 1))[1]  # it answers this question, not the one before
+        assert reward.shape == (2,)
+
+
+def test_halves_of_a_step_belong_together() -> None:
+    with RemoteEnv(partial(make_task, "CartPoleRL", 2)) as env:
+        env.reset(seed=0)
+        env.begin_step(torch.zeros(2, 1))
+        with pytest.raises(EnvContractError, match="finish_step"):
+            env.get_state()
+        assert env.finish_step()[1].shape == (2,)
+        assert env.get_state().batch_size == (2,)
+
+
+def test_messages_of_all_sizes_go_through_the_same_memory() -> None:
+    mine, other = Mail.pair()
+    for count in (3, 100_000, 0, 7, 200_000, 5):
+        sent = {"numbers": torch.arange(count), "flags": torch.rand(count) > 0.5, "words": ["a", None, 1.5]}
+        assert mine.send("question", sent)
+        title, received = other.receive()
+        assert title == "question"
+        assert received["words"] == sent["words"]
+        assert torch.equal(received["numbers"], sent["numbers"])
+        assert torch.equal(received["flags"], sent["flags"])
+        assert other.send("answer", received["numbers"] * 2)
+        kept = mine.receive()[1]
+        other.send("more", kept + 1)
+        assert torch.equal(kept, sent["numbers"] * 2)  # what was received is not written to again
+        mine.receive()
+    other.close()
+    with pytest.raises(EOFError):
+        mine.receive()
+    mine.close()
+
+
 def test_closing_ends_a_process_that_hangs() -> None:
     env = RemoteEnv(partial(make_task, "CartPoleRL", 2))
     env.reset(seed=0)
@@ -164,3 +212,4 @@ def test_processes_need_a_thread_to_ask_them() -> None:
     maker = EnvMaker({"id": "CartPoleRL", "num_envs": 4}, num_groups=2, processes=True)
     with maker() as env:
         assert {type(group).__name__ for group in env.groups} == {"RemoteEnv"}
+        assert in_chunks(env, 4).action_space.shape == (4, 1)

@@ -10,6 +10,7 @@ The order of decisions is fixed, so the random numbers, and with them the rollou
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import weakref
@@ -20,10 +21,11 @@ import torch
 from torch import Tensor
 
 from embodichain.agents.rl.collector.base import Decision, bound_action, result_to
+from embodichain.agents.rl.collector.remote_env import RemoteEnv
 from embodichain.agents.rl.utils.observations import Observation
 from embodichain.envs.groups import GroupedEnv
 from embodichain.envs.vec_env import StepResult, VecEnv
-from embodichain.errors import ConfigError, RolloutError
+from embodichain.errors import ConfigError, EmbodiChainError, RolloutError
 
 
 class Steps(Protocol):
@@ -55,7 +57,9 @@ class Pipeline:
                 "collector",
             )
         self.env, self.device = env, device
-        self._simulators = [_Simulator(group) for group in env.groups]
+        self._simulators = [
+            _Apart(group) if isinstance(group, RemoteEnv) else _Simulator(group) for group in env.groups
+        ]
 
     def run(self, steps: Steps, obs: Observation, num_steps: int) -> Observation:
         """Take ``num_steps`` in all envs from the collector's present observation; return the one after them."""
@@ -78,15 +82,20 @@ class Pipeline:
             results = [turn.finish(steps) for turn in turns]
             return steps.record(_join(begun), self._joined(results), num_steps, version)
         finally:  # after an error, too: nobody may step an environment that is being stepped
-            wait([turn.simulation for turn in turns if turn.simulation is not None])
+            for simulator in self._simulators:
+                simulator.settle()
 
     def _joined(self, results: list[StepResult]) -> StepResult:
         joined = self.env.join(results)
         return joined if self.env.device == self.device else result_to(joined, self.device)
 
-    def simulate(self, group: int, action: Tensor) -> Future[StepResult]:
-        """Step one group in a thread."""
-        return self._simulators[group].step(bound_action(action).to(self.env.device))
+    def begin(self, group: int, action: Tensor) -> None:
+        """Begin a step of one group."""
+        self._simulators[group].begin(bound_action(action).to(self.env.device))
+
+    def finish(self, group: int) -> StepResult:
+        """Wait for that step."""
+        return self._simulators[group].finish()
 
 
 class _Simulator:
@@ -98,12 +107,49 @@ class _Simulator:
         # At the program's end it is left waiting: Python must not wake threads that own C++ objects by then.
         weakref.finalize(self, orders.put, None).atexit = False
         self._orders = orders
+        self._step: Future[StepResult] | None = None
 
-    def step(self, action: Tensor) -> Future[StepResult]:
+    def begin(self, action: Tensor) -> None:
         """Begin a step."""
-        future: Future[StepResult] = Future()
-        self._orders.put((action, future))
-        return future
+        self._step = Future()
+        self._orders.put((action, self._step))
+
+    def finish(self) -> StepResult:
+        """Wait for the step and return what came of it."""
+        step, self._step = self._step, None
+        if step is None:
+            raise RolloutError("this group has no step under way")
+        return step.result()
+
+    def settle(self) -> None:
+        """Wait for a step that nobody wants any more."""
+        if self._step is not None:
+            wait([self._step])
+            self._step = None
+
+
+class _Apart:
+    """Steps one group that is in a process of its own, which needs no thread."""
+
+    def __init__(self, env: RemoteEnv) -> None:
+        self._env = env
+        self._under_way = False
+
+    def begin(self, action: Tensor) -> None:
+        """Begin a step."""
+        self._env.begin_step(action)
+        self._under_way = True
+
+    def finish(self) -> StepResult:
+        """Wait for the step and return what came of it."""
+        self._under_way = False
+        return self._env.finish_step()
+
+    def settle(self) -> None:
+        """Wait for a step that nobody wants any more."""
+        if self._under_way:
+            with contextlib.suppress(EmbodiChainError):  # something else went wrong before
+                self.finish()
 
 
 def _serve(env: VecEnv, orders: queue.SimpleQueue[tuple[Tensor, Future[StepResult]] | None]) -> None:
@@ -124,18 +170,15 @@ class _Turn:
         self.obs: Observation
         self.state: Tensor | None
         self.decided: Decision
-        self.simulation: Future[StepResult] | None = None
 
     def begin(self, steps: Steps) -> None:
         """Decide, and let the simulation go on with that."""
         self.decided = steps.decide(self.obs, self.state)
-        self.simulation = self.pipeline.simulate(self.group, self.decided.action)
+        self.pipeline.begin(self.group, self.decided.action)
 
     def finish(self, steps: Steps) -> StepResult:
         """Wait for the simulation and look at what came of it."""
-        if self.simulation is None:
-            raise RolloutError("this group has no step under way")
-        result = self.simulation.result()
+        result = self.pipeline.finish(self.group)
         device, done = self.pipeline.device, result[2] | result[3]
         self.obs, self.state = result[0].to(device), steps.clear_ended(self.decided.new_state, done.to(device))
         return result

@@ -1,9 +1,10 @@
 """An environment in a process of its own: whoever steps it here only waits, and leaves this process's time to others.
 
 Groups of envs that take turns are simulated in threads otherwise. That is all they need where MuJoCo computes, for it
-lets Python go on meanwhile; but pictures that are drawn by software, and tasks with much Python in them, make threads
-wait for each other. Data goes both ways in shared memory, nothing is pickled but the function that makes the
-environment, and the process ends with this one, however that happens.
+lets Python go on meanwhile; but tasks with much Python in them, and pictures that are drawn by software, make threads
+wait for each other. ``begin_step`` and ``finish_step`` are the halves of a step, so that one thread can keep several
+such environments busy. Nothing is pickled but the function that makes the environment, and its process ends with this
+one, however that happens.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -20,10 +22,10 @@ from torch import Tensor
 
 from embodichain.agents.processes.failure import FailureReport
 from embodichain.agents.rl.collector.background.child_process import ChildProcess, begin_as_child
-from embodichain.agents.rl.collector.background.parcel import Channel, pack, unpack
+from embodichain.agents.rl.collector.background.mail import Mail
 from embodichain.agents.rl.utils.spaces import space_from_data, space_to_data
 from embodichain.envs.actions import ActionManager
-from embodichain.envs.chunks import StepsChunks, step_one_by_one
+from embodichain.envs.chunks import chunked
 from embodichain.envs.vec_env import Action, EnvIds, StepResult, VecEnv
 from embodichain.errors import EnvContractError, WorkerError
 
@@ -37,20 +39,25 @@ class RemoteEnv(VecEnv):
     An exception of the environment is raised here; if its process dies, that is a ``WorkerError``.
     """
 
+    device = torch.device("cpu")
+
     def __init__(self, make: Callable[[], VecEnv]) -> None:
-        self._channel, other = Channel.pair()
         self._turn = threading.Lock()
-        self._closed = False
+        self._under_way = self._closed = False
+        self._mail, other = Mail.pair()
         self._process = ChildProcess(_serve, (make, other.socket))
         other.close()
-        about = self._answer()
-        self.num_envs, self.max_episode_steps = about["num_envs"], about["max_episode_steps"]
-        self.supports_state, self.device = about["supports_state"], torch.device("cpu")
+        self._describe(self._answer())
+
+    def _describe(self, about: dict[str, Any]) -> None:
         observed = space_from_data(about["observation_space"])
-        self.observation_space = observed  # type: ignore[assignment]
-        self.action_space = space_from_data(about["action_space"])
-        chosen = space_from_data(about["choice"])
-        self.action_manager = ActionManager(about["action_type"], chosen, self.num_envs, self.device)
+        if not isinstance(observed, gym.spaces.Dict):
+            raise EnvContractError(f"an observation space is a Dict, got {observed}")
+        self.observation_space, self.action_space = observed, space_from_data(about["action_space"])
+        self.num_envs, self.max_episode_steps = about["num_envs"], about["max_episode_steps"]
+        self.supports_state = about["supports_state"]
+        choice = space_from_data(about["choice"])
+        self.action_manager = ActionManager(about["action_type"], choice, self.num_envs, self.device)
 
     @property
     def pid(self) -> int:
@@ -63,11 +70,27 @@ class RemoteEnv(VecEnv):
         return obs, info
 
     def step(self, action: Action) -> StepResult:
-        return _whole(self._ask("step", action))
+        self.begin_step(action)
+        return self.finish_step()
 
-    def step_chunk(self, actions: Tensor) -> StepResult:
-        """Take actions ``[num_envs, chunk_size, action_dim]`` and observe once (see ``embodichain.envs.chunks``)."""
-        return _whole(self._ask("step_chunk", actions))
+    def begin_step(self, action: Action) -> None:
+        """Let the process begin with a step; the next call has to be ``finish_step``."""
+        with self._turn:
+            self._send("step", action)
+            self._under_way = True
+
+    def finish_step(self) -> StepResult:
+        """Wait for the step that was begun and return what came of it."""
+        with self._turn:
+            self._under_way = False
+            obs, reward, terminated, truncated, info = self._answer()
+        info.setdefault("final_observation", obs)
+        return obs, reward, terminated, truncated, info
+
+    def in_chunks(self, chunk_size: int) -> RemoteEnv:
+        """Let a decision be so many actions from now on (see ``embodichain.envs.chunks``), and return this."""
+        self._describe(self._ask("in_chunks", chunk_size))
+        return self
 
     def get_state(self) -> TensorDict:
         state: TensorDict = self._ask("get_state")
@@ -87,50 +110,52 @@ class RemoteEnv(VecEnv):
         if self._closed:
             return
         self._closed = True
-        if self._channel.send({"call": "close"}):
+        if self._mail.send("close", []):
             self._process.wait(_GRACE_SECONDS)
         self._process.kill()  # whoever waits for it in another thread hears of that
         with self._turn:
-            self._channel.close()
+            self._mail.close()
 
     def _ask(self, name: str, *args: Any) -> Any:
         with self._turn:
-            if self._closed:
-                raise EnvContractError("this environment is closed: make a new one")
-            words, memory = pack(list(args))
-            self._channel.send({"call": name, **words}, memory, patient=True)
+            self._send(name, *args)
             return self._answer()
 
+    def _send(self, name: str, *args: Any) -> None:
+        if self._closed:
+            raise EnvContractError("this environment is closed: make a new one")
+        if self._under_way:
+            raise EnvContractError("a step of this environment is under way: finish_step() comes first")
+        self._mail.send(name, list(args))
+
     def _answer(self) -> Any:
-        """Wait for what the process says next."""
         try:
-            received = self._channel.receive(None)
+            title, content = self._mail.receive()
         except EOFError:
             raise WorkerError(f"the process of an environment {self._process.exit_words()}") from None
-        words, memory = received or ({}, None)
-        if memory is None:
-            raise FailureReport.from_json(words["failed"]).as_user_error()
-        return _placed(unpack(words, memory))
+        if title == "failed":
+            raise FailureReport.from_json(content).as_user_error()
+        return content
 
 
 def _serve(make: Callable[[], VecEnv], connection: socket.socket) -> None:
     """Make the environment and do what is asked of it until nobody is there to ask."""
     begin_as_child()
     torch.set_num_threads(1)
-    channel = Channel(connection)
+    mail = Mail(connection)
+    env: VecEnv | None = None
     try:
-        with make() as env:
-            words, memory = pack(_about(env))
-            channel.send(words, memory, patient=True)
-            while True:
-                message, given = channel.receive(None) or ({}, None)
-                if given is None:
-                    return
-                _do(env, channel, message["call"], unpack(message, given))
+        env = make()
+        mail.send("about", _about(env))
+        while (order := mail.receive())[0] != "close":
+            env = _do(env, mail, *order)
     except EOFError:
         return
     except Exception as error:  # noqa: BLE001 - whatever it is, the other process must hear of it
-        _fail(channel, error)
+        _fail(mail, error)
+    finally:
+        if env is not None:
+            env.close()
 
 
 def _about(env: VecEnv) -> dict[str, Any]:
@@ -147,24 +172,24 @@ def _about(env: VecEnv) -> dict[str, Any]:
     }
 
 
-def _do(env: VecEnv, channel: Channel, name: str, args: list[Any]) -> None:
+def _do(env: VecEnv, mail: Mail, name: str, args: list[Any]) -> VecEnv:
     """Answer one question; an environment that refuses it goes on with the next."""
     try:
         if name == "step":
             answer: Any = _parts(env.step(*args))
-        elif name == "step_chunk":
-            answer = _parts(env.step_chunk(*args) if isinstance(env, StepsChunks) else step_one_by_one(env, *args))
+        elif name == "in_chunks":
+            env = chunked(env, *args)
+            answer = _about(env)
         else:
             answer = getattr(env, name)(*args)
-        words, memory = pack(answer)
+        mail.send("answer", answer)
     except Exception as error:  # noqa: BLE001 - it is raised where the question came from
-        _fail(channel, error)
-    else:
-        channel.send(words, memory, patient=True)
+        _fail(mail, error)
+    return env
 
 
-def _fail(channel: Channel, error: Exception) -> None:
-    channel.send({"failed": FailureReport.of_exception(0, error).to_json()}, patient=True)
+def _fail(mail: Mail, error: Exception) -> None:
+    mail.send("failed", FailureReport.of_exception(0, error).to_json())
 
 
 def _parts(result: StepResult) -> tuple[Any, ...]:
@@ -173,18 +198,3 @@ def _parts(result: StepResult) -> tuple[Any, ...]:
     if info.get("final_observation") is result[0]:  # nobody ended
         del info["final_observation"]
     return (*result[:4], info)
-
-
-def _placed(value: Any) -> Any:
-    """Return an answer in which TensorDicts know where they are, as those of an environment do."""
-    if isinstance(value, TensorDictBase):
-        return value.to("cpu")
-    if isinstance(value, tuple):
-        return tuple(map(_placed, value))
-    return {key: _placed(entry) for key, entry in value.items()} if isinstance(value, dict) else value
-
-
-def _whole(parts: tuple[Any, ...]) -> StepResult:
-    obs, reward, terminated, truncated, info = parts
-    info.setdefault("final_observation", obs)
-    return obs, reward, terminated, truncated, info

@@ -10,7 +10,7 @@ import json
 import os
 import select
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -43,14 +43,25 @@ def pack(value: Any) -> tuple[dict[str, Any], Segment]:
 def pack_into(value: Any, create: Callable[[int], Kind]) -> tuple[dict[str, Any], Kind]:
     """Copy a nest of dicts, lists, numbers and tensors into new memory; return its description and the memory."""
     data, tensors = take_apart(value)
+    places, nbytes = lay_out(tensors)
+    memory = create(nbytes)
+    copy_into(memory, places, tensors)
+    return {"data": data, "places": places, "nbytes": memory.nbytes}, memory
+
+
+def lay_out(tensors: Mapping[str, Tensor]) -> tuple[list[list[Any]], int]:
+    """Return where tensors go in common memory, ``[name, dtype, shape, offset]``, and how many bytes that takes."""
     places, end = [], 0
     for name, tensor in tensors.items():
         places.append([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), end])
         end += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
-    memory = create(max(end, _ALIGNMENT))
-    for view, tensor in zip(_views(memory, places).values(), tensors.values(), strict=True):
-        view.copy_(tensor)
-    return {"data": data, "places": places, "nbytes": memory.nbytes}, memory
+    return places, max(end, _ALIGNMENT)
+
+
+def copy_into(memory: Memory, places: list[list[Any]], tensors: Mapping[str, Tensor]) -> None:
+    """Copy tensors to their places."""
+    for name, view in _views(memory, places).items():
+        view.copy_(tensors[name])
 
 
 def unpack(words: dict[str, Any], memory: Memory, copy: bool = True) -> Any:
