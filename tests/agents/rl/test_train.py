@@ -71,6 +71,14 @@ def test_any_field_can_be_overridden(tmp_path):
     assert cfg.trainer.gym_config["seed"] == 3
 
 
+def test_the_algorithm_learns_where_the_policy_acts(tmp_path):
+    assert loaded(tmp_path, ["--trainer.device", "cuda"]).algorithm.cfg["device"] == "cuda"
+    apart = loaded(tmp_path, ["--trainer.device", "cuda", "--algorithm.cfg.device=cpu"])
+    assert (apart.trainer.device, apart.algorithm.cfg["device"]) == ("cuda", "cpu")
+    given = loaded(tmp_path, ["--trainer.device", "cuda"], algorithm={"cfg": {"device": "cuda:1"}})
+    assert given.algorithm.cfg["device"] == "cuda:1"
+
+
 def test_collection_in_a_cluster_is_one_flag(tmp_path):
     words = ["--trainer.collector", "ray", "--trainer.collector.num_workers", "2"]
     collector = loaded(tmp_path, words).trainer.collector

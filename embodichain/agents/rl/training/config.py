@@ -136,7 +136,15 @@ def complete(
 def override(cfg: TrainCfg, words: list[str], prog: str = "embodichain train") -> TrainCfg:
     """Return a completed config with flags such as ``--trainer.num_envs 128`` applied, ready to be run."""
     changed = parse_overrides(cfg, words, prog=prog, description="Train a policy.") if words else cfg
+    device, before = changed.trainer.device, cfg.trainer.device
+    if device != before and changed.algorithm.cfg["device"] == before and not _is_set("algorithm.cfg.device", words):
+        algorithm = changed.algorithm.replace(cfg=changed.algorithm.cfg | {"device": device})  # it learns where it acts
+        changed = changed.replace(algorithm=algorithm)
     return _checked(changed)
+
+
+def _is_set(name: str, words: list[str]) -> bool:
+    return any(word.partition("=")[0] == f"--{name}" for word in words)
 
 
 def num_iterations(trainer: TrainerCfg, ranks: int = 1, iteration: int = 0, global_step: int = 0) -> int | None:
