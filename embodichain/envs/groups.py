@@ -6,6 +6,7 @@ else sees an ordinary environment.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,8 +17,8 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from embodichain.envs.random import combine
-from embodichain.envs.vec_env import Action, EnvIds, StepResult, VecEnv
-from embodichain.errors import ActionError, ConfigError, EnvContractError
+from embodichain.envs.vec_env import Action, EnvIds, StepResult, StepsInHalves, VecEnv
+from embodichain.errors import ActionError, ConfigError, EmbodiChainError, EnvContractError
 
 _SEED_BITS = 31
 
@@ -60,7 +61,10 @@ class GroupedEnv(VecEnv):
         return self._joined_obs(), join_parts(infos)
 
     def step(self, action: Action) -> StepResult:
-        return self.join([group.step(part) for group, part in zip(self.groups, self.split(action), strict=True)])
+        parts, apart = self.split(action), [group for group in self.groups if isinstance(group, StepsInHalves)]
+        if len(apart) == len(self.groups):
+            return self.join(_step_side_by_side(apart, parts))
+        return self.join([group.step(part) for group, part in zip(self.groups, parts, strict=True)])
 
     def split(self, action: Action) -> list[Tensor]:
         """Return what each group is given of an action for all envs, once sure that none of them will refuse it."""
@@ -135,6 +139,23 @@ def join_parts(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         nested = isinstance(value, Mapping) and not isinstance(value, TensorDictBase)
         joined[key] = join_parts(values) if nested else torch.cat(values)
     return joined
+
+
+def _step_side_by_side(groups: Sequence[StepsInHalves], parts: Sequence[Tensor]) -> list[StepResult]:
+    """Step groups that simulate elsewhere; none of them is left in the middle of its step, whatever happens."""
+    under_way: list[StepsInHalves] = []
+    results = []
+    try:
+        for group, part in zip(groups, parts, strict=True):
+            group.begin_step(part)
+            under_way.append(group)
+        while under_way:
+            results.append(under_way.pop(0).finish_step())
+        return results
+    finally:
+        for group in under_way:
+            with contextlib.suppress(EmbodiChainError):  # something else went wrong before
+                group.finish_step()
 
 
 def _group_seed(seed: int | None, index: int) -> int | None:

@@ -131,6 +131,17 @@ class VecEnv(ABC):
 
 
 @runtime_checkable
+class StepsInHalves(Protocol):
+    """An environment that simulates elsewhere: whoever steps it can do something else meanwhile."""
+
+    def begin_step(self, action: Action) -> None:
+        """Let it begin with a step; the next call has to be ``finish_step``."""
+
+    def finish_step(self) -> StepResult:
+        """Wait for the step that was begun and return what came of it."""
+
+
+@runtime_checkable
 class HasExpert(Protocol):
     """An environment that can demonstrate its own task."""
 

@@ -9,10 +9,12 @@ import time
 from functools import partial
 from pathlib import Path
 
+import gymnasium as gym
 import pytest
 import torch
 from rich.console import Console
 from tensordict import TensorDict
+from torch import Tensor
 
 from embodichain.agents.rl.collector import AsyncCfg, SyncCollector
 from embodichain.agents.rl.collector.background.mail import Mail
@@ -21,11 +23,13 @@ from embodichain.agents.rl.models import build_policy
 from embodichain.agents.rl.train import train_from_config
 from embodichain.agents.rl.training.collection import EnvMaker, in_chunks
 from embodichain.agents.rl.training.run_log import read_metrics
+from embodichain.envs.actions import ActionManager
 from embodichain.envs.chunks import chunked
 from embodichain.envs.groups import GroupedEnv, make_grouped
 from embodichain.envs.registration import make
-from embodichain.envs.vec_env import VecEnv
+from embodichain.envs.vec_env import StepResult, VecEnv
 from embodichain.errors import ActionError, ConfigError, EnvContractError, UnknownNameError, WorkerError
+from tests.agents.rl.helpers import ScriptedEnv
 
 CONFIG = Path(__file__).parents[3] / "configs/agents/rl/basic/cart_pole/train_config.json"
 CAMERA = {"observations": {"cameras": [{"name": "side", "width": 24, "height": 16}]}}
@@ -137,6 +141,28 @@ def test_a_group_that_is_killed_ends_the_rollout_and_leaves_the_others_in_step()
             collector.collect(4)
         reward = other.step(torch.zeros(2, 1))[1]  # it answers this question, not the one before
         assert reward.shape == (2,)
+
+
+class Patient(ScriptedEnv):
+    """Takes a while for a step, without any work."""
+
+    action_manager = ActionManager("move", gym.spaces.Box(-1.0, 1.0, (1,)), 2, "cpu")
+
+    def step(self, action: Tensor) -> StepResult:
+        time.sleep(0.2)
+        return super().step(action)
+
+
+def test_groups_in_processes_are_stepped_side_by_side() -> None:
+    with GroupedEnv([RemoteEnv(partial(Patient, 2)) for _ in range(4)]) as env:
+        env.reset(seed=0)
+        action = torch.zeros(8, *(env.action_space.shape or ()))
+        env.step(action)
+        began = time.perf_counter()
+        env.groups[0].step(action[:2])
+        alone = time.perf_counter() - began
+        env.step(action)
+        assert time.perf_counter() - began - alone < 2.5 * alone  # not four times
 
 
 def test_halves_of_a_step_belong_together() -> None:

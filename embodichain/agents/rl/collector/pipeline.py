@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 
 from embodichain.agents.rl.collector.base import Decision, bound_action, result_to
-from embodichain.agents.rl.collector.remote_env import RemoteEnv
 from embodichain.agents.rl.utils.observations import Observation
 from embodichain.envs.groups import GroupedEnv
-from embodichain.envs.vec_env import StepResult, VecEnv
+from embodichain.envs.vec_env import StepResult, StepsInHalves, VecEnv
 from embodichain.errors import ConfigError, EmbodiChainError, RolloutError
 
 
@@ -58,7 +57,7 @@ class Pipeline:
             )
         self.env, self.device = env, device
         self._simulators = [
-            _Apart(group) if isinstance(group, RemoteEnv) else _Simulator(group) for group in env.groups
+            _Apart(group) if isinstance(group, StepsInHalves) else _Simulator(group) for group in env.groups
         ]
 
     def run(self, steps: Steps, obs: Observation, num_steps: int) -> Observation:
@@ -131,7 +130,7 @@ class _Simulator:
 class _Apart:
     """Steps one group that is in a process of its own, which needs no thread."""
 
-    def __init__(self, env: RemoteEnv) -> None:
+    def __init__(self, env: StepsInHalves) -> None:
         self._env = env
         self._under_way = False
 
