@@ -233,6 +233,7 @@ class RayCrew(WatchedWorker):
         """Have a new worker come in the place of one that was left behind and cannot go on; that is no fault."""
         log.info("%s, of the learner before, %s: a new one is asked for", hand, why)
         self._staff.renew(hand)
+        self._began = time.monotonic()  # it has as long as the first one had
 
     def _replace(self, hand: Hand, fault: Fault) -> None:
         """Have a new worker come in the place of one that cannot go on, or give up; another does what it was at."""
