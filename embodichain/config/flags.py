@@ -88,5 +88,6 @@ def docs_of(flags: Collection[Flag]) -> dict[str, str]:
     lines: dict[type[Any] | None, dict[str, str]] = {None: {}}
     for owner in {flag.owner for flag in flags if flag.owner is not None}:
         parsed = [docstring_parser.parse_from_object(base).params for base in reversed(owner.__mro__[:-1])]
-        lines[owner] = {doc.arg_name: doc.description or "" for params in parsed for doc in params}
+        # What takes several lines in the source is broken anew by whoever prints it.
+        lines[owner] = {doc.arg_name: " ".join((doc.description or "").split()) for params in parsed for doc in params}
     return {flag.name: lines[flag.owner].get(str(flag.path[-1]), "") for flag in flags}

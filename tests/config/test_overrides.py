@@ -22,7 +22,8 @@ class ShortCfg(Config):
     net: Annotated[NetCfg, Shorthand("activation")] = NetCfg()
     """The network."""
     extra: dict[str, int] = {"net": 3}
-    """Anything."""
+    """Anything, in
+    two lines."""
 
 
 @configclass
@@ -93,6 +94,7 @@ def test_help_tells_of_an_entry_what_its_own_config_says(capsys):
     words = capsys.readouterr().out
     assert "--net {tanh,relu}" in words
     assert words.count("The network.") == 1  # the entry net of extra is something else
+    assert "Anything, in two lines." in words
 
 
 def test_no_flags_change_nothing():
