@@ -106,6 +106,8 @@ def test_code_that_was_changed_is_told(actor: CollectorActor, monkeypatch: pytes
     work(actor, "rollout")
     leave(actor)
     monkeypatch.setattr(LoadedCode, "what_changed", lambda self, path: "envs.py")
+    assert claim(actor, "first")["event"] == "claimed"  # it was there when that was edited, and goes on as it began
+    leave(actor)
     assert claim(actor, "second")["why"] == "has loaded code that was changed since (envs.py)"
 
 

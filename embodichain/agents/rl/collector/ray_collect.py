@@ -85,8 +85,11 @@ class CollectorActor:
         if not self._is_free_for(learner):
             return where | {"event": "refused"}
         with self._lock:
-            self._learner, self._heard = learner, time.monotonic()
-            problem = self._unfitness(key, sys_path, patience)
+            before, self._learner, self._heard = self._learner, learner, time.monotonic()
+            problem = self._unfitness(key, patience)
+            if not problem and before not in ("", learner):
+                changed = self._code.what_changed(sys_path)
+                problem = f"has loaded code that was changed since ({changed})" if changed else ""
             if problem:
                 return where | {"event": "unfit", "why": problem}
             self._link, self._early, self._next_order = RayLink(), {}, 0
@@ -161,16 +164,13 @@ class CollectorActor:
             time.sleep(0.05)
         return True
 
-    def _unfitness(self, key: str, sys_path: list[str], patience: float) -> str:
+    def _unfitness(self, key: str, patience: float) -> str:
         """Return why this cannot do what the key stands for, "" if it can; nothing is being collected afterwards."""
         if key != self._key:
             return "was asked for something else"
         if not self._end_loop(patience):
             return f"has not come back from a step for {self._link.busy_seconds:.0f} s"
-        if self._phase not in ("new", "building", "built"):
-            return self._phase
-        changed = self._code.what_changed(sys_path)
-        return f"has loaded code that was changed since ({changed})" if changed else ""
+        return "" if self._phase in ("new", "building", "built") else self._phase
 
     def _weights(self, version: int, digest: int, data: Bytes) -> None:
         self._link.orders.put(NewWeights(WeightSnapshot(version, digest, tensor_on(data).clone())))

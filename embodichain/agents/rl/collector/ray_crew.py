@@ -129,6 +129,8 @@ class RayCrew(WatchedWorker):
         kind = event["event"]
         if kind == "claimed":
             self._agree(hand, event)
+        elif kind == "unfit" and hand.claimed:  # it was there, and could not be reached for a while
+            self._replace(hand, Fault(event["why"]))
         elif kind == "unfit":
             self._renew(hand, event["why"])
         elif kind == "ready":
@@ -165,8 +167,6 @@ class RayCrew(WatchedWorker):
         self._weights.send(hand)
         self.num_envs = num_envs
         self._ready.set()
-
-    # --- tickets and rollouts -------------------------------------------------------------------------------------
 
     def _assign(self) -> None:
         """Give tickets to idle workers; the lock is held."""
@@ -226,14 +226,14 @@ class RayCrew(WatchedWorker):
             self._replace(hand, fault)
         elif self._staff.is_silent(hand):
             self._renew(hand, "does not answer")
-        elif not self._ready.is_set() and not hand.node and time.monotonic() - self._began > patience:
+        elif not (self._ready.is_set() or hand.node or hand.found) and time.monotonic() - self._began > patience:
             raise no_room(self._cfg.placement, patience)
 
     def _renew(self, hand: Hand, why: str) -> None:
         """Have a new worker come in the place of one that was left behind and cannot go on; that is no fault."""
         log.info("%s, of the learner before, %s: a new one is asked for", hand, why)
         self._staff.renew(hand)
-        self._began = time.monotonic()  # it has as long as the first one had
+        self._began = time.monotonic()
 
     def _replace(self, hand: Hand, fault: Fault) -> None:
         """Have a new worker come in the place of one that cannot go on, or give up; another does what it was at."""

@@ -21,8 +21,8 @@ def fault_of_error(error: Exception, hand: Hand) -> Fault:
 
 def fault_of_silence(hand: Hand, cfg: AsyncCfg) -> Fault | None:
     """Return what is wrong with a worker that has owed an answer for too long."""
-    if not hand.claimed and not hand.doubted:
-        return None  # it waits for a node
+    if not hand.claimed and (hand.found or not hand.doubted):
+        return None  # it waits for a node, or for its answer whose it is
     now, start = time.monotonic(), cfg.start_timeout
     silent = now - hand.asked_at
     if silent > (POLL_SECONDS + cfg.step_timeout if hand.ready else start):
