@@ -124,6 +124,11 @@ def settings_of(task: str, steps: int | None = None) -> str:
 
     cfg = override(load_train_config(TASKS[task].path), _overrides(steps)).to_dict()
     cfg["trainer"]["seed"] = cfg["trainer"]["gym_config"]["seed"] = 0
+    collector = cfg["trainer"].pop("collector")
+    if cfg["trainer"]["model_type"] == "standard":  # it heeds nothing else that is said about collectors
+        cfg["trainer"]["pipeline_stages"] = collector["pipeline_stages"]
+    else:
+        cfg["trainer"]["collector"] = collector
     return hashlib.sha256(json.dumps(cfg, sort_keys=True).encode()).hexdigest()[:12]
 
 
