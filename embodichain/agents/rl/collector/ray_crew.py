@@ -246,4 +246,4 @@ class RayCrew(WatchedWorker):
             raise fault.error(f"worker {hand.index}", hand.restarts)
         self.restarts += 1
         count = "" if fault.lost else f" ({faults} of {self._cfg.max_restarts})"
-        log.warning("worker %d %s; replacing it%s\n%s", hand.index, fault.what, count, fault.text)
+        log.warning("worker %d %s; replacing it%s%s", hand.index, fault.what, count, fault.text and f"\n{fault.text}")

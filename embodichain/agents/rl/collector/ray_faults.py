@@ -13,9 +13,9 @@ from embodichain.agents.rl.collector.ray_hand import Hand
 
 def fault_of_error(error: Exception, hand: Hand) -> Fault:
     """Return what has become of a worker, an answer of which failed."""
+    if node_died(error, hand.node_id):  # what Ray says of it are ids alone
+        return Fault(f"is gone with its node {hand.node}".rstrip(), lost=True)
     text = error_text(error)
-    if node_died(error, hand.node_id):
-        return Fault(f"is gone with its node {hand.node}".rstrip(), text, lost=True)
     return Fault(f"died: {text.splitlines()[-1]}", text)
 
 
