@@ -121,9 +121,10 @@ class Summary:
     def misses(self, bar: float) -> list[str]:
         """Return which bars are missed."""
         rows = {row.way: row for row in self.rows}
-        best = max((row for row in self.rows if WAYS[row.way].worker is not None), key=lambda row: row.speedup)
+        asynchronous = [row for row in self.rows if WAYS[row.way].worker is not None]
+        best = max(asynchronous, key=lambda row: row.speedup, default=None)
         missed = []
-        if best.speedup < bar:
+        if best is not None and best.speedup < bar:
             missed.append(f"the best way, {best.way}, is {best.speedup:.2f} times as fast as sync; the bar is {bar}")
         for row in self.rows:
             if row.way != "sync" and row.of_bound < BAR_OF_BOUND:

@@ -130,15 +130,20 @@ class VecEnv(ABC):
         return number
 
 
-@runtime_checkable
-class StepsInHalves(Protocol):
+class StepsInHalves(VecEnv):
     """An environment that simulates elsewhere: whoever steps it can do something else meanwhile."""
 
+    @abstractmethod
     def begin_step(self, action: Action) -> None:
         """Let it begin with a step; the next call has to be ``finish_step``."""
 
+    @abstractmethod
     def finish_step(self) -> StepResult:
         """Wait for the step that was begun and return what came of it."""
+
+    def step(self, action: Action) -> StepResult:
+        self.begin_step(action)
+        return self.finish_step()
 
 
 @runtime_checkable

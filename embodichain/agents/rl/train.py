@@ -146,7 +146,6 @@ def build_trainer(
     if ranks.is_first:
         warn_of_lag(cfg)
     seed_everything(settings.seed)
-    settings.collector.check()
     stages, processes = settings.collector.pipeline_stages, settings.collector.pipeline_processes
     maker = EnvMaker(dict(_mapping(settings.gym_config)), tuple(trusted_modules), stages, processes=processes)
     with ranks.together("building"):

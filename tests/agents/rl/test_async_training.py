@@ -177,7 +177,7 @@ def test_two_groups_of_envs_without_a_background(tmp_path):
         (vla(max_policy_lag=-1), r"trainer\.collector\.max_policy_lag"),
         (vla(adopt="sometimes"), r"trainer\.collector\.adopt"),
         ({"model_type": "vlaa"}, r"trainer\.model_type"),
-        ({"collector": {"pipeline_stages": 3}}, r"multiple of the 3 groups of envs, got 8"),
+        ({"collector": {"pipeline_stages": 3}}, r"multiple of the 3 pipeline_stages, got 8"),
     ],
 )
 def test_bad_settings_are_refused(tmp_path, settings, message):

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import gymnasium as gym
 import pytest
@@ -16,22 +20,34 @@ from rich.console import Console
 from tensordict import TensorDict
 from torch import Tensor
 
-from embodichain.agents.rl.collector import AsyncCfg, SyncCollector
+from embodichain.agents.rl.buffer import VLABuffer
+from embodichain.agents.rl.collector import AsyncCfg, AsyncCollector, SyncCollector
 from embodichain.agents.rl.collector.background.mail import Mail
+from embodichain.agents.rl.collector.background.parcel import Channel
 from embodichain.agents.rl.collector.remote_env import RemoteEnv
 from embodichain.agents.rl.models import build_policy
 from embodichain.agents.rl.train import train_from_config
+from embodichain.agents.rl.training import collection
 from embodichain.agents.rl.training.collection import EnvMaker, in_chunks
 from embodichain.agents.rl.training.run_log import read_metrics
 from embodichain.envs.actions import ActionManager
 from embodichain.envs.chunks import chunked
 from embodichain.envs.groups import GroupedEnv, make_grouped
 from embodichain.envs.registration import make
-from embodichain.envs.vec_env import StepResult, VecEnv
+from embodichain.envs.vec_env import EnvIds, StepResult, VecEnv
 from embodichain.errors import ActionError, ConfigError, EnvContractError, UnknownNameError, WorkerError
 from tests.agents.rl.helpers import ScriptedEnv
 
 CONFIG = Path(__file__).parents[3] / "configs/agents/rl/basic/cart_pole/train_config.json"
+PROGRAM = """
+import functools, time
+from embodichain.agents.rl.collector import RemoteEnv
+from embodichain.envs.registration import make
+if __name__ == "__main__":
+    env = RemoteEnv(functools.partial(make, "CartPoleRL", num_envs=2))
+    print(env.pid, flush=True)
+    time.sleep(60)
+"""
 CAMERA = {"observations": {"cameras": [{"name": "side", "width": 24, "height": 16}]}}
 
 
@@ -72,7 +88,9 @@ def test_it_is_the_same_environment(chunk_size: int) -> None:
             assert_same(mine[4]["final_observation"], other[4]["final_observation"])
             for left, right in zip(mine[1:4], other[1:4], strict=True):
                 assert torch.equal(left, right)
-            assert_same(TensorDict(mine[4]["metrics"], [3]), TensorDict(other[4]["metrics"], [3]))
+            for part in ("metrics", "rewards", "chunk"):
+                assert_same(TensorDict(mine[4].get(part, {}), [3]), TensorDict(other[4].get(part, {}), [3]))
+            assert torch.equal(mine[4]["episode_seed"], other[4]["episode_seed"])
             done = mine[2] | mine[3]
             assert (other[4]["final_observation"] is other[0]) == (not bool(done.any()))
             ended += int(done.sum())
@@ -107,8 +125,9 @@ def test_errors_come_back_and_the_environment_goes_on() -> None:
             env.reset(env_ids=[7])
         obs, *_ = env.step(torch.zeros(2, 1))
         assert obs.batch_size == (2,)
-    with pytest.raises(EnvContractError, match="closed"):
-        env.step(torch.zeros(2, 1))
+    for call in (partial(env.step, torch.zeros(2, 1)), env.finish_step, env.get_state):
+        with pytest.raises(EnvContractError, match="closed"):
+            call()
     env.close()
 
 
@@ -139,8 +158,7 @@ def test_a_group_that_is_killed_ends_the_rollout_and_leaves_the_others_in_step()
         os.kill(remote.pid, signal.SIGKILL)
         with pytest.raises(WorkerError, match="killed by SIGKILL"):
             collector.collect(4)
-        reward = other.step(torch.zeros(2, 1))[1]  # it answers this question, not the one before
-        assert reward.shape == (2,)
+        assert_same(other.set_state(other.get_state()), other.reset(env_ids=[])[0])  # answers to these questions
 
 
 class Patient(ScriptedEnv):
@@ -151,6 +169,13 @@ class Patient(ScriptedEnv):
     def step(self, action: Tensor) -> StepResult:
         time.sleep(0.2)
         return super().step(action)
+
+
+class Drawing(Patient):
+    """Draws from the global generators, which no environment should."""
+
+    def reset(self, seed: int | Tensor | None = None, env_ids: EnvIds = None) -> tuple[TensorDict, dict[str, Any]]:
+        return super().reset(seed, env_ids)[0], {"drawn": torch.rand(2)}
 
 
 def test_groups_in_processes_are_stepped_side_by_side() -> None:
@@ -173,6 +198,8 @@ def test_halves_of_a_step_belong_together() -> None:
             env.get_state()
         assert env.finish_step()[1].shape == (2,)
         assert env.get_state().batch_size == (2,)
+        with pytest.raises(EnvContractError, match="begin_step"):
+            env.finish_step()
 
 
 def test_messages_of_all_sizes_go_through_the_same_memory() -> None:
@@ -205,7 +232,7 @@ def test_closing_ends_a_process_that_hangs() -> None:
     def step() -> None:
         try:
             env.step(torch.zeros(2, 1))
-        except WorkerError as error:
+        except EnvContractError as error:
             failures.append(error)
 
     thread = threading.Thread(target=step)
@@ -214,12 +241,19 @@ def test_closing_ends_a_process_that_hangs() -> None:
     env.close()
     thread.join(10)
     assert not thread.is_alive()
-    assert len(failures) == 1
+    assert "closed meanwhile" in str(failures[0])
     assert not alive(env.pid)
 
 
-def test_a_run_with_processes_learns_the_same_numbers(tmp_path: Path) -> None:
-    logs = []
+def test_a_run_with_processes_learns_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logs, made = [], []
+
+    class Counted(RemoteEnv):
+        def __init__(self, make: Callable[[], VecEnv]) -> None:
+            made.append(make)
+            super().__init__(make)
+
+    monkeypatch.setattr(collection, "RemoteEnv", Counted)
     for processes in ("false", "true"):
         settings = {"num_envs": 8, "buffer_size": 16, "total_steps": 384, "eval_freq": 0, "target_return": "null"}
         settings |= {"run_dir": str(tmp_path / processes), "collector.pipeline_stages": 2}
@@ -228,13 +262,126 @@ def test_a_run_with_processes_learns_the_same_numbers(tmp_path: Path) -> None:
         train_from_config(CONFIG, words, console=Console(quiet=True))
         lines = read_metrics(tmp_path / processes / "metrics.jsonl")
         logs.append([{name: line[name] for name in line if "time/" not in name} for line in lines if "step" in line])
+    assert len(made) == 2  # of the second run
     assert logs[0] == logs[1]
     assert [line["step"] for line in logs[0][:3]] == [128, 256, 384]
+
+
+def interrupted(env: VecEnv, after: float) -> None:
+    """Step, and press Ctrl-C meanwhile."""
+    timer = threading.Timer(after, os.kill, [os.getpid(), signal.SIGINT])
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        env.step(torch.zeros(2, 1))
+    timer.join()
+
+
+def count(env: VecEnv) -> list[float]:
+    steps: list[float] = env.step(torch.zeros(2, 1))[0]["object", "step"].flatten().tolist()
+    return steps
+
+
+def test_an_answer_that_was_interrupted_is_not_taken_for_the_next() -> None:
+    with RemoteEnv(partial(Patient, 2)) as env:
+        env.reset(seed=0)
+        interrupted(env, 0.1)
+        assert count(env) == [2, 2]
+        for after in (0.1, 0.02, 0.05, 0.15, 0.1):  # also while it waits for the answer to the one before
+            interrupted(env, after)
+        first = count(env)
+        assert count(env) == [first[0] + 1] * 2
+        assert env.reset(env_ids=[1])[0]["object", "step"].flatten().tolist() == [first[0] + 1, 0]
+
+
+def test_closing_in_a_signal_handler_ends_the_step() -> None:
+    env = RemoteEnv(partial(Patient, 2))
+    env.reset(seed=0)
+    before = signal.signal(signal.SIGUSR1, lambda *_: env.close())
+    try:
+        timer = threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGUSR1])
+        timer.start()
+        with pytest.raises(EnvContractError, match="closed meanwhile"):
+            env.step(torch.zeros(2, 1))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert not alive(env.pid)
+
+
+def test_it_ends_with_its_program(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        pid = int(program.stdout.readline())
+        assert alive(pid)
+        program.kill()
+    ends = time.monotonic() + 20
+    while alive(pid) and time.monotonic() < ends:
+        time.sleep(0.05)
+    assert not alive(pid)
+
+
+def test_what_a_step_returns_is_kept_piece_by_piece() -> None:
+    with RemoteEnv(partial(make_task, "PushCubeRL", 2, cameras=True)) as env:
+        env.reset(seed=0)
+        obs, reward, *_ = env.step(torch.zeros(2, *(env.action_space.shape or ())))
+        assert reward.untyped_storage().nbytes() == 8
+        assert obs["image", "side"].untyped_storage().nbytes() == 2 * 16 * 24 * 3
+
+
+def test_a_message_that_could_not_be_sent_changes_nothing() -> None:
+    mine, other = Mail.pair()
+    mine.send("small", torch.arange(4))
+    assert other.receive()[1].tolist() == [0, 1, 2, 3]
+    heard: list[tuple[str, Tensor]] = []
+    thread = threading.Thread(target=lambda: heard.append(other.receive()))  # it also answers that all is well
+    thread.start()
+    with pytest.raises(OSError, match="too long"):
+        mine.send("large", [torch.arange(100_000), "x" * 10_000_000])
+    mine.send("small", torch.arange(4) + 100)
+    thread.join()
+    assert heard[0][1].tolist() == [100, 101, 102, 103]
+    received = torch.tensor([1.5, -2.0], dtype=torch.bfloat16)
+    other.send("half", received)
+    assert torch.equal(mine.receive()[1], received)
+    mine.close()
+    other.close()
+
+
+def test_who_does_not_read_is_not_waited_for() -> None:
+    mine, other = Channel.pair()
+    sent = 0
+    while mine.send({"words": "x" * 10_000}):
+        sent += 1
+        assert sent < 10_000
+    assert sent > 0
+    mine.close()
+    other.close()
+
+
+def test_global_random_numbers_differ_between_processes() -> None:
+    with RemoteEnv(partial(Drawing, 2)) as one, RemoteEnv(partial(Drawing, 2)) as two:
+        first, second = (env.reset()[1]["drawn"] for env in (one, two))
+    assert not torch.equal(first, second)
+
+
+def test_contradictions_are_told_before_a_run_begins(tmp_path: Path) -> None:
+    words = ["--trainer.model_type", "vla", "--trainer.collector.worker", "process", "--trainer.num_envs", "7"]
+    words += ["--trainer.collector.pipeline_processes", "true", "--trainer.collector.pipeline_stages", "2"]
+    with pytest.raises(ConfigError) as caught:
+        train_from_config(CONFIG, [*words, "--trainer.run_dir", str(tmp_path / "run")], console=Console(quiet=True))
+    assert "pipeline_processes needs worker 'thread'" in str(caught.value)
+    assert "multiple of the 2 pipeline_stages, got 7" in str(caught.value)
+    assert not (tmp_path / "run").exists()
 
 
 def test_processes_need_a_thread_to_ask_them() -> None:
     with pytest.raises(ConfigError, match="pipeline_processes needs worker 'thread'"):
         AsyncCfg(worker="process", pipeline_processes=True).check()
+    with make_task("CartPoleRL", 2) as plain:
+        policy = build_policy({"name": "actor_critic"}, plain.observation_space, plain.action_space, "cpu")
+        with pytest.raises(ConfigError, match="GroupedEnv of RemoteEnvs"):
+            AsyncCollector(plain, policy, VLABuffer(64, "cpu"), "cpu", cfg=AsyncCfg(pipeline_processes=True))
     maker = EnvMaker({"id": "CartPoleRL", "num_envs": 4}, num_groups=2, processes=True)
     with maker() as env:
         assert {type(group).__name__ for group in env.groups} == {"RemoteEnv"}

@@ -63,6 +63,12 @@ class AsyncCfg(Config):
 
     def check(self) -> None:
         """Raise ConfigError for settings that contradict each other."""
+        problems = self.problems()
+        if problems:
+            raise ConfigError(problems, "collector")
+
+    def problems(self) -> list[str]:
+        """Return what contradicts each other."""
         problems = []
         if self.worker == "ray":
             if self.num_workers > self.max_policy_lag + 1:
@@ -76,8 +82,7 @@ class AsyncCfg(Config):
             problems.append("num_workers, address and placement need worker 'ray'")
         if self.pipeline_processes and self.worker != "thread":
             problems.append(f"pipeline_processes needs worker 'thread': {self.worker!r} collects in a process anyway")
-        if problems:
-            raise ConfigError(problems, "collector")
+        return problems
 
 
 CollectorBlock = Annotated[AsyncCfg, Shorthand("worker")]

@@ -9,9 +9,13 @@ one, however that happens.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import os
+import pickle
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import gymnasium as gym
@@ -23,31 +27,48 @@ from torch import Tensor
 from embodichain.agents.processes.failure import FailureReport
 from embodichain.agents.rl.collector.background.child_process import ChildProcess, begin_as_child
 from embodichain.agents.rl.collector.background.mail import Mail
+from embodichain.agents.rl.utils.random_state import seed_everything
 from embodichain.agents.rl.utils.spaces import space_from_data, space_to_data
 from embodichain.envs.actions import ActionManager
 from embodichain.envs.chunks import chunked
-from embodichain.envs.vec_env import Action, EnvIds, StepResult, VecEnv
-from embodichain.errors import EnvContractError, WorkerError
+from embodichain.envs.vec_env import Action, EnvIds, StepResult, StepsInHalves, VecEnv
+from embodichain.errors import ActionError, EnvContractError, WorkerError
 
 _GRACE_SECONDS = 1.0
+_GUARD = (
+    "; a script that makes such environments does so below `if __name__ == '__main__':`, and the function that makes "
+    "one has to be importable"
+)
+_made = itertools.count()
 
 
-class RemoteEnv(VecEnv):
-    """The environment that ``make`` returns in another process; it is as deterministic there as it is here.
+class RemoteEnv(StepsInHalves):
+    """The environment that ``make`` returns in another process, where it gives the same numbers as it would here.
 
     ``make`` is called there: it has to be picklable, and what it makes to live on the CPU. Torch has one thread there.
-    An exception of the environment is raised here; if its process dies, that is a ``WorkerError``.
+    The global random generators, which environments of this package do not use, are seeded from torch's seed here,
+    differently in every process. An exception of the environment is raised here; if its process dies, that is a
+    ``WorkerError``.
     """
 
     device = torch.device("cpu")
 
     def __init__(self, make: Callable[[], VecEnv]) -> None:
+        try:
+            recipe = pickle.dumps(make)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise EnvContractError(
+                f"what makes the environment cannot be sent to another process ({error}): give a function of a module, "
+                "or functools.partial of one"
+            ) from None
         self._turn = threading.Lock()
         self._under_way = self._closed = False
         self._mail, other = Mail.pair()
-        self._process = ChildProcess(_serve, (make, other.socket))
+        self._process = ChildProcess(_serve, (recipe, (torch.initial_seed() + next(_made)) % 2**63, other.socket))
         other.close()
-        self._describe(self._answer())
+        with self._connected(_GUARD):
+            about = self._answer()
+        self._describe(about)
 
     def _describe(self, about: dict[str, Any]) -> None:
         observed = space_from_data(about["observation_space"])
@@ -69,19 +90,19 @@ class RemoteEnv(VecEnv):
         obs, info = self._ask("reset", self.resolve_seed(seed, ids.numel()), ids)
         return obs, info
 
-    def step(self, action: Action) -> StepResult:
-        self.begin_step(action)
-        return self.finish_step()
-
     def begin_step(self, action: Action) -> None:
-        """Let the process begin with a step; the next call has to be ``finish_step``."""
-        with self._turn:
+        if not isinstance(action, (Tensor, np.ndarray, Mapping, TensorDictBase)):
+            raise ActionError(f"an action is a tensor or a dict of one, got {type(action).__name__}")
+        with self._turn, self._connected():
             self._send("step", action)
             self._under_way = True
 
     def finish_step(self) -> StepResult:
-        """Wait for the step that was begun and return what came of it."""
-        with self._turn:
+        with self._turn, self._connected():
+            if self._closed:
+                raise EnvContractError("this environment is closed: make a new one")
+            if not self._under_way:
+                raise EnvContractError("no step of this environment is under way: begin_step() comes first")
             self._under_way = False
             obs, reward, terminated, truncated, info = self._answer()
         info.setdefault("final_observation", obs)
@@ -110,14 +131,17 @@ class RemoteEnv(VecEnv):
         if self._closed:
             return
         self._closed = True
-        if self._mail.send("close", []):
+        try:
+            self._mail.hang_up()  # whoever waits for an answer in another thread hears of that
             self._process.wait(_GRACE_SECONDS)
-        self._process.kill()  # whoever waits for it in another thread hears of that
-        with self._turn:
+        finally:
+            self._process.kill()
+        if self._turn.acquire(timeout=_GRACE_SECONDS):  # not so in a signal handler that interrupted a step
             self._mail.close()
+            self._turn.release()
 
     def _ask(self, name: str, *args: Any) -> Any:
-        with self._turn:
+        with self._turn, self._connected():
             self._send(name, *args)
             return self._answer()
 
@@ -129,33 +153,56 @@ class RemoteEnv(VecEnv):
         self._mail.send(name, list(args))
 
     def _answer(self) -> Any:
-        try:
-            title, content = self._mail.receive()
-        except EOFError:
-            raise WorkerError(f"the process of an environment {self._process.exit_words()}") from None
+        title, content = self._mail.receive()
         if title == "failed":
             raise FailureReport.from_json(content).as_user_error()
         return content
 
+    @contextlib.contextmanager
+    def _connected(self, hint: str = "") -> Iterator[None]:
+        """Say what became of the process if nobody is there any more."""
+        try:
+            yield
+        except EOFError:
+            if self._closed:
+                raise EnvContractError("this environment was closed meanwhile: make a new one") from None
+            raise WorkerError(f"the process of an environment {self._process.exit_words()}{hint}") from None
 
-def _serve(make: Callable[[], VecEnv], connection: socket.socket) -> None:
+
+def _serve(recipe: bytes, seed: int, connection: socket.socket) -> None:
     """Make the environment and do what is asked of it until nobody is there to ask."""
-    begin_as_child()
+    begin_as_child()  # before anything of the user's is imported, which may take long
     torch.set_num_threads(1)
+    seed_everything(seed)
     mail = Mail(connection)
-    env: VecEnv | None = None
-    try:
-        env = make()
-        mail.send("about", _about(env))
-        while (order := mail.receive())[0] != "close":
-            env = _do(env, mail, *order)
-    except EOFError:
-        return
-    except Exception as error:  # noqa: BLE001 - whatever it is, the other process must hear of it
-        _fail(mail, error)
-    finally:
-        if env is not None:
+    with contextlib.suppress(EOFError):
+        try:
+            env: VecEnv = pickle.loads(recipe)()  # noqa: S301 - written by the process that started this one
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other process must hear of it
+            return _fail(mail, error)
+        try:
+            _answer_all(env, mail)
+        finally:
             env.close()
+
+
+def _answer_all(env: VecEnv, mail: Mail) -> None:
+    name, args = "about", list[Any]()
+    while True:
+        try:
+            if name == "about":
+                answer: Any = _about(env)
+            elif name == "step":
+                answer = _parts(env.step(*args))
+            elif name == "in_chunks":
+                env = chunked(env, *args)
+                answer = _about(env)
+            else:
+                answer = getattr(env, name)(*args)
+            mail.send("answer", answer)
+        except Exception as error:  # noqa: BLE001 - it is raised where the question came from
+            _fail(mail, error)
+        name, args = mail.receive()
 
 
 def _about(env: VecEnv) -> dict[str, Any]:
@@ -172,24 +219,8 @@ def _about(env: VecEnv) -> dict[str, Any]:
     }
 
 
-def _do(env: VecEnv, mail: Mail, name: str, args: list[Any]) -> VecEnv:
-    """Answer one question; an environment that refuses it goes on with the next."""
-    try:
-        if name == "step":
-            answer: Any = _parts(env.step(*args))
-        elif name == "in_chunks":
-            env = chunked(env, *args)
-            answer = _about(env)
-        else:
-            answer = getattr(env, name)(*args)
-        mail.send("answer", answer)
-    except Exception as error:  # noqa: BLE001 - it is raised where the question came from
-        _fail(mail, error)
-    return env
-
-
 def _fail(mail: Mail, error: Exception) -> None:
-    mail.send("failed", FailureReport.of_exception(0, error).to_json())
+    mail.send("failed", FailureReport.of_exception(os.getpid(), error).to_json())
 
 
 def _parts(result: StepResult) -> tuple[Any, ...]:

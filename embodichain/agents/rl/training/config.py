@@ -179,6 +179,11 @@ def _checked(cfg: TrainCfg) -> TrainCfg:
         problems.append("trainer: expected iterations, total_steps or max_seconds, got none of them")
     if (trainer.target_return is not None or trainer.target_success is not None) and not trainer.enable_eval:
         problems.append("trainer.enable_eval: expected true, as a target is judged by evaluations, got false")
+    if trainer.model_type == "vla" or trainer.collector.worker == "ray":
+        problems += [f"trainer.collector.{problem}" for problem in trainer.collector.problems()]
+    if num_envs % trainer.collector.pipeline_stages:
+        stages = trainer.collector.pipeline_stages
+        problems.append(f"trainer.num_envs: expected a multiple of the {stages} pipeline_stages, got {num_envs}")
     if problems:
         raise ConfigError(problems)
     algorithm = get_algo_class(cfg.algorithm.name).cfg_type.from_dict(cfg.algorithm.cfg, source="algorithm.cfg")

@@ -37,7 +37,10 @@ def space_from_data(data: Mapping[str, Any]) -> gym.Space[Any]:
     raise CheckpointError(f"unknown kind of space {kind!r}")
 
 
-def _bound(values: np.ndarray) -> float | np.ndarray:
+def _bound(values: np.ndarray) -> float | int | np.ndarray:
     """Return one number where all are equal, as they are for pictures and actions."""
-    first = values.reshape(-1)[0] if values.size else 0.0
-    return float(first) if bool((values == first).all()) else values
+    if not values.size:
+        return 0.0
+    first = values.reshape(-1)[0]
+    same: float | int = first.item()
+    return same if bool((values == first).all()) else values

@@ -6,6 +6,8 @@ a message is there as a whole or not at all. Nothing is pickled, and nothing is 
 
 from __future__ import annotations
 
+import array
+import errno
 import json
 import os
 import select
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from embodichain.agents.processes.segment import Segment
 from embodichain.agents.rl.utils.tree import put_together, take_apart
+from embodichain.errors import SharedMemoryError
 
 _ALIGNMENT = 64
 _LARGEST = 1 << 20
@@ -93,10 +96,10 @@ class Channel:
 
         Who does not read for so long that the queue is full is as good as dead, unless one is ``patient``.
         """
-        descriptors = [] if segment is None else [segment.fd]
+        rights = [] if segment is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [segment.fd]))]
         flags = 0 if patient else socket.MSG_DONTWAIT
         try:
-            socket.send_fds(self.socket, [json.dumps(message).encode()], descriptors, flags)
+            self.socket.sendmsg([json.dumps(message).encode()], rights, flags)  # send_fds ignores flags
         except (BlockingIOError, BrokenPipeError, ConnectionResetError):
             return False
         return True
@@ -106,14 +109,22 @@ class Channel:
 
         ``EOFError`` says that nobody is at the other end any more.
         """
+        if self.socket.fileno() < 0:  # its number may be another's by now
+            raise EOFError("the connection is closed")
         if not self._arrivals.poll(None if timeout is None else 1000.0 * timeout):
             return None
         try:
-            content, descriptors, _, _ = socket.recv_fds(self.socket, _LARGEST, 1)
-        except ConnectionResetError:
-            content, descriptors = b"", []
+            content, descriptors, flags, _ = socket.recv_fds(self.socket, _LARGEST, 1)
+        except (ConnectionResetError, ValueError):  # hung up there, or closed here
+            content, descriptors, flags = b"", [], 0
+        except OSError as error:
+            if error.errno != errno.EBADF:
+                raise
+            content, descriptors, flags = b"", [], 0
         if not content:
             raise EOFError("the other process has hung up")
+        if flags & socket.MSG_CTRUNC:
+            raise SharedMemoryError("another process sent memory, but this one has too many open files: see ulimit -n")
         message = json.loads(content)
         if not descriptors:
             return message, None

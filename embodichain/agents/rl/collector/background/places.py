@@ -11,7 +11,8 @@ from embodichain.agents.rl.collector.background.process_worker import ProcessWor
 from embodichain.agents.rl.collector.background.station import Setup, Station
 from embodichain.agents.rl.collector.background.thread_worker import ThreadWorker
 from embodichain.agents.rl.collector.background.worker import Learner, Worker
-from embodichain.envs.vec_env import VecEnv
+from embodichain.envs.groups import GroupedEnv
+from embodichain.envs.vec_env import StepsInHalves, VecEnv
 from embodichain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -129,4 +130,12 @@ def make_place(env: EnvSource, setup: Setup) -> Place:
                 "collector",
             )
         return ProcessPlace(env, setup) if where == "process" else RayPlace(env, setup)
-    return ThreadPlace(env if isinstance(env, VecEnv) else env(), setup)
+    made = env if isinstance(env, VecEnv) else env()
+    if setup.cfg.pipeline_processes:
+        groups = made.groups if isinstance(made, GroupedEnv) else [made]
+        if not all(isinstance(group, StepsInHalves) for group in groups):
+            raise ConfigError(
+                "pipeline_processes is for a trainer, which makes environments; here, give a GroupedEnv of RemoteEnvs",
+                "collector",
+            )
+    return ThreadPlace(made, setup)
