@@ -38,7 +38,7 @@ class LoadedCode:
     def what_changed(self, path: Sequence[str]) -> str:
         """Return a file that a process with this ``sys.path`` would not load, or not as it is here; "" if none."""
         self.note()
-        for file, state in self._seen.items():
+        for file, state in list(self._seen.items()):
             if state is None or _state(file) != state:
                 return file
         importlib.invalidate_caches()

@@ -91,6 +91,7 @@ class RaySession:
                     require("ray", extra="ray").shutdown()
                     if cls._asks:
                         stop_asking()
+                        cls._asks = False
 
     @classmethod
     def _start(cls, ray: Any, num_workers: int, placement: PlacementCfg) -> None:
@@ -100,6 +101,7 @@ class RaySession:
         except BaseException:
             if cls._asks:
                 stop_asking()
+                cls._asks = False
             raise
 
     @classmethod

@@ -21,8 +21,8 @@ def shown_messages(rank: int = 0) -> Iterator[None]:
 
     Of ranks other than the first one only warnings are shown, with the rank.
     """
-    for name, value in _DUMPS.items():
-        os.environ.setdefault(name, value)
+    added = {name: value for name, value in _DUMPS.items() if name not in os.environ}
+    os.environ.update(added)
     log, handler = logging.getLogger("embodichain"), _TerminalHandler(rank)
     former = log.level
     log.addHandler(handler)
@@ -32,6 +32,8 @@ def shown_messages(rank: int = 0) -> Iterator[None]:
     finally:
         log.removeHandler(handler)
         log.setLevel(former)
+        for name in added:
+            os.environ.pop(name, None)
 
 
 class _TerminalHandler(logging.Handler):
@@ -43,6 +45,12 @@ class _TerminalHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a message; on a terminal its first line is broken between words."""
+        try:
+            self._print(record)
+        except Exception:  # noqa: BLE001 - a message that cannot be printed must not end what it tells of
+            self.handleError(record)
+
+    def _print(self, record: logging.LogRecord) -> None:
         who = f"rank {self._rank}: " if self._rank else ""
         kind = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
         first, *rest = self.format(record).rstrip().split("\n")

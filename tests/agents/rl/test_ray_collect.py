@@ -52,6 +52,18 @@ def work(actor: CollectorActor, until: str, **env: Any) -> dict[str, Any]:
     raise AssertionError(f"no {until}")
 
 
+def test_orders_given_before_a_claim_are_not_taken_for_later_ones(actor: CollectorActor) -> None:
+    work(actor, "rollout")
+    first = claim(actor, "first")["first_order"]  # of the same learner, after its connection was interrupted
+    followed: list[int] = []
+    actor._followers["weights"] = followed.append
+    actor.order("first", 2, "weights", -1)  # late
+    actor.order("first", first + 1, "weights", 1)
+    actor.order("first", first, "weights", 0)
+    actor.order("first", first + 2, "weights", 2)
+    assert followed == [0, 1, 2]
+
+
 def leave(actor: CollectorActor) -> None:
     """Let time go by since the learner was last heard."""
     actor._heard -= 60.0

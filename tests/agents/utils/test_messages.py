@@ -27,6 +27,27 @@ def test_the_log_is_printed_as_long_as_the_command_runs(capsys: pytest.CaptureFi
     assert capsys.readouterr().err == ""
 
 
+def test_what_cannot_be_printed_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        def isatty(self) -> bool:
+            return False
+
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+        def flush(self) -> None:
+            raise BrokenPipeError
+
+    monkeypatch.delenv("RAY_DEDUP_LOGS_SKIP_REGEX", raising=False)
+    with shown_messages():
+        assert "RAY_DEDUP_LOGS_SKIP_REGEX" in os.environ
+        with monkeypatch.context() as context:
+            context.setattr(sys, "stderr", Broken())
+            context.setattr(logging, "raiseExceptions", False)
+            LOG.warning("worker 1 is gone")
+    assert "RAY_DEDUP_LOGS_SKIP_REGEX" not in os.environ
+
+
 def test_other_ranks_only_warn(capsys: pytest.CaptureFixture[str]) -> None:
     with shown_messages(rank=2):
         LOG.info("worker 3 goes on")

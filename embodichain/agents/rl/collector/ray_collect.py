@@ -40,6 +40,8 @@ _ABSENT_SECONDS = 3 * POLL_SECONDS
 """A learner that has asked for nothing for so long is gone: one that is there asks all the time."""
 STEP_SECONDS = 10.0
 """How long the next learner waits at most for the step to end that the one before has begun."""
+_ORDERS_PER_CLAIM = 2**40
+"""Orders are counted on from another number after every claim."""
 CLAIM_SECONDS = _ABSENT_SECONDS + STEP_SECONDS + 7.0
 """A worker that has not answered a claim after so long will not."""
 
@@ -64,7 +66,7 @@ class CollectorActor:
         self._num_steps = 1
         self._lock = threading.Lock()
         self._early: dict[int, tuple[str, tuple[Any, ...]]] = {}
-        self._next_order = 0
+        self._next_order = self._claims = 0
         self._followers: dict[str, Callable[..., None]] = {
             "weights": self._weights,
             "ticket": self._ticket,
@@ -92,12 +94,15 @@ class CollectorActor:
                 problem = f"has loaded code that was changed since ({changed})" if changed else ""
             if problem:
                 return where | {"event": "unfit", "why": problem}
-            self._link, self._early, self._next_order = RayLink(), {}, 0
+            self._link, self._early = RayLink(), {}
+            self._next_order = self._claims * _ORDERS_PER_CLAIM  # those given before are never taken for later ones
+            self._claims += 1
             if self._phase == "new":
                 sys.path += [entry for entry in sys_path if entry not in sys.path]
             elif self._phase == "built":
                 self._begin_loop()
-            return where | {"event": "claimed", "phase": self._phase, "num_envs": self._num_envs}
+            told = {"phase": self._phase, "num_envs": self._num_envs, "first_order": self._next_order}
+            return where | {"event": "claimed", **told}
 
     def build(self, learner: str, job: Job, device: str, seed: int | None, action_seed: int | None) -> None:
         """Build the environment, begin to follow orders, and tell so as an event."""
@@ -121,7 +126,7 @@ class CollectorActor:
     def order(self, learner: str, sequence: int, kind: str, *content: Any) -> None:
         """Follow an order once all that were given before it are followed: calls may arrive in any order."""
         with self._lock:
-            if learner != self._learner:
+            if learner != self._learner or sequence < self._next_order:
                 return
             self._early[sequence] = (kind, content)
             while self._next_order in self._early:

@@ -93,11 +93,13 @@ class RayCrew(WatchedWorker):
     def _close(self) -> None:
         """End the workers, and let go of everything that is Ray's before it is shut down."""
         atexit.unregister(self.stop)
-        with self._lock:
-            self._staff.close()
-            self._weights.clear()
-            del self._recruiter, self._staff
-        self._session.close()
+        try:
+            with self._lock:
+                self._staff.close()
+                self._weights.clear()
+                del self._recruiter, self._staff
+        finally:
+            self._session.close()
 
     def _watch(self) -> None:
         if not RaySession.alive():
@@ -154,7 +156,7 @@ class RayCrew(WatchedWorker):
 
     def _agree(self, hand: Hand, event: Event) -> None:
         """Begin with a worker that is there."""
-        hand.agreed()
+        hand.agreed(event["first_order"])
         if event["phase"] == "new":
             self._recruiter.instruct(hand, self.restarts)
         elif event["phase"] == "built":

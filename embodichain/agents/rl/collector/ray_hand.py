@@ -114,10 +114,10 @@ class Hand:
         self.ready, self.ticket, self.abandoning, self.doubted = False, None, False, True
         self._orders.clear()
 
-    def agreed(self) -> None:
-        """Note that it follows orders, from the first one on."""
+    def agreed(self, first_order: int) -> None:
+        """Note that it follows orders, which are counted from ``first_order`` on."""
         self.mine = self.claimed = True
-        self.doubted, self.claimed_at, self._sequence = False, time.monotonic(), 0
+        self.doubted, self.claimed_at, self._sequence = False, time.monotonic(), first_order
         self.listen()
 
     def placed(self, event: Event) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 import uuid
 from typing import Any
 
@@ -20,7 +19,6 @@ from embodichain.agents.rl.models.policy import Policy
 from embodichain.envs.random import combine
 from embodichain.extras import require
 
-_LOOK_SECONDS = 0.05
 _LEARNERS_OWN = (
     "address",
     "kl_rows",
@@ -51,13 +49,22 @@ class Recruiter:
         self._stored_job = ray.put(job)
         self._kind = ray.remote(concurrency_groups=CONCURRENCY)(CollectorActor)
 
-    def hire(self, index: int, restarts: int) -> Hand:
-        """Ask for a worker; it is there once a node has room for it, or is the one that a learner before has left."""
+    def hire(self, index: int, restarts: int) -> Hand | None:
+        """Ask for a worker; it is there once a node has room for it, or is the one that a learner before has left.
+
+        Returns none where its name is in use by one that cannot be found: by somebody who was quicker, and is to be
+        found in a moment, or still by one that has just ended.
+        """
         cfg = self._cfg
         options = actor_options(cfg.placement)
         if cfg.address is not None and cfg.name:
             name = f"{cfg.name}-{index}"
-            actor, found = self._find_or_make(name, options | {"namespace": NAMESPACE, "lifetime": "detached"})
+            left = left_behind(name)
+            detached = options | {"namespace": NAMESPACE, "lifetime": "detached", "name": name}
+            try:
+                actor, found = (self._make(detached), False) if left is None else (left, True)
+            except require("ray", extra="ray").exceptions.ActorAlreadyExistsError:
+                return None
         else:
             actor, found = self._make(options), False
         hand = Hand(index, actor, self._learner, restarts, found=found, mine=not found)
@@ -76,18 +83,6 @@ class Recruiter:
 
     def _make(self, options: dict[str, Any]) -> Any:
         return self._kind.options(**options).remote(self._key, self._cfg.orphan_timeout)
-
-    def _find_or_make(self, name: str, options: dict[str, Any]) -> tuple[Any, bool]:
-        """Return the worker of this name, and whether it was there before; another learner may look for it, too."""
-        taken = require("ray", extra="ray").exceptions.ActorAlreadyExistsError
-        while True:
-            left = left_behind(name)
-            if left is not None:
-                return left, True
-            try:
-                return self._make(options | {"name": name}), False
-            except taken:  # by somebody who was quicker, or still by one that has just ended
-                time.sleep(_LOOK_SECONDS)
 
     def _seeds(self, number: int) -> tuple[int | None, int | None]:
         """Return the seeds of a worker's episodes and actions; the first one's are those of one that is alone."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from typing import Any
@@ -36,9 +37,11 @@ class Staff:
         self._strays.look()
         for index, (due, faults) in list(self._vacancies.items()):
             if time.monotonic() >= due:
-                del self._vacancies[index]
                 with self._lock:
-                    self.hands[index] = self._recruiter.hire(index, faults)
+                    hand = self._recruiter.hire(index, faults)
+                    if hand is not None:
+                        del self._vacancies[index]
+                        self.hands[index] = hand
 
     def hear(self, seconds: float) -> list[tuple[Hand, Event | Exception]]:
         """Wait a moment for an answer; return what a worker says has happened, or why its answer will never come."""
@@ -97,5 +100,6 @@ class Staff:
         """End all workers that are this learner's."""
         if RaySession.alive():
             for hand in self.hands.values():
-                hand.kill()
+                with contextlib.suppress(self._ray.exceptions.RayError):  # gone with the cluster
+                    hand.kill()
         self.hands.clear()
