@@ -186,6 +186,11 @@ def _plant(tree: dict[Any, Any], flag: Flag, value: Any) -> None:
     if isinstance(value, Mapping) and value:
         below = tree.setdefault(target[-1], {})
         below.update({key: _Leaf(entry) for key, entry in value.items() if key not in below})
+    elif isinstance(tree.get(target[-1]), _Leaf):  # by its short form
+        whole = ".".join(map(str, target))
+        raise ConfigError(
+            f"{whole}: expected either --{whole} or --{'.'.join(map(str, target[:-1]))}, got both", "command line"
+        )
     else:
         tree[target[-1]] = _Leaf(value)
 
