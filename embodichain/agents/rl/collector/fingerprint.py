@@ -132,9 +132,8 @@ class _Description:
             raise _UnknownError(f"{type(value).__name__}: {error}") from error
         if isinstance(reduced, str):
             return ["by name", type(value).__name__, str(getattr(value, "__module__", "")), reduced]
-        parts = dict(
-            enumerate(reduced)
-        )  # what makes it, with what, its state, its items, its pairs, what sets its state
+        # What makes it, with what, its state, its items, its pairs, what sets its state.
+        parts = dict(enumerate(reduced))
         contents: list[list[Any]] = [list(parts.pop(place, None) or ()) for place in (3, 4)]
         return ["made by", *map(self.of, (parts, contents))]
 

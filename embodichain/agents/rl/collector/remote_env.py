@@ -99,8 +99,7 @@ class RemoteEnv(StepsInHalves):
 
     def finish_step(self) -> StepResult:
         with self._turn, self._connected():
-            if self._closed:
-                raise EnvContractError("this environment is closed: make a new one")
+            self._check_open()
             if not self._under_way:
                 raise EnvContractError("no step of this environment is under way: begin_step() comes first")
             self._under_way = False
@@ -145,9 +144,12 @@ class RemoteEnv(StepsInHalves):
             self._send(name, *args)
             return self._answer()
 
-    def _send(self, name: str, *args: Any) -> None:
+    def _check_open(self) -> None:
         if self._closed:
             raise EnvContractError("this environment is closed: make a new one")
+
+    def _send(self, name: str, *args: Any) -> None:
+        self._check_open()
         if self._under_way:
             raise EnvContractError("a step of this environment is under way: finish_step() comes first")
         self._mail.send(name, list(args))

@@ -65,7 +65,7 @@ def build_collector(
 
     In a cluster its workers are called ``name``, unless the config says otherwise.
     """
-    if trainer.model_type == "standard" and trainer.collector.worker != "ray":
+    if not trainer.collects_apart:
         return SyncCollector(
             env,
             algorithm.policy,

@@ -88,6 +88,11 @@ class TrainerCfg(Config):
     import_modules: list[str] = []
     """Modules that define the policy, algorithm or task; each must be allowed with --trust."""
 
+    @property
+    def collects_apart(self) -> bool:
+        """Whether rollouts are collected while others are learned from, or elsewhere."""
+        return self.model_type == "vla" or self.collector.worker == "ray"
+
 
 @configclass
 class AlgorithmBlock(Config):
@@ -179,7 +184,7 @@ def _checked(cfg: TrainCfg) -> TrainCfg:
         problems.append("trainer: expected iterations, total_steps or max_seconds, got none of them")
     if (trainer.target_return is not None or trainer.target_success is not None) and not trainer.enable_eval:
         problems.append("trainer.enable_eval: expected true, as a target is judged by evaluations, got false")
-    if trainer.model_type == "vla" or trainer.collector.worker == "ray":
+    if trainer.collects_apart:
         problems += [f"trainer.collector.{problem}" for problem in trainer.collector.problems()]
     if num_envs % trainer.collector.pipeline_stages:
         stages = trainer.collector.pipeline_stages

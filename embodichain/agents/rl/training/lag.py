@@ -13,7 +13,7 @@ def warn_of_lag(cfg: TrainCfg) -> None:
     """Warn of settings that learn less from old rollouts than they could."""
     trainer, settings = cfg.trainer, cfg.algorithm.cfg
     lag = trainer.collector.max_policy_lag
-    if (trainer.model_type != "vla" and trainer.collector.worker != "ray") or lag == 0:
+    if not trainer.collects_apart or lag == 0:
         return
     kl_bounds = {
         "lr_schedule: adaptive": settings.get("lr_schedule") == "adaptive",
