@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.async_vla_runs import Sizes, measure_stages, run
+from benchmarks.async_vla_runs import Sizes, Way, measure_stages, run
 from embodichain.agents.rl.algo import PPO, PPOCfg
 from embodichain.agents.rl.models import Policy, build_policy
 from embodichain.envs.registration import make
@@ -79,7 +79,8 @@ class RemoteInference:
 
     def __init__(self, rollouts: int, sizes: Sizes | None = None) -> None:
         torch.set_num_threads(1)
-        self.make_env = _make_env
+        self.make_env = self.make_apart = _make_env
+        self.processes = 2
         self.sizes = sizes or self._calibrated(rollouts)
 
     def _calibrated(self, rollouts: int) -> Sizes:
@@ -94,7 +95,8 @@ class RemoteInference:
         num_envs = max(2, int(_PROBE_ENVS * _STEP * INFERENCE_SECONDS / step) // 64 * 64)
         self.sizes = Sizes(num_envs, 8, rollouts, epochs=1)
         update = run(self, "sync", seed=0, rollouts=2).update
-        collect = measure_stages(self, groups=2).bound(2, self.sizes.num_steps, measure_stages(self, groups=1).rest)
+        rest = measure_stages(self, Way(1)).rest
+        collect = measure_stages(self, Way(2)).bound(2, self.sizes.num_steps, rest)
         return replace(self.sizes, epochs=max(1, int(collect / update)))
 
     def learner(self, env: VecEnv, seed: int) -> PPO:

@@ -51,7 +51,9 @@ class CameraVLA:
         """Prepare the policy that all runs start from; it is kept in ``start``, or taken from there."""
         self.scale, self.device = scale, torch.device(scale.device)
         self.sizes = sizes or replace(self.scale.sizes, rollouts=rollouts or self.scale.sizes.rollouts)
-        self.make_env = partial(make_chunked, scale)
+        self.make_env, self.processes = partial(make_chunked, scale), scale.processes
+        threads = scale.num_threads or max(1, cores() // scale.processes)
+        self.make_apart = partial(make_chunked, replace(scale, num_threads=threads))
         self._last_score = 0.0
         if scale.device == "cpu":
             torch.set_num_threads(1)
@@ -93,7 +95,7 @@ class CameraVLA:
             f"a VLA of {every:.1f} M parameters on {self.device}, of which reinforcement trains {trained:.1f} M (the "
             "heads); gradient steps with TF32 products, no CUDA graphs",
             f"simulation on {cores()} cores, pictures of {pixels}x{pixels} drawn there, too: a thread for each group, "
-            "or, apart, a process",
+            f"or, apart, {self.processes} processes",
             f"it imitated the expert first: {self.start_success:.0%} of episodes succeed before any reinforcement "
             f"(made or loaded in {self.seconds_to_prepare:.0f} s, shared by all runs)",
         ]

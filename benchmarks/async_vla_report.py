@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from benchmarks.charts import Series, draw_curves
 Runs = Mapping[str, Mapping[int, Outcome]]
 """Outcomes by way and seed."""
 BAR_OF_BOUND = 0.9
+BESIDE = "sync, apart"
+"""Synchronous, with the same processes side by side."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,8 @@ class Row:
     """Over ``sync``: the mean of the ratios, seed by seed, of all runs."""
     ratios: list[float]
     """These ratios."""
+    over_beside: list[float]
+    """The same over ``sync, apart``, of a way that simulates in the same processes."""
     bound: float
     """Largest speed-up that the stage times allow."""
     of_bound: float
@@ -58,23 +62,31 @@ HEADER = (
 class Summary:
     """The table, and whether the bars are met."""
 
-    def __init__(self, sizes: Sizes, parts: Mapping[int, Stages], runs: Runs) -> None:
-        """``parts`` are the stage times of one of so many groups; those of all envs come from the synchronous runs."""
+    def __init__(self, sizes: Sizes, parts: Mapping[str, Stages], runs: Runs) -> None:
+        """``parts`` are the stage times of one of several groups; those of all envs come from the synchronous runs."""
         self.sizes, self.runs = sizes, runs
-        base = list(runs["sync"].values())
-        self.update = statistics.mean(outcome.update for outcome in base)
+        self.update = statistics.mean(outcome.update for outcome in runs["sync"].values())
+        self.stages = {"1": self._stages_of("sync"), **parts}
+        if runs.get(BESIDE):  # its simulation is that of a group, too: all processes are at work, nobody else is
+            whole = self.stages["1 apart"] = self._stages_of(BESIDE)
+            for kind in [kind for kind in parts if kind.endswith("apart")]:
+                self.stages[kind] = replace(self.stages[kind], simulation=whole.simulation)
+        self.rows = [self._row(way) for way in WAYS if runs.get(way)]
+
+    def _stages_of(self, way: str) -> Stages:
+        """Return the stage times of a way in which they follow each other."""
+        base, steps = list(self.runs[way].values()), self.sizes.num_steps
         simulation = statistics.mean(outcome.simulation for outcome in base)
         inference = statistics.mean(outcome.inference for outcome in base)
-        seconds = statistics.mean(outcome.seconds for outcome in base) / sizes.rollouts
-        rest, steps = seconds - self.update - simulation - inference, sizes.num_steps
-        self.stages = {1: Stages(inference / steps, simulation / steps, rest), **parts}
-        self.rows = [self._row(way) for way in WAYS if runs.get(way)]
+        update = statistics.mean(outcome.update for outcome in base)
+        seconds = statistics.mean(outcome.seconds for outcome in base) / self.sizes.rollouts
+        return Stages(inference / steps, simulation / steps, seconds - update - simulation - inference)
 
     def least(self, way: str) -> float:
         """Return the least time of a run: side by side, the slower of collecting and learning counts."""
-        groups = WAYS[way].groups
-        rest, count = self.stages[1].rest, self.sizes.rollouts
-        collect = self.stages[groups].bound(groups, self.sizes.num_steps, rest)
+        groups, count = WAYS[way].groups, self.sizes.rollouts
+        rest = self.stages["1 apart" if WAYS[way].apart and "1 apart" in self.stages else "1"].rest
+        collect = self.stages[WAYS[way].kind].bound(groups, self.sizes.num_steps, rest)
         if WAYS[way].worker is None:
             return count * (collect + self.update)
         return collect + (count - 1) * max(collect, self.update) + self.update
@@ -82,7 +94,8 @@ class Summary:
     def _row(self, way: str) -> Row:
         outcomes, base = self.runs[way], self.runs["sync"]
         seconds = statistics.mean(outcome.seconds for outcome in outcomes.values())
-        ratios = [base[seed].seconds / outcomes[seed].seconds for seed in outcomes if seed in base]
+        ratios = _ratios(base, outcomes)
+        beside = _ratios(self.runs.get(BESIDE, {}), outcomes) if WAYS[way].apart and way != BESIDE else []
         least = self.least(way)
         return Row(
             way,
@@ -90,6 +103,7 @@ class Summary:
             statistics.mean(outcome.samples / outcome.seconds for outcome in outcomes.values()),
             statistics.mean(ratios),
             ratios,
+            beside,
             self.least("sync") / least,
             statistics.mean(least / outcome.seconds for outcome in outcomes.values()),
             statistics.mean(outcome.lag_mean for outcome in outcomes.values()),
@@ -100,11 +114,11 @@ class Summary:
 
     def words(self) -> list[str]:
         """Return what is printed."""
-        one = self.stages[1]
+        one = self.stages["1"]
         parts = ", ".join(
-            f"one of {groups} groups: {1000 * part.inference:.1f} and {1000 * part.simulation:.1f} ms"
-            for groups, part in self.stages.items()
-            if groups > 1
+            f"{_named(kind)}: {1000 * part.inference:.1f} and {1000 * part.simulation:.1f} ms"
+            for kind, part in self.stages.items()
+            if kind != "1"
         )
         sizes, seeds = self.sizes, len(self.runs["sync"])
         lines = [
@@ -115,6 +129,11 @@ class Summary:
             f"update {1000 * self.update:.0f} ms and values {1000 * one.rest:.0f} ms per rollout",
             HEADER + ("   final" if self.rows[0].final else ""),
             *(str(row) for row in self.rows),
+            *(
+                f"{row.way}: {statistics.mean(row.over_beside):.2f} times as fast as {BESIDE}"
+                for row in self.rows
+                if row.over_beside
+            ),
         ]
         return [*lines, "* other programs used the machine"] if any(row.foreign > 0.1 for row in self.rows) else lines
 
@@ -136,6 +155,17 @@ class Summary:
                     f"{row.way} ends at {statistics.mean(row.final):.0%}, sync at {statistics.mean(base):.0%}"
                 )
         return missed
+
+
+def _ratios(base: Mapping[int, Outcome], outcomes: Mapping[int, Outcome]) -> list[float]:
+    """Return how many times as long the other way took, seed by seed."""
+    return [base[seed].seconds / outcomes[seed].seconds for seed in outcomes if seed in base]
+
+
+def _named(kind: str) -> str:
+    """Return what stage times are of, in words."""
+    groups, _, apart = kind.partition(" ")
+    return ("all envs" if groups == "1" else f"one of {groups} groups") + (", in processes" if apart else "")
 
 
 def _lowest(base: Sequence[float]) -> float:

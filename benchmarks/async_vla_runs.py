@@ -15,7 +15,7 @@ from embodichain.agents.rl.algo import PPO
 from embodichain.agents.rl.buffer import VLABuffer
 from embodichain.agents.rl.collector import AsyncCfg, AsyncCollector, SyncCollector
 from embodichain.agents.rl.collector.remote_env import RemoteEnv
-from embodichain.envs.groups import GroupedEnv, make_grouped
+from embodichain.envs.groups import GroupedEnv, RemoteGroups, arrange, make_grouped
 from embodichain.envs.vec_env import VecEnv
 
 
@@ -28,16 +28,22 @@ class Way:
     worker: Literal["thread", "process"] | None = None
     """Where collection goes on meanwhile; ``None``: nowhere, it is synchronous."""
     apart: bool = False
-    """Whether each group is simulated in a process of its own."""
+    """Whether all is simulated in processes of their own, as many as the case says, side by side."""
+
+    @property
+    def kind(self) -> str:
+        """What its stage times depend on."""
+        return f"{self.groups} apart" if self.apart else str(self.groups)
 
 
 WAYS = {
     "sync": Way(1),
+    "sync, apart": Way(1, apart=True),
     "sync, pipelined": Way(2),
     "async": Way(1, "thread"),
     "async, pipelined": Way(2, "thread"),
     "async, pipelined, process": Way(2, "process"),
-    "async, pipelined, apart": Way(4, "thread", apart=True),
+    "async, pipelined, apart": Way(2, "thread", apart=True),
 }
 
 
@@ -59,7 +65,11 @@ class Case(Protocol):
 
     sizes: Sizes
     make_env: Callable[[int], VecEnv]
-    """Makes so many environments, in this process or in another."""
+    """Makes so many environments."""
+    make_apart: Callable[[int], VecEnv]
+    """Makes so many environments in one of several processes."""
+    processes: int
+    """How many there are of these."""
 
     def learner(self, env: VecEnv, seed: int) -> PPO:
         """Return an algorithm with a policy that is the same for every way."""
@@ -73,12 +83,12 @@ class Case(Protocol):
 
 @dataclass(frozen=True)
 class Stages:
-    """Seconds that collection takes for one group of envs alone, when nothing else happens."""
+    """Seconds that each stage of collection takes for one group of envs when no other stage is under way."""
 
     inference: float
     """Per decision."""
     simulation: float
-    """Per decision."""
+    """Per decision; in processes apart, those of all groups are at work, as they are while groups take turns."""
     rest: float
     """Per rollout: the values of what is seen at the end, and book-keeping."""
 
@@ -134,7 +144,8 @@ class Clock:
 
     def __init__(self, env: VecEnv) -> None:
         self.simulation = self.inference = 0.0
-        for one in env.groups if isinstance(env, GroupedEnv) else [env]:
+        whole = not isinstance(env, GroupedEnv) or isinstance(env, RemoteGroups)
+        for one in [env] if whole else env.groups:  # type: ignore[attr-defined]
             one.step = self._timed(one.step, "simulation")  # type: ignore[method-assign]
 
     def watch(self, collector: SyncCollector) -> None:
@@ -163,10 +174,11 @@ class Clock:
         return timed
 
 
-def measure_stages(case: Case, groups: int, rollouts: int = 2) -> Stages:
-    """Time the stages of collection for one of ``groups`` groups, by itself."""
+def measure_stages(case: Case, way: Way, rollouts: int = 2) -> Stages:
+    """Time the stages of collection for one group of a way."""
     sizes = case.sizes
-    env = case.make_env(sizes.num_envs // groups)
+    rows = sizes.num_envs // way.groups
+    env = make_for(case, way)() if way.apart else case.make_env(rows)
     clock = Clock(env)
     learner = case.learner(env, 0)
     collector = SyncCollector(env, learner.policy, learner.device)
@@ -178,19 +190,30 @@ def measure_stages(case: Case, groups: int, rollouts: int = 2) -> Stages:
     for _ in range(rollouts):
         collector.collect(sizes.num_steps)
     seconds, decisions = time.perf_counter() - began, rollouts * sizes.num_steps
+    rest, simulation = (seconds - clock.inference - clock.simulation) / rollouts, clock.simulation / decisions
+    if rows < env.num_envs:
+        clock.reset()
+        _decide_for(collector, rows, decisions)
     env.close()
-    rest = (seconds - clock.inference - clock.simulation) / rollouts
-    return Stages(clock.inference / decisions, clock.simulation / decisions, rest)
+    return Stages(clock.inference / decisions, simulation, rest)
+
+
+@torch.no_grad()
+def _decide_for(collector: SyncCollector, rows: int, times: int) -> None:
+    """Let the policy decide for some of the envs, so often."""
+    if collector.obs is None:
+        raise RuntimeError("nothing was collected")
+    obs, state = collector.obs[:rows], None if collector.state is None else collector.state[:rows]
+    for _ in range(times):
+        collector.decide(obs, state)
 
 
 def make_for(case: Case, way: Way) -> Callable[[], VecEnv]:
     """Return what makes the environments of a way."""
-    make = partial(_remote, case.make_env) if way.apart else case.make_env
-    return partial(make_grouped, make, case.sizes.num_envs, way.groups)
-
-
-def _remote(make: Callable[[int], VecEnv], num_envs: int) -> VecEnv:
-    return RemoteEnv(partial(make, num_envs))
+    if not way.apart:
+        return partial(make_grouped, case.make_env, case.sizes.num_envs, way.groups)
+    part = partial(case.make_apart, case.sizes.num_envs // case.processes)
+    return lambda: arrange(RemoteEnv.several([part] * case.processes), way.groups)
 
 
 def run(case: Case, way: str, seed: int, rollouts: int | None = None) -> Outcome:

@@ -45,6 +45,8 @@ class Scale:
     """Of an evaluation."""
     num_threads: int
     """Of a simulation; 0: all cores."""
+    processes: int
+    """That simulate apart."""
 
 
 LARGE = Scale(
@@ -59,6 +61,7 @@ LARGE = Scale(
     eval_envs=128,
     episodes=256,
     num_threads=0,
+    processes=8,
 )
 MEDIUM = Scale(
     device="cpu",
@@ -72,6 +75,7 @@ MEDIUM = Scale(
     eval_envs=64,
     episodes=128,
     num_threads=1,
+    processes=2,
 )
 SMALL = Scale(
     device="cpu",
@@ -85,6 +89,7 @@ SMALL = Scale(
     eval_envs=16,
     episodes=32,
     num_threads=1,
+    processes=2,
 )
 
 

@@ -127,6 +127,7 @@ def settings_of(task: str, steps: int | None = None) -> str:
     collector = cfg["trainer"].pop("collector")
     if cfg["trainer"]["model_type"] == "standard":  # it heeds nothing else that is said about collectors
         cfg["trainer"]["pipeline_stages"] = collector["pipeline_stages"]
+        cfg["trainer"] |= {"env_processes": collector["env_processes"]} if collector["env_processes"] else {}
     else:
         cfg["trainer"]["collector"] = collector
     return hashlib.sha256(json.dumps(cfg, sort_keys=True).encode()).hexdigest()[:12]

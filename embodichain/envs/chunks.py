@@ -131,6 +131,9 @@ class ChunkedEnv(VecEnv):
     ) -> np.ndarray:
         return self.env.render(env_ids, camera, size)
 
+    def prepare(self) -> None:
+        self.env.prepare()
+
     def close(self) -> None:
         self.env.close()
 

@@ -61,9 +61,7 @@ class GroupedEnv(VecEnv):
         return self._joined_obs(), join_parts(infos)
 
     def step(self, action: Action) -> StepResult:
-        parts, apart = self.split(action), [group for group in self.groups if isinstance(group, StepsInHalves)]
-        if len(apart) == len(self.groups):
-            return self.join(_step_side_by_side(apart, parts))
+        parts = self.split(action)
         return self.join([group.step(part) for group, part in zip(self.groups, parts, strict=True)])
 
     def split(self, action: Action) -> list[Tensor]:
@@ -81,10 +79,10 @@ class GroupedEnv(VecEnv):
             raise ActionError("the action is not finite; nothing was simulated")
         return [action[rows] for rows in self.slices]
 
-    def join(self, results: Sequence[StepResult]) -> StepResult:
-        """Put together what the groups returned, one step of each."""
+    def join(self, results: Sequence[StepResult], obs: TensorDict | None = None) -> StepResult:
+        """Put together what the groups returned, one step of each; ``obs`` is what all see, if it is joined already."""
         self._obs = [result[0] for result in results]
-        obs = self._joined_obs()
+        obs = self._joined_obs() if obs is None else obs
         reward = torch.cat([result[1] for result in results])
         terminated = torch.cat([result[2] for result in results])
         truncated = torch.cat([result[3] for result in results])
@@ -114,12 +112,60 @@ class GroupedEnv(VecEnv):
             frames.append(self.groups[index].render([env - self.slices[index].start], camera, size))
         return np.concatenate(frames)
 
+    def prepare(self) -> None:
+        for group in self.groups:
+            group.prepare()
+
     def close(self) -> None:
         for group in self.groups:
             group.close()
 
     def _joined_obs(self) -> TensorDict:
         return torch.cat([obs for obs in self._obs if obs is not None])
+
+
+class RemoteGroups(GroupedEnv, StepsInHalves):
+    """Environments that simulate elsewhere, each for itself: all of them are at work at the same time."""
+
+    groups: list[StepsInHalves]  # type: ignore[assignment]
+
+    def __init__(self, groups: Sequence[StepsInHalves]) -> None:
+        super().__init__(groups)
+        self._under_way: list[StepsInHalves] = []
+
+    def step(self, action: Action) -> StepResult:
+        try:
+            self.begin_step(action)
+            return self.finish_step()
+        finally:
+            self._settle()
+
+    def begin_step(self, action: Action) -> None:
+        parts = self.split(action)
+        try:
+            for group, part in zip(self.groups, parts, strict=True):
+                group.begin_step(part)
+                self._under_way.append(group)
+        except BaseException:
+            self._settle()
+            raise
+
+    def finish_step(self) -> StepResult:
+        if not self._under_way:
+            raise EnvContractError("no step of these environments is under way: begin_step() comes first")
+        results = []
+        try:
+            while self._under_way:
+                results.append(self._under_way.pop(0).finish_step())
+        finally:
+            self._settle()
+        return self.join(results)
+
+    def _settle(self) -> None:
+        """Leave no group in the middle of its step after something went wrong."""
+        while self._under_way:
+            with contextlib.suppress(EmbodiChainError):  # something else went wrong before
+                self._under_way.pop(0).finish_step()
 
 
 def make_grouped(make: Callable[[int], VecEnv], num_envs: int, num_groups: int) -> VecEnv:
@@ -131,6 +177,16 @@ def make_grouped(make: Callable[[int], VecEnv], num_envs: int, num_groups: int) 
     return GroupedEnv([make(num_envs // num_groups) for _ in range(num_groups)])
 
 
+def arrange(envs: Sequence[StepsInHalves], num_groups: int) -> StepsInHalves:
+    """Return environments that simulate elsewhere as so many groups, of one or of several of them each."""
+    if num_groups < 1 or not envs or len(envs) % num_groups:
+        raise ConfigError(f"expected a multiple of the {num_groups} groups of envs, got {len(envs)} environments")
+    size = len(envs) // num_groups
+    parts = [envs[first : first + size] for first in range(0, len(envs), size)]
+    groups = [part[0] if size == 1 else RemoteGroups(part) for part in parts]
+    return groups[0] if num_groups == 1 else RemoteGroups(groups)
+
+
 def join_parts(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Concatenate what several mappings hold under the same keys, tensors ``[envs, ...]``, however deep."""
     joined: dict[str, Any] = {}
@@ -139,23 +195,6 @@ def join_parts(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         nested = isinstance(value, Mapping) and not isinstance(value, TensorDictBase)
         joined[key] = join_parts(values) if nested else torch.cat(values)
     return joined
-
-
-def _step_side_by_side(groups: Sequence[StepsInHalves], parts: Sequence[Tensor]) -> list[StepResult]:
-    """Step groups that simulate elsewhere; none of them is left in the middle of its step, whatever happens."""
-    under_way: list[StepsInHalves] = []
-    results = []
-    try:
-        for group, part in zip(groups, parts, strict=True):
-            group.begin_step(part)
-            under_way.append(group)
-        while under_way:
-            results.append(under_way.pop(0).finish_step())
-        return results
-    finally:
-        for group in under_way:
-            with contextlib.suppress(EmbodiChainError):  # something else went wrong before
-                group.finish_step()
 
 
 def _group_seed(seed: int | None, index: int) -> int | None:

@@ -43,6 +43,10 @@ class Restarts:
         """Start the next episode in each of these envs, drawn ahead, and return what is seen in them."""
         return self._store.enter(env_ids)
 
+    def prepare(self) -> None:
+        """Draw the starts that were used since the last time."""
+        self._store.refill()
+
     def draw(self) -> Drawn:
         """Draw the next start of every env and leave the streams as they are.
 

@@ -36,6 +36,11 @@ class StartStore:
         self._live.write(env_ids, _select(self._rows, env_ids))
         return self._seen.rows(env_ids)
 
+    def refill(self) -> None:
+        """Draw what was used, now that nobody waits for it."""
+        if not torch.equal(self._drawn_from, self._origins()):
+            self._seen = self._draw()
+
     def _origins(self) -> Tensor:
         """What the next episode of each env follows from, ``[num_envs, 2]``."""
         return self._live.streams.state[:, KEY : EPISODE + 1]

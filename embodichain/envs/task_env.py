@@ -179,6 +179,11 @@ class TaskEnv(VecEnv):
         names = self._cameras.cfgs
         return {name: torch.from_numpy(self.render(env_ids, name, None, "lean")).to(self.device) for name in names}
 
+    def prepare(self) -> None:
+        if not self._masked:
+            self._restarts.prepare()
+            self._scene = None
+
     def close(self) -> None:
         self._cameras.close()
         self.physics.close()

@@ -80,6 +80,9 @@ class VecEnv(ABC):
         """Return uint8 frames ``[len(env_ids), H, W, 3]`` of the envs' present state."""
         raise EnvContractError(f"{type(self).__name__} has no camera")
 
+    def prepare(self) -> None:  # noqa: B027 - most environments have nothing to prepare
+        """Do what coming steps need anyway, now that nobody waits; nothing changes but their speed."""
+
     def close(self) -> None:  # noqa: B027 - most environments hold nothing
         """Release threads, processes and GL contexts; calling it twice is fine."""
 

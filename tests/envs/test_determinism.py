@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from embodichain.envs.restarts import Restarts
 from tests.envs.rollouts import TASKS, assert_same, digest, random_actions, record, rows, settings, small
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,6 +38,29 @@ def test_simulation_threads_change_nothing(reference, threads):
     task, trace = reference
     env = small(task, 64, env=settings(task), num_threads=threads)
     assert_same(record(env, random_actions(env, 15)), trace[:15])
+    env.close()
+
+
+def test_preparing_changes_nothing_but_who_waits(reference, monkeypatch):
+    """Starts are drawn when nobody waits; then no step has to draw any, and all say the same."""
+    task, trace = reference
+    env = small(task, 64, env=settings(task))
+    drawn, begin = [], Restarts.begin
+
+    def counted(self, env_ids, episodes=None):
+        drawn.append(len(env_ids))
+        begin(self, env_ids, episodes)
+
+    monkeypatch.setattr(Restarts, "begin", counted)
+    for index, action in enumerate(random_actions(env, STEPS)):
+        wanted = env.expert_action()
+        env.prepare()
+        assert torch.equal(env.expert_action(), wanted)
+        before = len(drawn)
+        assert_same(record(env, action.unsqueeze(0)), trace[index : index + 1])
+        assert len(drawn) == before
+    ended = sum(int((said["terminated"] | said["truncated"]).sum()) for said in trace[:-1])
+    assert sum(drawn) == 64 + ended
     env.close()
 
 
@@ -92,6 +116,7 @@ def test_restarting_by_mask_equals_restarting_by_index(task, randomized):
 
 
 SCRIPT = """
+from embodichain.envs.restarts import Restarts
 from tests.envs.rollouts import *
 env = small("PickCubeRL", 5, env=settings("PickCubeRL"))
 print(digest(record(env, random_actions(env, 30))))

@@ -68,3 +68,14 @@ def test_bad_groups_are_refused():
         make_grouped(reach, 3, 2)
     with make_grouped(reach, 3, 1) as plain:
         assert not isinstance(plain, GroupedEnv)
+
+
+def test_what_was_joined_already_is_not_joined_again() -> None:
+    with make_grouped(reach, 4, 2) as env:
+        env.reset(seed=0)
+        results = [group.step(torch.zeros(2, *(env.action_space.shape or ()))) for group in env.groups]
+        own = torch.cat([result[0] for result in results]) + 0.0
+        joined = env.join(results, own)
+        assert joined[0] is own
+        assert joined[4]["final_observation"] is own
+        assert env.reset(env_ids=[0])[0].batch_size == (4,)  # what the groups see is known

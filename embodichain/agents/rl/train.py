@@ -146,7 +146,7 @@ def build_trainer(
     if ranks.is_first:
         warn_of_lag(cfg)
     seed_everything(settings.seed)
-    stages, processes = settings.collector.pipeline_stages, settings.collector.pipeline_processes
+    stages, processes = settings.collector.pipeline_stages, settings.collector.env_processes
     maker = EnvMaker(dict(_mapping(settings.gym_config)), tuple(trusted_modules), stages, processes=processes)
     with ranks.together("building"):
         env = maker()

@@ -32,7 +32,7 @@ from embodichain.agents.rl.training.collection import EnvMaker, in_chunks
 from embodichain.agents.rl.training.run_log import read_metrics
 from embodichain.envs.actions import ActionManager
 from embodichain.envs.chunks import chunked
-from embodichain.envs.groups import GroupedEnv, make_grouped
+from embodichain.envs.groups import GroupedEnv, RemoteGroups, arrange, make_grouped
 from embodichain.envs.registration import make
 from embodichain.envs.vec_env import EnvIds, StepResult, VecEnv
 from embodichain.errors import ActionError, ConfigError, EnvContractError, UnknownNameError, WorkerError
@@ -116,6 +116,79 @@ def test_groups_in_processes_collect_what_groups_in_threads_do() -> None:
     assert_same(*rollouts)
 
 
+def test_a_group_may_consist_of_several_processes() -> None:
+    """Two groups of two processes each see what groups of groups in this process do, in turn and side by side."""
+    one = partial(make_task, "CartPoleRL", 2)
+    rollouts, results = [], []
+    for remote in (False, True):
+        local = [GroupedEnv([one(), one()]), GroupedEnv([one(), one()])] if not remote else []
+        with arrange(RemoteEnv.several([one] * 4), 2) if remote else GroupedEnv(local) as env:
+            assert env.num_envs == 8
+            torch.manual_seed(0)
+            block = {"name": "actor_critic", "actor": {"type": "mlp", "hidden_sizes": [16]}, "critic": {"type": "mlp"}}
+            policy = build_policy(block, env.observation_space, env.action_space, "cpu")
+            collector = SyncCollector(env, policy, "cpu", pipeline_stages=2)
+            collector.reset(seed=1)
+            rollouts.append(collector.collect(30).clone())
+            results.append(env.step(torch.linspace(-1, 1, 8).unsqueeze(1)))
+    assert_same(*rollouts)
+    assert_same(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+
+
+def test_a_group_of_processes_is_not_left_in_the_middle_of_a_step() -> None:
+    envs = RemoteEnv.several([partial(make_task, "CartPoleRL", 2)] * 2)
+    with RemoteGroups(envs) as env:
+        env.reset(seed=0)
+        with pytest.raises(EnvContractError, match="begin_step"):
+            env.finish_step()
+        envs[1].begin_step(torch.zeros(2, 1))
+        with pytest.raises(EnvContractError, match="under way"):
+            env.begin_step(torch.zeros(4, 1))  # the first has begun by then
+        envs[1].finish_step()
+        assert env.step(torch.zeros(4, 1))[1].shape == (4,)
+        os.kill(envs[0].pid, signal.SIGKILL)
+        with pytest.raises(WorkerError, match="SIGKILL"):
+            env.step(torch.zeros(4, 1))
+        assert envs[1].get_state().batch_size == (2,)  # no step of it is under way
+
+
+def test_if_one_of_several_cannot_be_made_none_is_left() -> None:
+    made: list[RemoteEnv] = []
+
+    class Noted(RemoteEnv):
+        def _start(self, make: Callable[[], VecEnv]) -> None:
+            super()._start(make)
+            made.append(self)
+
+    with pytest.raises(UnknownNameError, match="CartPoleRL"):
+        Noted.several([partial(make_task, name, 2) for name in ("CartPoleRL", "CartPolRL", "CartPoleRL")])
+    assert len(made) == 3
+    assert not any(alive(env.pid) for env in made)
+
+
+class Prepared(ScriptedEnv):
+    """Tells how often it was prepared; the second time fails."""
+
+    prepared = 0
+    action_manager = ActionManager("move", gym.spaces.Box(-1.0, 1.0, (1,)), 2, "cpu")
+
+    def prepare(self) -> None:
+        self.prepared += 1
+        if self.prepared == 2:
+            raise RuntimeError("not now")
+
+    def reset(self, seed: int | Tensor | None = None, env_ids: EnvIds = None) -> tuple[TensorDict, dict[str, Any]]:
+        return super().reset(seed, env_ids)[0], {"prepared": torch.tensor([self.prepared] * self.num_envs)}
+
+
+def test_environments_are_prepared_between_two_questions() -> None:
+    with RemoteEnv(partial(Prepared, 2)) as env:
+        for asked in range(1, 5):
+            time.sleep(0.1)  # nobody asks: it has time
+            assert env.reset()[1]["prepared"].tolist() == [asked, asked]
+
+
 def test_errors_come_back_and_the_environment_goes_on() -> None:
     with RemoteEnv(partial(make_task, "CartPoleRL", 2)) as env:
         env.reset(seed=0)
@@ -150,7 +223,7 @@ def test_a_group_that_is_killed_ends_the_rollout_and_leaves_the_others_in_step()
     remote = RemoteEnv(partial(make_task, "CartPoleRL", 2))
     other = RemoteEnv(partial(make_task, "CartPoleRL", 2))
     block = {"name": "actor_critic", "actor": {"type": "mlp", "hidden_sizes": [16]}, "critic": {"type": "mlp"}}
-    with GroupedEnv([remote, other]) as env:
+    with RemoteGroups([remote, other]) as env:
         policy = build_policy(block, env.observation_space, env.action_space, "cpu")
         collector = SyncCollector(env, policy, "cpu", pipeline_stages=2)
         collector.reset(seed=1)
@@ -179,7 +252,7 @@ class Drawing(Patient):
 
 
 def test_groups_in_processes_are_stepped_side_by_side() -> None:
-    with GroupedEnv([RemoteEnv(partial(Patient, 2)) for _ in range(4)]) as env:
+    with RemoteGroups(RemoteEnv.several([partial(Patient, 2)] * 4)) as env:
         env.reset(seed=0)
         action = torch.zeros(8, *(env.action_space.shape or ()))
         env.step(action)
@@ -249,15 +322,15 @@ def test_a_run_with_processes_learns_the_same_numbers(tmp_path: Path, monkeypatc
     logs, made = [], []
 
     class Counted(RemoteEnv):
-        def __init__(self, make: Callable[[], VecEnv]) -> None:
+        def _start(self, make: Callable[[], VecEnv]) -> None:
             made.append(make)
-            super().__init__(make)
+            super()._start(make)
 
     monkeypatch.setattr(collection, "RemoteEnv", Counted)
-    for processes in ("false", "true"):
+    for processes in ("0", "2"):
         settings = {"num_envs": 8, "buffer_size": 16, "total_steps": 384, "eval_freq": 0, "target_return": "null"}
         settings |= {"run_dir": str(tmp_path / processes), "collector.pipeline_stages": 2}
-        settings["collector.pipeline_processes"] = processes
+        settings["collector.env_processes"] = processes
         words = [word for name, value in settings.items() for word in (f"--trainer.{name}", str(value))]
         train_from_config(CONFIG, words, console=Console(quiet=True))
         lines = read_metrics(tmp_path / processes / "metrics.jsonl")
@@ -348,6 +421,17 @@ def test_a_message_that_could_not_be_sent_changes_nothing() -> None:
     other.close()
 
 
+def test_a_type_that_numpy_learned_of_elsewhere_comes_through() -> None:
+    pytest.importorskip("ml_dtypes")  # numpy knows bfloat16 from then on, torch does not know numpy's
+    mine, other = Mail.pair()
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.uint16):
+        sent = torch.tensor([1, 2]).to(dtype)
+        other.send("number", sent)
+        assert torch.equal(mine.receive()[1].view(torch.uint8), sent.view(torch.uint8))
+    mine.close()
+    other.close()
+
+
 def test_who_does_not_read_is_not_waited_for() -> None:
     mine, other = Channel.pair()
     sent = 0
@@ -367,22 +451,24 @@ def test_global_random_numbers_differ_between_processes() -> None:
 
 def test_contradictions_are_told_before_a_run_begins(tmp_path: Path) -> None:
     words = ["--trainer.model_type", "vla", "--trainer.collector.worker", "process", "--trainer.num_envs", "7"]
-    words += ["--trainer.collector.pipeline_processes", "true", "--trainer.collector.pipeline_stages", "2"]
+    words += ["--trainer.collector.env_processes", "3", "--trainer.collector.pipeline_stages", "2"]
     with pytest.raises(ConfigError) as caught:
         train_from_config(CONFIG, [*words, "--trainer.run_dir", str(tmp_path / "run")], console=Console(quiet=True))
-    assert "pipeline_processes needs worker 'thread'" in str(caught.value)
-    assert "multiple of the 2 pipeline_stages, got 7" in str(caught.value)
+    assert "env_processes needs worker 'thread'" in str(caught.value)
+    assert "trainer.num_envs: expected a multiple of the 2 pipeline_stages, got 7" in str(caught.value)
+    assert "trainer.num_envs: expected a multiple of the 3 env_processes, got 7" in str(caught.value)
+    assert "trainer.collector.env_processes: expected a multiple of the 2 pipeline_stages, got 3" in str(caught.value)
     assert not (tmp_path / "run").exists()
 
 
 def test_processes_need_a_thread_to_ask_them() -> None:
-    with pytest.raises(ConfigError, match="pipeline_processes needs worker 'thread'"):
-        AsyncCfg(worker="process", pipeline_processes=True).check()
+    with pytest.raises(ConfigError, match="env_processes needs worker 'thread'"):
+        AsyncCfg(worker="process", env_processes=1).check()
     with make_task("CartPoleRL", 2) as plain:
         policy = build_policy({"name": "actor_critic"}, plain.observation_space, plain.action_space, "cpu")
-        with pytest.raises(ConfigError, match="GroupedEnv of RemoteEnvs"):
-            AsyncCollector(plain, policy, VLABuffer(64, "cpu"), "cpu", cfg=AsyncCfg(pipeline_processes=True))
-    maker = EnvMaker({"id": "CartPoleRL", "num_envs": 4}, num_groups=2, processes=True)
+        with pytest.raises(ConfigError, match="RemoteGroups of RemoteEnvs"):
+            AsyncCollector(plain, policy, VLABuffer(64, "cpu"), "cpu", cfg=AsyncCfg(env_processes=2))
+    maker = EnvMaker({"id": "CartPoleRL", "num_envs": 4}, num_groups=2, processes=2)
     with maker() as env:
         assert {type(group).__name__ for group in env.groups} == {"RemoteEnv"}
         assert in_chunks(env, 4).action_space.shape == (4, 1)

@@ -28,9 +28,10 @@ class AsyncCfg(Config):
     updates late, which makes a run independent of who is faster: it can be repeated and resumed bit by bit."""
     pipeline_stages: Count = 1
     """Groups of environments that take turns: one is simulated while the policy decides for another."""
-    pipeline_processes: bool = False
-    """Whether each of these groups is simulated in a process of its own instead of a thread, which is faster where
-    pictures are drawn by software or a task has much Python in it. With ``thread``, or without a collector apart."""
+    env_processes: Annotated[int, Field(ge=0)] = 0
+    """Processes that simulate, with equally many environments each, and a whole number of them per group; 0: none,
+    groups are simulated in threads of this process. Faster where pictures are drawn by software or a task has much
+    Python in it. With ``thread``, or without a collector apart."""
     num_threads: Count | None = None
     """Torch's threads while collecting; default: one for small policies."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] | None = None
@@ -80,8 +81,22 @@ class AsyncCfg(Config):
                 problems.append("adopt: lockstep needs one worker, as it is chance which of several comes first")
         elif self.num_workers > 1 or self.address is not None or self.placement != PlacementCfg():
             problems.append("num_workers, address and placement need worker 'ray'")
-        if self.pipeline_processes and self.worker != "thread":
-            problems.append(f"pipeline_processes needs worker 'thread': {self.worker!r} collects in a process anyway")
+        if self.env_processes and self.worker != "thread":
+            problems.append(f"env_processes needs worker 'thread': {self.worker!r} collects in a process anyway")
+        return problems
+
+    def group_problems(self, num_envs: int) -> list[str]:
+        """Return why so many environments cannot be divided into groups and processes."""
+        stages, processes = self.pipeline_stages, self.env_processes
+        problems = []
+        if num_envs % stages:
+            problems.append(f"num_envs: expected a multiple of the {stages} pipeline_stages, got {num_envs}")
+        if processes and num_envs % processes:
+            problems.append(f"num_envs: expected a multiple of the {processes} env_processes, got {num_envs}")
+        if processes % stages:
+            problems.append(
+                f"collector.env_processes: expected a multiple of the {stages} pipeline_stages, got {processes}"
+            )
         return problems
 
 

@@ -75,18 +75,20 @@ class Pipeline:
                 for turn in turns:
                     results.append(turn.finish(steps))
                     turn.begin(steps)
-                steps.record(_join(begun), self._joined(results), num_steps, version)
+                steps.record(_join(begun), self._joined(results, turns), num_steps, version)
                 version = next_version
             begun = [turn.decided for turn in turns]
             results = [turn.finish(steps) for turn in turns]
-            return steps.record(_join(begun), self._joined(results), num_steps, version)
+            return steps.record(_join(begun), self._joined(results, turns), num_steps, version)
         finally:  # after an error, too: nobody may step an environment that is being stepped
             for simulator in self._simulators:
                 simulator.settle()
 
-    def _joined(self, results: list[StepResult]) -> StepResult:
-        joined = self.env.join(results)
-        return joined if self.env.device == self.device else result_to(joined, self.device)
+    def _joined(self, results: list[StepResult], turns: list[_Turn]) -> StepResult:
+        """Return a step of all envs on the collector's device, where the groups have brought what they see already."""
+        if self.env.device == self.device:
+            return self.env.join(results)
+        return result_to(self.env.join(results, torch.cat([turn.obs for turn in turns])), self.device)
 
     def begin(self, group: int, action: Tensor) -> None:
         """Begin a step of one group."""

@@ -3,8 +3,9 @@
 Groups of envs that take turns are simulated in threads otherwise. That is all they need where MuJoCo computes, for it
 lets Python go on meanwhile; but tasks with much Python in them, and pictures that are drawn by software, make threads
 wait for each other. ``begin_step`` and ``finish_step`` are the halves of a step, so that one thread can keep several
-such environments busy. Nothing is pickled but the function that makes the environment, and its process ends with this
-one, however that happens.
+such environments busy; between two steps their processes prepare what the next ones need, such as the starts of
+episodes to come. Nothing is pickled but the function that makes the environment, and its process ends with this one,
+however that happens.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import os
 import pickle
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Self
 
 import gymnasium as gym
 import numpy as np
@@ -54,6 +55,27 @@ class RemoteEnv(StepsInHalves):
     device = torch.device("cpu")
 
     def __init__(self, make: Callable[[], VecEnv]) -> None:
+        self._start(make)
+        self._meet()
+
+    @classmethod
+    def several(cls, makes: Iterable[Callable[[], VecEnv]]) -> list[Self]:
+        """Return several environments, whose processes start side by side."""
+        envs: list[Self] = []
+        try:
+            for make in makes:
+                env = cls.__new__(cls)
+                env._start(make)
+                envs.append(env)
+            for env in envs:
+                env._meet()
+        except BaseException:
+            for env in envs:
+                env.close()
+            raise
+        return envs
+
+    def _start(self, make: Callable[[], VecEnv]) -> None:
         try:
             recipe = pickle.dumps(make)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -66,6 +88,9 @@ class RemoteEnv(StepsInHalves):
         self._mail, other = Mail.pair()
         self._process = ChildProcess(_serve, (recipe, (torch.initial_seed() + next(_made)) % 2**63, other.socket))
         other.close()
+
+    def _meet(self) -> None:
+        """Wait for the environment to be made and learn what it is like."""
         with self._connected(_GUARD):
             about = self._answer()
         self._describe(about)
@@ -204,6 +229,9 @@ def _answer_all(env: VecEnv, mail: Mail) -> None:
             mail.send("answer", answer)
         except Exception as error:  # noqa: BLE001 - it is raised where the question came from
             _fail(mail, error)
+        if not mail.has_arrived():
+            with contextlib.suppress(Exception):  # the step that needs it will fail in the same way, and say so
+                env.prepare()
         name, args = mail.receive()
 
 

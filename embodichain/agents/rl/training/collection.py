@@ -18,7 +18,8 @@ from embodichain.agents.rl.collector.sync_collector import SyncCollector
 from embodichain.agents.rl.training.config import TrainCfg, TrainerCfg
 from embodichain.agents.utils.modules import import_trusted, module_name
 from embodichain.envs.chunks import chunked
-from embodichain.envs.groups import GroupedEnv, make_grouped
+from embodichain.envs.groups import GroupedEnv, arrange, make_grouped
+from embodichain.envs.physics.mujoco_cpu import available_cores
 from embodichain.envs.registration import make
 from embodichain.envs.vec_env import VecEnv
 
@@ -35,26 +36,29 @@ class EnvMaker:
     """Groups that take turns at the policy."""
     chunk_size: int = 1
     """Actions per decision."""
-    processes: bool = False
-    """Whether each group is simulated in a process of its own."""
+    processes: int = 0
+    """Processes that simulate; 0: none but this one."""
 
     def __call__(self) -> VecEnv:
         """Return new environments."""
         import_trusted(self.trusted_modules, [Path.cwd()])
-        return make_grouped(self._make_group, int(self.gym_config["num_envs"]), self.num_groups)
+        num_envs = int(self.gym_config["num_envs"])
+        if not self.processes:
+            return make_grouped(self._make_group, num_envs, self.num_groups)
+        threads = self.gym_config.get("num_threads") or max(1, available_cores() // self.processes)
+        part = self.gym_config | {"num_envs": num_envs // self.processes, "num_threads": threads}
+        maker = replace(self, gym_config=part, num_groups=1, processes=0)
+        return arrange(RemoteEnv.several([maker] * self.processes), self.num_groups)
 
     def _make_group(self, num_envs: int) -> VecEnv:
-        gym_config = self.gym_config | {"num_envs": num_envs}
-        if self.processes:
-            return RemoteEnv(replace(self, gym_config=gym_config, num_groups=1, processes=False))
         names = [module_name(entry) for entry in self.trusted_modules]
-        return chunked(make(gym_config, trusted_modules=names), self.chunk_size)
+        return chunked(make(self.gym_config | {"num_envs": num_envs}, trusted_modules=names), self.chunk_size)
 
 
 def in_chunks(env: VecEnv, chunk_size: int) -> VecEnv:
     """Return environments for decisions of so many actions."""
     if isinstance(env, GroupedEnv):
-        return GroupedEnv([in_chunks(group, chunk_size) for group in env.groups]) if chunk_size > 1 else env
+        return type(env)([in_chunks(group, chunk_size) for group in env.groups]) if chunk_size > 1 else env
     return env.in_chunks(chunk_size) if isinstance(env, RemoteEnv) else chunked(env, chunk_size)
 
 

@@ -53,8 +53,8 @@ class TrainerCfg(Config):
     model_type: Literal["standard", "vla"] = "standard"
     """How experience is collected: standard collects and learns in turn, vla does both at once, for slow policies."""
     collector: CollectorBlock = AsyncCfg()
-    """How vla collects; of these settings standard knows pipeline_stages alone. ``ray`` collects in a cluster, whatever
-    the model_type."""
+    """How vla collects; of these settings standard knows pipeline_stages and env_processes alone. ``ray`` collects in a
+    cluster, whatever the model_type."""
     enable_eval: bool = True
     """Whether the policy is evaluated, in environments of its own."""
     eval_freq: Steps = 200_000
@@ -186,9 +186,7 @@ def _checked(cfg: TrainCfg) -> TrainCfg:
         problems.append("trainer.enable_eval: expected true, as a target is judged by evaluations, got false")
     if trainer.collects_apart:
         problems += [f"trainer.collector.{problem}" for problem in trainer.collector.problems()]
-    if num_envs % trainer.collector.pipeline_stages:
-        stages = trainer.collector.pipeline_stages
-        problems.append(f"trainer.num_envs: expected a multiple of the {stages} pipeline_stages, got {num_envs}")
+    problems += [f"trainer.{problem}" for problem in trainer.collector.group_problems(num_envs)]
     if problems:
         raise ConfigError(problems)
     algorithm = get_algo_class(cfg.algorithm.name).cfg_type.from_dict(cfg.algorithm.cfg, source="algorithm.cfg")

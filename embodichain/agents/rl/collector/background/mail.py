@@ -25,6 +25,8 @@ from embodichain.agents.rl.collector.background.parcel import Channel, copy_into
 from embodichain.agents.rl.utils.tree import put_together, take_apart
 
 _PING, _PONG = "ping", "pong"
+_COMMON = {"float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"}
+"""Types that numpy and torch both know. Whether numpy knows bfloat16 depends on what else a program imports."""
 
 
 class Mail:
@@ -64,6 +66,10 @@ class Mail:
         sent = self._channel.send({"title": title, "data": data, "places": places}, new, patient=True)
         self._outgoing, self._certain = memory, True
         return sent
+
+    def has_arrived(self) -> bool:
+        """Tell whether ``receive`` would not have to wait."""
+        return self._channel.has_arrived()
 
     def receive(self) -> tuple[str, Any]:
         """Wait for the next message; ``EOFError`` says that nobody is at the other end any more."""
@@ -106,12 +112,10 @@ class Mail:
 
 
 def _copied(memory: np.ndarray, dtype: str, shape: list[int], offset: int) -> Tensor:
-    try:
-        kind = np.dtype(dtype)
-    except TypeError:  # bfloat16
-        size = math.prod(shape) * getattr(torch, dtype).itemsize
-        return torch.from_numpy(memory[offset : offset + size].copy()).view(getattr(torch, dtype)).view(shape)
-    return torch.from_numpy(np.frombuffer(memory, kind, math.prod(shape), offset).reshape(shape).copy())
+    if dtype in _COMMON:
+        return torch.from_numpy(np.frombuffer(memory, dtype, math.prod(shape), offset).reshape(shape).copy())
+    size = math.prod(shape) * getattr(torch, dtype).itemsize
+    return torch.from_numpy(memory[offset : offset + size].copy()).view(getattr(torch, dtype)).view(shape)
 
 
 def _placed(value: Any) -> Any:

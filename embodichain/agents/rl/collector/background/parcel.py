@@ -104,6 +104,10 @@ class Channel:
             return False
         return True
 
+    def has_arrived(self) -> bool:
+        """Tell whether there is something to receive, be it the news that the other end has hung up."""
+        return bool(self._arrivals.poll(0))
+
     def receive(self, timeout: float | None) -> tuple[dict[str, Any], Segment | None] | None:
         """Return the next message and the memory that came with it, ``None`` if none came in time.
 

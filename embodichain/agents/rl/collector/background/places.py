@@ -11,7 +11,6 @@ from embodichain.agents.rl.collector.background.process_worker import ProcessWor
 from embodichain.agents.rl.collector.background.station import Setup, Station
 from embodichain.agents.rl.collector.background.thread_worker import ThreadWorker
 from embodichain.agents.rl.collector.background.worker import Learner, Worker
-from embodichain.envs.groups import GroupedEnv
 from embodichain.envs.vec_env import StepsInHalves, VecEnv
 from embodichain.errors import ConfigError
 
@@ -131,11 +130,9 @@ def make_place(env: EnvSource, setup: Setup) -> Place:
             )
         return ProcessPlace(env, setup) if where == "process" else RayPlace(env, setup)
     made = env if isinstance(env, VecEnv) else env()
-    if setup.cfg.pipeline_processes:
-        groups = made.groups if isinstance(made, GroupedEnv) else [made]
-        if not all(isinstance(group, StepsInHalves) for group in groups):
-            raise ConfigError(
-                "pipeline_processes is for a trainer, which makes environments; here, give a GroupedEnv of RemoteEnvs",
-                "collector",
-            )
+    if setup.cfg.env_processes and not isinstance(made, StepsInHalves):
+        raise ConfigError(
+            "env_processes is for a trainer, which makes environments; here, give RemoteGroups of RemoteEnvs",
+            "collector",
+        )
     return ThreadPlace(made, setup)
