@@ -24,7 +24,7 @@ def rollout_of(policy, may_look=True, buffer=None, limit=3):
     torch.manual_seed(0)
     env = ScriptedEnv(5, ends=[2, 4, 100, 100, 100], limit=limit)
     collector = SyncCollector(env, policy, buffer=buffer)
-    collector._valuing = Valuing(policy, collector.device, collector._value, may_look)
+    collector._valuing = Valuing(policy, collector.device, collector._decider.value, may_look)
     collector.collect(7)
     return collector.collect(7).clone()
 

@@ -22,13 +22,16 @@ class GraphedPolicy:
     """Acts and values like a policy without memory, by replaying graphs.
 
     What a method returns is overwritten by the next call of that method. What cannot be recorded runs as usual, and the
-    log says why. The policy's weights may change, but must stay where they are.
+    log says why, and so do observations of other shapes than the recorded ones. The policy's weights may change, but
+    must stay where they are during a rollout: ``refresh`` comes before it.
     """
 
     def __init__(self, policy: Policy) -> None:
+        self._policy = policy
         self._act: _Replayed[tuple[Tensor, Tensor, Tensor]] = _Replayed(lambda obs: policy.act(obs)[:3], policy)
         self._choose: _Replayed[tuple[Tensor, Tensor]] = _Replayed(policy.choose, policy)
         self._value: _Replayed[Tensor] = _Replayed(policy.state_value, policy)
+        self._places = _places_of(policy)
 
     def act(self, obs: Observation) -> tuple[Tensor, Tensor, Tensor]:
         """Return ``(action, log_prob, value)``."""
@@ -42,61 +45,122 @@ class GraphedPolicy:
         """Return the value ``[batch]`` of an observation."""
         return self._value(obs)
 
+    def refresh(self) -> None:
+        """Forget what was recorded if the weights lie elsewhere by now."""
+        places = _places_of(self._policy)
+        if places != self._places:
+            self._places = places
+            for replayed in (self._act, self._choose, self._value):
+                replayed.forget()
+
+    def record(self, obs: Observation, apart: bool) -> None:
+        """Record a decision now, and nothing ever after; random generators stay as they are.
+
+        That is for a policy that acts in one thread while another uses the same GPU: recording would disturb that one.
+        Called again, it changes nothing.
+        """
+        if self._act.settled:
+            return
+        common = torch.cuda.default_generators[torch.cuda.current_device()]
+        generators = [common] if self._policy.generator is None else [common, self._policy.generator]
+        before = [generator.get_state() for generator in generators]
+        deciding: _Replayed[Any] = self._choose if apart else self._act
+        try:
+            deciding.warm_up(obs)
+            if len(generators) > 1 and not torch.equal(common.get_state(), before[0]):
+                deciding.give_up("it draws random numbers from the generator that others use meanwhile")
+            deciding.record(obs)
+        finally:
+            for generator, state in zip(generators, before, strict=True):
+                generator.set_state(state)
+            for replayed in (self._act, self._choose, self._value):
+                replayed.settled = True
+
 
 class _Replayed(Generic[Result]):
     """One function of an observation."""
 
     def __init__(self, function: Callable[[Observation], Result], policy: Policy) -> None:
         self._function, self._policy = function, policy
-        self._calls = 0
+        self.settled = False
+        """Whether nothing is recorded any more."""
         self._off = False
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of the graph."""
+        self._calls = 0
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._mode = policy.training
+        self._mode = self._policy.training
         self._obs: Observation | None = None
         self._inputs: list[Tensor] = []
         self._result: Any = None
 
     def __call__(self, obs: Observation) -> Result:
         if self._mode != self._policy.training:  # dropout and the like are recorded as they were
-            self._graph, self._mode, self._calls = None, self._policy.training, 0
-        if self._off:
-            return self._function(obs)
-        self._calls += 1
+            self.forget()
         if self._graph is None:
+            if self._off or self.settled:
+                return self._function(obs)
+            self._calls += 1
             if self._calls < _WARM_UP:
                 return self._function(obs)
             if self._calls == _WARM_UP:
                 return self._check(obs)
-            self._record(obs)
-        if self._graph is None:
+            self.record(obs)
+        leaves = _leaves(obs)
+        if self._graph is None or not _alike(leaves, self._inputs):
             return self._function(obs)
-        copy_together(self._inputs, _leaves(obs))
+        copy_together(self._inputs, leaves)
         self._graph.replay()
         return self._result
+
+    def warm_up(self, obs: Observation) -> None:
+        """Call it as often as recording needs."""
+        for _ in range(_WARM_UP - 1):
+            self._function(obs)
+        self._check(obs)
+
+    def record(self, obs: Observation) -> None:
+        """Record a call, unless that was found impossible."""
+        if self._off:
+            return
+        self._obs = obs.clone()
+        graph = torch.cuda.CUDAGraph()
+        if self._policy.generator is not None:
+            graph.register_generator_state(self._policy.generator)
+        try:
+            with recording(graph):
+                self._result = self._function(self._obs)
+        except RuntimeError as error:
+            self.give_up(str(error) or type(error).__name__)
+            return
+        self._graph, self._inputs = graph, _leaves(self._obs)
+
+    def give_up(self, reason: str) -> None:
+        """Never record it, and say why."""
+        self._off = True
+        _LOG.warning("the policy acts without CUDA graphs, which costs speed: %s", reason.splitlines()[0])
 
     def _check(self, obs: Observation) -> Result:
         try:
             with refusing_to_wait():
                 return self._function(obs)
         except RuntimeError as error:
-            self._give_up(error)
+            self.give_up(str(error) or type(error).__name__)
         return self._function(obs)
 
-    def _record(self, obs: Observation) -> None:
-        self._obs = obs.clone()
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with recording(graph):
-                self._result = self._function(self._obs)
-        except RuntimeError as error:
-            self._give_up(error)
-            return
-        self._graph, self._inputs = graph, _leaves(self._obs)
 
-    def _give_up(self, error: RuntimeError) -> None:
-        self._off = True
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        _LOG.warning("the policy acts without CUDA graphs, which costs speed: %s", reason)
+def _places_of(policy: Policy) -> list[int]:
+    """Return where the weights lie."""
+    return [tensor.data_ptr() for tensor in (*policy.parameters(), *policy.buffers())]
+
+
+def _alike(leaves: list[Tensor], others: list[Tensor]) -> bool:
+    if len(leaves) != len(others):
+        return False
+    pairs = zip(leaves, others, strict=True)
+    return all(leaf.shape == other.shape and leaf.dtype == other.dtype for leaf, other in pairs)
 
 
 def _leaves(obs: Observation) -> list[Tensor]:

@@ -17,12 +17,13 @@ from embodichain.agents.rl.collector.base import (
     collection_threads,
     result_to,
 )
-from embodichain.agents.rl.collector.graphed import GraphedPolicy
+from embodichain.agents.rl.collector.deciding import Decider
 from embodichain.agents.rl.collector.pipeline import Pipeline
 from embodichain.agents.rl.collector.statistics import EpisodeTracker, InfoAverages, summarize
 from embodichain.agents.rl.collector.valuing import Valuing
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils.observations import Observation, sorted_leaves
+from embodichain.agents.rl.utils.spaces import zeros_in
 from embodichain.agents.rl.utils.threads import torch_threads
 from embodichain.envs.vec_env import StepResult, VecEnv
 from embodichain.errors import RolloutError
@@ -74,9 +75,10 @@ class SyncCollector(BaseCollector):
         self.before_step: Callable[[], None] | None = None
         """Called before every decision: the moment in which a policy may change, or collection may be broken off."""
         self._pipeline = None if pipeline_stages == 1 else Pipeline(env, self.device, pipeline_stages)
-        self._graphed: GraphedPolicy | None = None
+        keeps = callback is not None or self._pipeline is not None
+        self._decider = Decider(policy, self.device, keeps)
         self._averages = InfoAverages()
-        self._valuing = Valuing(policy, self.device, self._value, may_look=env.device.type != "cuda")
+        self._valuing = Valuing(policy, self.device, self._decider.value, may_look=env.device.type != "cuda")
 
     def reset(self, seed: int | None = None) -> None:
         """Reset all envs and begin with new episodes."""
@@ -173,6 +175,7 @@ class SyncCollector(BaseCollector):
             self.reset()
         self._averages = InfoAverages()
         self._valuing.begin()
+        self._decider.refresh()
         if self.buffer is not None and len(self.buffer):  # of the last rollout, or of one that an error broke off
             self.buffer.clear()
         if self.obs is None:
@@ -186,26 +189,16 @@ class SyncCollector(BaseCollector):
 
     def decide(self, obs: Observation, state: Tensor | None) -> Decision:
         """Let the policy choose the actions of some envs."""
-        actor = self._graphs() if self._replays() else self.policy
-        if self._valuing.apart:
-            return Decision(obs, state, *actor.choose(obs), None, None)
-        if isinstance(actor, GraphedPolicy):
-            return Decision(obs, state, *actor.act(obs), None)
-        return Decision(obs, state, *actor.act(obs, state))
+        return self._decider.decide(obs, state, self._valuing.apart)
 
-    def _value(self, obs: Observation, state: Tensor | None) -> Tensor:
-        """Value an observation between two steps."""
-        return self._graphs().state_value(obs).clone() if self._replays() else self.policy.state_value(obs, state)
-
-    def _replays(self) -> bool:
-        """Tell whether the policy may be replayed: its weights stay where they are and nobody keeps what it returns."""
-        alone = self.callback is None and self.before_step is None and self._pipeline is None
-        return alone and self.device.type == "cuda" == self.env.device.type and not self.policy.is_recurrent
-
-    def _graphs(self) -> GraphedPolicy:
-        if self._graphed is None:
-            self._graphed = GraphedPolicy(self.policy)
-        return self._graphed
+    def record_policy(self) -> None:
+        """On a GPU: record the policy's decisions now, because from now on another thread uses the device, too."""
+        if not self._decider.records:
+            return
+        rows = self.env.num_envs // (1 if self._pipeline is None else len(self._pipeline.env.groups))
+        obs = zeros_in(self.env.observation_space, rows, self.device) if self.obs is None else self.obs[:rows]
+        with torch.no_grad(), torch_threads(self.num_threads):
+            self._decider.record(obs)
 
     def record(self, decision: Decision, result: StepResult, num_steps: int, version: Tensor) -> Observation:
         """Write what came of the decisions for all envs; return the next observation."""

@@ -7,8 +7,10 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
+import torch
+from tensordict import TensorDict
 
-from embodichain.errors import CheckpointError
+from embodichain.errors import CheckpointError, ObservationError
 
 
 def space_to_data(space: gym.Space[Any]) -> dict[str, Any]:
@@ -35,6 +37,19 @@ def space_from_data(data: Mapping[str, Any]) -> gym.Space[Any]:
         low, high = (np.broadcast_to(data[name], shape).astype(dtype) for name in ("low", "high"))
         return gym.spaces.Box(low, high, shape, dtype.type)
     raise CheckpointError(f"unknown kind of space {kind!r}")
+
+
+def zeros_in(space: gym.Space[Any], rows: int, device: torch.device) -> TensorDict:
+    """Return so many observations of a ``Dict`` space that are zero everywhere, as an environment gives them."""
+    if not isinstance(space, gym.spaces.Dict):
+        raise ObservationError(f"expected the Dict space of an environment, got {space}")
+    leaves = {
+        name: zeros_in(part, rows, device)
+        if isinstance(part, gym.spaces.Dict)
+        else torch.from_numpy(np.zeros((rows, *(part.shape or ())), part.dtype)).to(device)
+        for name, part in space.spaces.items()
+    }
+    return TensorDict(leaves, batch_size=[rows], device=device)
 
 
 def _bound(values: np.ndarray) -> float | int | np.ndarray:

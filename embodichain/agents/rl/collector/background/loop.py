@@ -119,6 +119,7 @@ class CollectionLoop:
     def __init__(self, station: Station, link: Link, num_steps: int) -> None:
         self.station, self.link, self.num_steps, self.adopt = station, link, num_steps, station.cfg.adopt
         self.collector = station.collector
+        self.collector.record_policy()
         self.collector.before_step = self._between_steps
         device = self.collector.device
         # Its kernels come first: they are short, and simulation waits for them, while those of an update are long.
