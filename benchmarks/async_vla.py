@@ -7,7 +7,7 @@
     python -m benchmarks.async_vla --part gpu --small  # (b) in small and on the CPU, to see that it runs
 
 Learning has three stages: inference, simulation and the update. Every way to arrange them is timed, and compared with
-the least time that the stage times, each measured while no other stage is under way, allow. Runs are written to
+the least time that the stage times, each measured where nothing else happens, allow. Runs are written to
 ``results/async_vla_PART.json`` one by one; what is in it already is not run again, so that a benchmark can be made in
 several calls. The exit code is 1 if a bar is missed, or if runs are missing: (a) 1.9 times the speed of ``sync``, (b)
 1.8 times, at a final success within the spread of ``sync``, and both at least 90% of the bound. Every figure is a mean

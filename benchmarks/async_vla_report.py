@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +67,8 @@ class Summary:
         self.sizes, self.runs = sizes, runs
         self.update = statistics.mean(outcome.update for outcome in runs["sync"].values())
         self.stages = {"1": self._stages_of("sync"), **parts}
-        if runs.get(BESIDE):  # its simulation is that of a group, too: all processes are at work, nobody else is
-            whole = self.stages["1 apart"] = self._stages_of(BESIDE)
-            for kind in [kind for kind in parts if kind.endswith("apart")]:
-                self.stages[kind] = replace(self.stages[kind], simulation=whole.simulation)
+        if runs.get(BESIDE):
+            self.stages["1 apart"] = self._stages_of(BESIDE)
         self.rows = [self._row(way) for way in WAYS if runs.get(way)]
 
     def _stages_of(self, way: str) -> Stages:

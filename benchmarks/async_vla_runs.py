@@ -83,12 +83,12 @@ class Case(Protocol):
 
 @dataclass(frozen=True)
 class Stages:
-    """Seconds that each stage of collection takes for one group of envs when no other stage is under way."""
+    """Seconds that collection takes for one group of envs alone, when nothing else happens."""
 
     inference: float
     """Per decision."""
     simulation: float
-    """Per decision; in processes apart, those of all groups are at work, as they are while groups take turns."""
+    """Per decision."""
     rest: float
     """Per rollout: the values of what is seen at the end, and book-keeping."""
 
@@ -174,11 +174,10 @@ class Clock:
         return timed
 
 
-def measure_stages(case: Case, way: Way, rollouts: int = 2) -> Stages:
-    """Time the stages of collection for one group of a way."""
+def measure_stages(case: Case, way: Way, rollouts: int = 4) -> Stages:
+    """Time the stages of collection for one group of a way, by itself."""
     sizes = case.sizes
-    rows = sizes.num_envs // way.groups
-    env = make_for(case, way)() if way.apart else case.make_env(rows)
+    env = _make_apart(case, case.processes // way.groups) if way.apart else case.make_env(sizes.num_envs // way.groups)
     clock = Clock(env)
     learner = case.learner(env, 0)
     collector = SyncCollector(env, learner.policy, learner.device)
@@ -190,30 +189,22 @@ def measure_stages(case: Case, way: Way, rollouts: int = 2) -> Stages:
     for _ in range(rollouts):
         collector.collect(sizes.num_steps)
     seconds, decisions = time.perf_counter() - began, rollouts * sizes.num_steps
-    rest, simulation = (seconds - clock.inference - clock.simulation) / rollouts, clock.simulation / decisions
-    if rows < env.num_envs:
-        clock.reset()
-        _decide_for(collector, rows, decisions)
     env.close()
-    return Stages(clock.inference / decisions, simulation, rest)
-
-
-@torch.no_grad()
-def _decide_for(collector: SyncCollector, rows: int, times: int) -> None:
-    """Let the policy decide for some of the envs, so often."""
-    if collector.obs is None:
-        raise RuntimeError("nothing was collected")
-    obs, state = collector.obs[:rows], None if collector.state is None else collector.state[:rows]
-    for _ in range(times):
-        collector.decide(obs, state)
+    rest = (seconds - clock.inference - clock.simulation) / rollouts
+    return Stages(clock.inference / decisions, clock.simulation / decisions, rest)
 
 
 def make_for(case: Case, way: Way) -> Callable[[], VecEnv]:
     """Return what makes the environments of a way."""
     if not way.apart:
         return partial(make_grouped, case.make_env, case.sizes.num_envs, way.groups)
+    return partial(_make_apart, case, case.processes, way.groups)
+
+
+def _make_apart(case: Case, processes: int, groups: int = 1) -> VecEnv:
+    """Return the environments of so many of the case's processes."""
     part = partial(case.make_apart, case.sizes.num_envs // case.processes)
-    return lambda: arrange(RemoteEnv.several([part] * case.processes), way.groups)
+    return arrange(RemoteEnv.several([part] * processes), groups)
 
 
 def run(case: Case, way: str, seed: int, rollouts: int | None = None) -> Outcome:
