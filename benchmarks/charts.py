@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+_LABEL = (250, 22)
+"""Size of a series's label."""
 Color = tuple[int, int, int]
 COLORS: tuple[Color, ...] = ((46, 108, 190), (230, 126, 34), (39, 152, 86), (150, 80, 170))
 _INK, _GREY, _GRID = (40, 44, 52), (120, 126, 136), (230, 232, 236)
@@ -38,6 +40,7 @@ def draw_curves(
     paper.frame(title, axes)
     if goal is not None:
         paper.dashes(goal)
+    corner = paper.free_corner(points, len(series))
     for number, entry in enumerate(series):
         color = COLORS[number % len(COLORS)]
         for x, y in entry.runs:
@@ -45,7 +48,7 @@ def draw_curves(
             paper.dots(x, y, _pale(color))
         grid, mean = mean_curve(entry.runs)
         paper.curve(grid, mean, color, 3)
-        paper.label(number, f"{entry.name} ({len(entry.runs)} run{'s' * (len(entry.runs) > 1)})", color)
+        paper.label(corner, number, f"{entry.name} ({len(entry.runs)} run{'s' * (len(entry.runs) > 1)})", color)
     path.parent.mkdir(parents=True, exist_ok=True)
     paper.image.resize(_SIZE, Image.Resampling.LANCZOS).save(path)
 
@@ -84,8 +87,19 @@ class _Paper:
         for begin, end in zip(edges[:-1:2], edges[1::2], strict=True):
             self.curve(np.array([begin, end]), np.array([height, height]), _GREY, 1)
 
-    def label(self, number: int, text: str, color: Color) -> None:
-        at = (_BOX[0] + 14, _BOX[1] + 16 + 22 * number)
+    def free_corner(self, runs: Sequence[tuple[np.ndarray, np.ndarray]], count: int) -> tuple[int, int]:
+        """Return where labels of so many series cover the fewest points: the upper left, or the lower right."""
+        left, top, right, bottom = _BOX
+        width, height = _LABEL[0], _LABEL[1] * count + 10
+        corners = [(left, top), (right - width, bottom - height)]
+        points = np.concatenate([np.array(self.place(x, y)) for x, y in runs]) / _SHARP
+        covered = [
+            int(((points > corner) & (points < np.add(corner, (width, height)))).all(1).sum()) for corner in corners
+        ]
+        return corners[int(np.argmin(covered))]
+
+    def label(self, corner: tuple[int, int], number: int, text: str, color: Color) -> None:
+        at = (corner[0] + 14, corner[1] + 16 + _LABEL[1] * number)
         self._pen.line([(at[0] * _SHARP, at[1] * _SHARP), ((at[0] + 24) * _SHARP, at[1] * _SHARP)], color, 3 * _SHARP)
         self._text((at[0] + 32, at[1]), text, 14, _INK, "lm")
 
