@@ -102,6 +102,22 @@ def test_every_transition_is_stamped_with_the_policys_version() -> None:
     assert collector.collect(2)["policy_version"].unique().tolist() == [5]
 
 
+def test_another_policy_may_take_the_place_of_the_first() -> None:
+    env = ScriptedEnv(3, limit=4)
+    torch.manual_seed(0)
+    first, second = make_policy(env), make_policy(env)
+    second.version += 7
+    collector = SyncCollector(env, first)
+    collector.collect(2)
+    collector.policy = second
+    rollout = collector.collect(6)
+    assert rollout["policy_version"].unique().tolist() == [7]
+    obs = rollout["observation"].flatten(0, 1)
+    assert torch.allclose(rollout["value"].flatten(), second.get_value(obs), atol=1e-6)
+    log_prob = second.evaluate_actions(obs, rollout["action"].flatten(0, 1))[0]
+    assert torch.allclose(rollout["sample_log_prob"].flatten(), log_prob, atol=1e-5)
+
+
 def test_signature_is_that_of_the_base_class() -> None:
     base, ours = (inspect.signature(cls.collect) for cls in (BaseCollector, SyncCollector))
     assert base == ours

@@ -14,9 +14,8 @@ from embodichain.agents.rl.utils.observations import Observation
 class Decider:
     """Calls a policy; on a GPU, one without memory is recorded after a few calls, and replayed from then on."""
 
-    def __init__(self, policy: Policy, device: torch.device, keeps: bool) -> None:
-        """``keeps`` tells whether a decision is still needed when the next one is made."""
-        self._policy, self._keeps = policy, keeps
+    def __init__(self, policy: Policy, device: torch.device) -> None:
+        self._policy = policy
         on_gpu = device.type == "cuda" == policy.device.type and not policy.is_recurrent
         self._graphs = GraphedPolicy(policy) if on_gpu else None
 
@@ -25,14 +24,17 @@ class Decider:
         """Whether decisions are recorded at all."""
         return self._graphs is not None
 
-    def decide(self, obs: Observation, state: Tensor | None, apart: bool) -> Decision:
-        """Let the policy choose actions for an observation; ``apart`` leaves the values for later."""
+    def decide(self, obs: Observation, state: Tensor | None, apart: bool, kept: bool) -> Decision:
+        """Let the policy choose actions for an observation.
+
+        ``apart`` leaves the values for later; ``kept`` says that the decision is needed after the next one is made.
+        """
         if self._graphs is None:
             if apart:
                 return Decision(obs, state, *self._policy.choose(obs), None, None)
             return Decision(obs, state, *self._policy.act(obs, state))
         action, log_prob, value = (*self._graphs.choose(obs), None) if apart else self._graphs.act(obs)
-        if self._keeps:
+        if kept:
             action, log_prob = action.clone(), log_prob.clone()
             value = None if value is None else value.clone()
         return Decision(obs, state, action, log_prob, value, None)

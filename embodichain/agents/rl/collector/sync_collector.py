@@ -61,7 +61,6 @@ class SyncCollector(BaseCollector):
         while the policy decides for the other.
         """
         self.env = env
-        self.policy = policy
         self.device = torch.device(device) if device is not None else policy.device
         self.callback = callback
         self.buffer = buffer
@@ -75,10 +74,19 @@ class SyncCollector(BaseCollector):
         self.before_step: Callable[[], None] | None = None
         """Called before every decision: the moment in which a policy may change, or collection may be broken off."""
         self._pipeline = None if pipeline_stages == 1 else Pipeline(env, self.device, pipeline_stages)
-        keeps = callback is not None or self._pipeline is not None
-        self._decider = Decider(policy, self.device, keeps)
         self._averages = InfoAverages()
-        self._valuing = Valuing(policy, self.device, self._decider.value, may_look=env.device.type != "cuda")
+        self.policy = policy
+
+    @property
+    def policy(self) -> Policy:
+        """The policy that decides; another one may take its place between two rollouts."""
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: Policy) -> None:
+        self._policy = policy
+        self._decider = Decider(policy, self.device)
+        self._valuing = Valuing(policy, self.device, self._decider.value, may_look=self.env.device.type != "cuda")
 
     def reset(self, seed: int | None = None) -> None:
         """Reset all envs and begin with new episodes."""
@@ -189,7 +197,8 @@ class SyncCollector(BaseCollector):
 
     def decide(self, obs: Observation, state: Tensor | None) -> Decision:
         """Let the policy choose the actions of some envs."""
-        return self._decider.decide(obs, state, self._valuing.apart)
+        kept = self.callback is not None or self._pipeline is not None
+        return self._decider.decide(obs, state, self._valuing.apart, kept)
 
     def record_policy(self) -> None:
         """On a GPU: record the policy's decisions now, because from now on another thread uses the device, too."""
