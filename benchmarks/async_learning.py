@@ -73,7 +73,7 @@ TASKS = {
         "basic/cart_pole/train_config.json",
         {"iterations": 50, "eval_freq": 20_480, "target_return": None},
         "eval/return",
-        seeds=5,
+        seeds=10,
     ),
     "push_cube": Task(
         "push_cube/train_config.json", {"total_steps": 983_040, "eval_freq": 98_304}, "eval/success", seeds=3

@@ -124,6 +124,44 @@ def test_without_lag_the_corrections_change_nothing_but_rounding(settings):
         assert torch.allclose(mine, other, atol=1e-4)
 
 
+@pytest.mark.parametrize("estimator", ["gae", "vtrace"])
+@pytest.mark.parametrize("memory", [None, {"type": "gru", "hidden_size": 4}])
+def test_advantages_of_an_old_rollout_are_those_of_the_present_critic(memory, estimator):
+    """The critic's bias moved, the actor did not: as if the present policy had collected, up to the rollout's end."""
+
+    def learned(change, age):
+        torch.manual_seed(0)
+        env = ScriptedEnv(ENVS, ends=[4, 10, 10, 10], limit=5)
+        policy = make_policy(env, memory=memory)
+        later = copy.deepcopy(policy)
+        with torch.no_grad():
+            later.critic[-1].bias += 3.0
+        collected = SyncCollector(env, policy if change else later).collect(STEPS).clone()
+        later.version += age
+        cfg = PPOCfg(correction="decoupled", advantage_estimator=estimator, n_epochs=1, batch_size=10**6)
+        metrics = PPO(cfg, later).update(collected)
+        return collected, metrics
+
+    (old, old_metrics), (new, new_metrics) = learned(change=True, age=1), learned(change=False, age=0)
+    assert (new["truncated"] & ~new["terminated"]).any()
+    assert new["terminated"].any()
+    for key in ("value", "next_value", "advantage", "return"):
+        assert torch.allclose(old[key], new[key], atol=1e-5), key
+    for key in ("value_loss", "policy_loss", "explained_variance"):
+        assert old_metrics[key] == pytest.approx(new_metrics[key], abs=1e-4), key
+
+
+def test_values_of_a_rollout_without_lag_stay_bit_by_bit():
+    policy, rollout = stale()
+    rollout["policy_version"][:, 3:] = policy.version  # weights that were adopted on the way
+    before = rollout.clone()
+    value, next_value = Proximal.of(policy, rollout, 7).values(rollout, policy.version)
+    assert torch.equal(value[:, 3:], before["value"][:, 3:])
+    assert torch.equal(next_value[:, 3:], before["next_value"][:, 3:])
+    assert not torch.isclose(value[:, :3], before["value"][:, :3]).any()
+    assert torch.equal(rollout["value"], before["value"])
+
+
 @pytest.mark.parametrize("memory", [None, {"type": "gru", "hidden_size": 4}])
 def test_evaluating_a_rollout_gives_what_was_stored_for_unchanged_weights(memory):
     policy, rollout = stale(change=0.0, memory=memory)

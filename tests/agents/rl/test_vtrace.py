@@ -12,7 +12,7 @@ from embodichain.agents.rl.algo.gae import compute_gae
 from embodichain.agents.rl.algo.vtrace import compute_vtrace, next_values
 
 ENVS, STEPS, GAMMA, LAMBDA = 3, 7, 0.9, 0.8
-ORDER = ("reward", "now", "next_value", "log_importance", "terminated", "done")
+ORDER = ("reward", "value", "now", "next_value", "log_importance", "terminated", "done")
 
 
 @pytest.fixture
@@ -25,6 +25,7 @@ def rollout():
     parts["log_importance"] = 0.7 * torch.randn(shape, generator=random)
     data = TensorDict({**parts, "terminated": terminated, "truncated": truncated}, shape)
     data["done"] = terminated | truncated
+    data["policy_version"] = torch.zeros(shape, dtype=torch.int64)
     data["next_value"] = data["next_value"] * ~terminated
     return data
 
@@ -39,7 +40,8 @@ def one_env(data, rho_max, c_max):
     reward, now, ended, terminated = data["reward"], data["now"], data["done"], data["terminated"]
     ratio = [math.exp(x) for x in data["log_importance"]]
     inside = [t + 1 < STEPS and not ended[t] for t in range(STEPS)]
-    following = [now[t + 1] if inside[t] else data["next_value"][t] for t in range(STEPS)]
+    edge = [data["next_value"][t] + now[t] - data["value"][t] for t in range(STEPS)]
+    following = [now[t + 1] if inside[t] else edge[t] for t in range(STEPS)]
     targets = []
     for s in range(STEPS):
         total, weight = now[s], 1.0
@@ -86,10 +88,21 @@ def test_discounts_may_differ_from_decision_to_decision(rollout):
     assert torch.allclose(same[0], expected[0], atol=1e-5)
 
 
-def test_values_of_the_time_of_collection_stand_where_nothing_else_is_known(rollout):
+def test_values_of_states_that_are_not_stored_follow_their_neighbours(rollout):
+    done, terminated = rollout["done"], rollout["terminated"]
+    rollout["policy_version"][:, 3:] = 1
     reached = next_values(rollout, rollout["now"])
-    done = rollout["done"]
-    assert torch.equal(reached[:, -1], rollout["next_value"][:, -1])
-    assert torch.equal(reached[done], rollout["next_value"][done])
+    gained = rollout["now"] - rollout["value"]
+    last = done.clone()
+    last[:, -1] = True
+    late = torch.arange(STEPS) >= 3
+    assert (last & ~terminated & ~late).any()
+    for cut, expected in (
+        (last & ~terminated & late, rollout["next_value"] + gained),
+        (last & ~terminated & ~late, rollout["next_value"]),  # other weights valued what was reached
+        (terminated, torch.zeros(ENVS, STEPS)),
+    ):
+        assert cut.any()
+        assert torch.equal(reached[cut], expected[cut])
     inside = ~done[:, :-1]
     assert torch.equal(reached[:, :-1][inside], rollout["now"][:, 1:][inside])

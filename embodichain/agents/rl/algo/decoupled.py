@@ -8,6 +8,9 @@ update, and pi the one being trained,
 
 The weight is a positive constant during the update, so this is the loss of plain PPO for old probabilities pi_prox and
 advantages that carry the weight; the loss itself does not have to know.
+
+Values are as old as the rollout, too. Returns that bootstrap from the critic of an update ago would let it learn from
+what it has unlearned since, ``V <- T V_before`` instead of ``T V``, so the critic of now values the rollout again.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from embodichain.agents.rl.algo.chunks import Level
+from embodichain.agents.rl.algo.vtrace import next_values
 from embodichain.agents.rl.collector.staleness import evaluate_rollout, log_importance
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils.ranks import Ranks
@@ -41,6 +45,14 @@ class Proximal:
         """Evaluate a rollout, ``rows`` transitions at a time."""
         log_prob, value = evaluate_rollout(policy, rollout, rows)
         return cls(log_prob.float(), value.float(), log_importance(log_prob.float(), rollout))
+
+    def values(self, rollout: TensorDictBase, version: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ``value`` and ``next_value`` of a rollout by the present critic, ``[num_envs, num_steps]`` each.
+
+        What the present ``version`` of the policy collected stays as it is, bit by bit.
+        """
+        value = torch.where(rollout["policy_version"] == version, rollout["value"], self.value)
+        return value, next_values(rollout, value)
 
     def measures(self, ranks: Ranks) -> dict[str, Tensor]:
         """Return how far the policy is from what collected: ``KL(mu || pi_prox)`` and its largest importance weight."""

@@ -62,7 +62,8 @@ class PPOCfg(AlgorithmCfg):
     cuda_graphs: bool = True
     """On a GPU: record the gradient step once as a CUDA graph and replay it; the log says where that cannot be."""
     correction: Literal["none", "decoupled"] = "none"
-    """For rollouts older than the policy: plain PPO, or decoupled PPO, which weighs them by their probability now."""
+    """For rollouts older than the policy: plain PPO, or decoupled PPO, which weighs them by their probability now and
+    takes advantages and returns by the values of now."""
     max_importance_weight: Positive = 5.0
     """Bound of that weight."""
     advantage_estimator: Literal["gae", "vtrace"] = "gae"
@@ -81,10 +82,15 @@ class PPO(MinibatchAlgorithm):
         super().__init__(cfg, policy, cfg.mixed_precision, cfg.cuda_graphs)
 
     def update(self, rollout: TensorDictBase | None = None) -> dict[str, float]:
-        """Improve the policy by a rollout ``[num_envs, num_steps]``; adds ``advantage`` and ``return`` to it."""
+        """Improve the policy by a rollout ``[num_envs, num_steps]``; adds ``advantage`` and ``return`` to it.
+
+        A correction for old rollouts also brings their ``value`` and ``next_value`` up to date.
+        """
         cfg = self.cfg
         rollout = self._take(rollout, ROLLOUT_KEYS)
         proximal = self._proximal(rollout)
+        if proximal is not None:
+            rollout["value"], rollout["next_value"] = proximal.values(rollout, self.policy.version)
         rollout["advantage"], rollout["return"] = self._advantage(rollout, proximal)
         self.policy.update_value_normalizer(rollout["return"])
         minibatches = self._agree(self._minibatches(rollout, proximal))
@@ -114,10 +120,8 @@ class PPO(MinibatchAlgorithm):
         cfg = self.cfg
         reward, discount = reward_and_discount(rollout, cfg.gamma)
         if proximal is not None and cfg.advantage_estimator == "vtrace":
-            importance = proximal.log_importance
-            return compute_vtrace(
-                rollout, proximal.value, importance, reward, discount, cfg.gae_lambda, cfg.vtrace_clip
-            )
+            value, importance = rollout["value"], proximal.log_importance
+            return compute_vtrace(rollout, value, importance, reward, discount, cfg.gae_lambda, cfg.vtrace_clip)
         value, next_value = rollout["value"], rollout["next_value"]
         terminated, done = rollout["terminated"], rollout["done"]
         return compute_gae(reward, value, next_value, terminated, done, discount, cfg.gae_lambda)

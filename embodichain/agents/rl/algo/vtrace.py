@@ -46,10 +46,15 @@ def compute_vtrace(
 def next_values(rollout: TensorDictBase, value: Tensor) -> Tensor:
     """Return the values of the states that were reached, ``[num_envs, num_steps]``.
 
-    They are the present policy's wherever the state is an observation of the rollout. What lies at its edge, or at the
-    end of an episode, is not stored: there the value of the time of collection stands.
+    They are the present policy's wherever the state is an observation of the rollout. What lies at its edge, or where a
+    time limit cut an episode, is not stored: there the value of the time of collection stands, plus what the state
+    before it has gained since, as neighbours gain about the same. An old value beside new ones would look like a
+    reward, or a penalty, for getting there. Where new weights were adopted later in the rollout nothing is added: it is
+    not known then which of them valued the state.
     """
-    reached = rollout["next_value"].clone()
+    version = rollout["policy_version"]
+    gained = torch.where(version == version[:, -1:], value - rollout["value"], 0.0)
+    reached = rollout["next_value"] + gained * ~rollout["terminated"]
     inside = ~rollout["done"][:, :-1]
     reached[:, :-1] = torch.where(inside, value[:, 1:], reached[:, :-1])
     return reached
