@@ -103,13 +103,17 @@ class _Replay:
 
 
 @contextmanager
-def recording(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
-    """Record a graph while no garbage is collected: freeing a GPU object would break the recording off."""
+def recording(graph: torch.cuda.CUDAGraph, pool: Any = None, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
+    """Record a graph while no garbage is collected: freeing a GPU object would break the recording off.
+
+    Graphs that were recorded on the same stream share working memory of cuBLAS; those that may be replayed at the same
+    time need a ``stream`` of their own.
+    """
     collecting = gc.isenabled()
     gc.collect()
     gc.disable()
     try:
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             yield
     finally:
         if collecting:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -27,8 +27,13 @@ class GroupedEnv(VecEnv):
     """Environments of the same kind, side by side: group ``g`` holds the envs ``slices[g]``.
 
     The first group draws the random numbers that it would draw alone; every other group has a seed of its own, derived
-    from the common one.
+    from the common one. Groups that simulate elsewhere make a ``RemoteGroups``, whose groups are stepped side by side.
     """
+
+    def __new__(cls, groups: Sequence[VecEnv]) -> Self:
+        """Return one of the kind that the groups allow."""
+        apart = cls is GroupedEnv and groups and all(isinstance(group, StepsInHalves) for group in groups)
+        return super().__new__(RemoteGroups if apart else cls)  # type: ignore[return-value]
 
     def __init__(self, groups: Sequence[VecEnv]) -> None:
         if not groups:
@@ -48,17 +53,21 @@ class GroupedEnv(VecEnv):
         ends = np.cumsum([0, *(group.num_envs for group in groups)]).tolist()
         self.slices = [slice(begin, end) for begin, end in itertools.pairwise(ends)]
         self._obs: list[TensorDict | None] = [None] * len(groups)
+        self._sizes = [group.num_envs for group in groups]
+        self.num_parts = sum(_num_parts(group) for group in groups)
+        """Environments that this one consists of in the end."""
 
     def reset(self, seed: int | Tensor | None = None, env_ids: EnvIds = None) -> tuple[TensorDict, dict[str, Any]]:
         ids = self.resolve_ids(env_ids)
         checked = self.resolve_seed(seed, ids.numel())
-        infos = []
+        infos, number = [], 0
         for index, (group, rows) in enumerate(zip(self.groups, self.slices, strict=True)):
             mine = (ids >= rows.start) & (ids < rows.stop)
-            given = checked[mine] if isinstance(checked, Tensor) else _group_seed(checked, index)
+            given = checked[mine] if isinstance(checked, Tensor) else _part_seed(checked, number)
             self._obs[index], info = group.reset(given, ids[mine] - rows.start)
             infos.append(info)
-        return self._joined_obs(), join_parts(infos)
+            number += _num_parts(group)
+        return self._joined_obs(), join_parts(infos, self._sizes)
 
     def step(self, action: Action) -> StepResult:
         parts = self.split(action)
@@ -80,18 +89,24 @@ class GroupedEnv(VecEnv):
         return [action[rows] for rows in self.slices]
 
     def join(self, results: Sequence[StepResult], obs: TensorDict | None = None) -> StepResult:
-        """Put together what the groups returned, one step of each; ``obs`` is what all see, if it is joined already."""
+        """Put together what the groups returned, one step of each; ``obs`` is what all see, if it is joined already.
+
+        That may be on another device; ``info`` stays here.
+        """
         self._obs = [result[0] for result in results]
-        obs = self._joined_obs() if obs is None else obs
+        seen = self._joined_obs() if obs is None else obs
         reward = torch.cat([result[1] for result in results])
         terminated = torch.cat([result[2] for result in results])
         truncated = torch.cat([result[3] for result in results])
         infos = [dict(result[4]) for result in results]
-        if all(info.get("final_observation") is result[0] for info, result in zip(infos, results, strict=True)):
-            for info in infos:  # nobody ended: it is the observation itself
+        nobody = all(info.get("final_observation") is result[0] for info, result in zip(infos, results, strict=True))
+        if nobody:
+            for info in infos:
                 del info["final_observation"]
-            return obs, reward, terminated, truncated, join_parts(infos) | {"final_observation": obs}
-        return obs, reward, terminated, truncated, join_parts(infos)
+        joined = join_parts(infos, self._sizes)
+        if nobody:  # ended: it is the observation itself
+            joined["final_observation"] = seen if obs is None else self._joined_obs()
+        return seen, reward, terminated, truncated, joined
 
     def get_state(self) -> TensorDict:
         return torch.cat([group.get_state() for group in self.groups])
@@ -141,13 +156,22 @@ class RemoteGroups(GroupedEnv, StepsInHalves):
             self._settle()
 
     def begin_step(self, action: Action) -> None:
+        if self._under_way:
+            raise EnvContractError("a step of these environments is under way: finish_step() comes first")
         parts = self.split(action)
         try:
             for group, part in zip(self.groups, parts, strict=True):
-                group.begin_step(part)
-                self._under_way.append(group)
+                self._begin(group, part)
         except BaseException:
             self._settle()
+            raise
+
+    def _begin(self, group: StepsInHalves, part: Tensor) -> None:
+        self._under_way.append(group)  # before it is: an interruption may come in between
+        try:
+            group.begin_step(part)
+        except Exception:
+            self._under_way.pop()
             raise
 
     def finish_step(self) -> StepResult:
@@ -187,18 +211,33 @@ def arrange(envs: Sequence[StepsInHalves], num_groups: int) -> StepsInHalves:
     return groups[0] if num_groups == 1 else RemoteGroups(groups)
 
 
-def join_parts(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Concatenate what several mappings hold under the same keys, tensors ``[envs, ...]``, however deep."""
+def join_parts(parts: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> dict[str, Any]:
+    """Concatenate what several mappings hold under the same keys, tensors ``[envs, ...]``, however deep.
+
+    A part of so many envs that says nothing about something says zero, as an environment does for envs that are silent.
+    """
     joined: dict[str, Any] = {}
-    for key, value in parts[0].items():
-        values = [part[key] for part in parts]
-        nested = isinstance(value, Mapping) and not isinstance(value, TensorDictBase)
-        joined[key] = join_parts(values) if nested else torch.cat(values)
+    for key in dict.fromkeys(key for part in parts for key in part):
+        values = [part.get(key) for part in parts]
+        known = next(value for value in values if value is not None)
+        if isinstance(known, Mapping) and not isinstance(known, TensorDictBase):
+            joined[key] = join_parts([{} if value is None else value for value in values], sizes)
+        else:
+            pairs = zip(values, sizes, strict=True)
+            joined[key] = torch.cat([_silence(known, size) if value is None else value for value, size in pairs])
     return joined
 
 
-def _group_seed(seed: int | None, index: int) -> int | None:
-    """Return the seed of a group: the first one's is the common one."""
-    if seed is None or index == 0:
+def _silence(known: Any, size: int) -> Any:
+    return known.new_zeros((size, *known.shape[1:]))
+
+
+def _num_parts(env: VecEnv) -> int:
+    return env.num_parts if isinstance(env, GroupedEnv) else 1
+
+
+def _part_seed(seed: int | None, number: int) -> int | None:
+    """Return the seed of the group that begins with this part: the first one's is the common one."""
+    if seed is None or number == 0:
         return seed
-    return int(combine(torch.tensor(seed), torch.tensor(index))) % 2**_SEED_BITS
+    return int(combine(torch.tensor(seed), torch.tensor(number))) % 2**_SEED_BITS

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from embodichain.envs.checker import check_env
-from embodichain.envs.groups import GroupedEnv, make_grouped
+from embodichain.envs.groups import GroupedEnv, join_parts, make_grouped
 from embodichain.envs.registration import make
 from embodichain.errors import ConfigError, EnvContractError
 
@@ -77,5 +77,28 @@ def test_what_was_joined_already_is_not_joined_again() -> None:
         own = torch.cat([result[0] for result in results]) + 0.0
         joined = env.join(results, own)
         assert joined[0] is own
-        assert joined[4]["final_observation"] is own
+        final = joined[4]["final_observation"]  # where the envs are, while the other may be on a GPU
+        assert final is not own
+        assert torch.equal(final["robot", "qpos"], own["robot", "qpos"])
         assert env.reset(env_ids=[0])[0].batch_size == (4,)  # what the groups see is known
+
+
+def test_what_only_some_groups_report_is_joined() -> None:
+    """As an env that reports success at an episode's end alone: whoever is silent counts as zero."""
+    speaking = {"metrics": {"success": torch.ones(2), "pair": torch.ones(2, 3)}, "episode_seed": torch.arange(2)}
+    silent = {"metrics": {}, "episode_seed": torch.arange(3)}
+    for parts, sizes, expected in (
+        ([speaking, silent], [2, 3], [1, 1, 0, 0, 0]),
+        ([silent, speaking], [3, 2], [0, 0, 0, 1, 1]),
+    ):
+        joined = join_parts(parts, sizes)
+        assert joined["metrics"]["success"].tolist() == expected
+        assert joined["metrics"]["pair"].shape == (5, 3)
+        assert joined["episode_seed"].shape == (5,)
+
+
+def test_groups_of_groups_differ_from_each_other() -> None:
+    with GroupedEnv([GroupedEnv([reach(1), reach(1)]), GroupedEnv([reach(1), reach(1), reach(1)])]) as env:
+        seeds = env.reset(seed=7)[1]["episode_seed"]
+        assert env.num_parts == 5
+    assert len(set(seeds.tolist())) == 5

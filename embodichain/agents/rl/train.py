@@ -30,7 +30,7 @@ from embodichain.agents.rl.utils.checkpoint import CHECKPOINTS, find_checkpoint,
 from embodichain.agents.rl.utils.random_state import seed_everything
 from embodichain.agents.rl.utils.ranks import Ranks
 from embodichain.agents.utils.messages import shown_messages
-from embodichain.agents.utils.modules import module_name
+from embodichain.agents.utils.modules import module_folders, module_name
 from embodichain.config import merge
 from embodichain.envs.gl import choose_backend
 from embodichain.envs.registration import list_envs, make
@@ -147,7 +147,9 @@ def build_trainer(
         warn_of_lag(cfg)
     seed_everything(settings.seed)
     stages, processes = settings.collector.pipeline_stages, settings.collector.env_processes
-    maker = EnvMaker(dict(_mapping(settings.gym_config)), tuple(trusted_modules), stages, processes=processes)
+    folders = module_folders(trusted_modules)
+    environment = dict(_mapping(settings.gym_config))
+    maker = EnvMaker(environment, tuple(trusted_modules), stages, processes=processes, folders=folders)
     with ranks.together("building"):
         env = maker()
         policy = build_policy(cfg.policy, env.observation_space, env.action_space, torch.device(settings.device))

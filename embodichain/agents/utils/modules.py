@@ -47,6 +47,18 @@ def import_trusted(trusted: Iterable[str], folders: Iterable[Path] = ()) -> None
         _allowed.add(name)
 
 
+def module_folders(trusted: Iterable[str]) -> tuple[str, ...]:
+    """Return the folders from which modules were imported, so that another process finds them, too."""
+    found: dict[str, None] = {}
+    for entry in trusted:
+        module = sys.modules.get(module_name(entry).partition(".")[0])
+        file = None if module is None else module.__file__
+        if file is not None:
+            path = Path(file).resolve()
+            found[str(path.parent.parent if path.name == "__init__.py" else path.parent)] = None
+    return tuple(found)
+
+
 def allowed_modules() -> frozenset[str]:
     """Return the modules that the caller allowed in this process so far."""
     return frozenset(_allowed)

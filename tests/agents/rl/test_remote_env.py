@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -33,6 +34,7 @@ from embodichain.agents.rl.training.run_log import read_metrics
 from embodichain.envs.actions import ActionManager
 from embodichain.envs.chunks import chunked
 from embodichain.envs.groups import GroupedEnv, RemoteGroups, arrange, make_grouped
+from embodichain.envs.physics.mujoco_cpu import available_cores
 from embodichain.envs.registration import make
 from embodichain.envs.vec_env import EnvIds, StepResult, VecEnv
 from embodichain.errors import ActionError, ConfigError, EnvContractError, UnknownNameError, WorkerError
@@ -47,6 +49,12 @@ if __name__ == "__main__":
     env = RemoteEnv(functools.partial(make, "CartPoleRL", num_envs=2))
     print(env.pid, flush=True)
     time.sleep(60)
+"""
+TASK = """
+from embodichain.envs.registration import register_task
+from embodichain.envs.tasks.cart_pole import CartPole
+
+register_task("BesideConfigRL", CartPole)
 """
 CAMERA = {"observations": {"cameras": [{"name": "side", "width": 24, "height": 16}]}}
 
@@ -124,6 +132,7 @@ def test_a_group_may_consist_of_several_processes() -> None:
         local = [GroupedEnv([one(), one()]), GroupedEnv([one(), one()])] if not remote else []
         with arrange(RemoteEnv.several([one] * 4), 2) if remote else GroupedEnv(local) as env:
             assert env.num_envs == 8
+            assert len(set(env.reset(seed=1)[1]["episode_seed"].tolist())) == 8  # no two see the same
             torch.manual_seed(0)
             block = {"name": "actor_critic", "actor": {"type": "mlp", "hidden_sizes": [16]}, "critic": {"type": "mlp"}}
             policy = build_policy(block, env.observation_space, env.action_space, "cpu")
@@ -142,6 +151,10 @@ def test_a_group_of_processes_is_not_left_in_the_middle_of_a_step() -> None:
         env.reset(seed=0)
         with pytest.raises(EnvContractError, match="begin_step"):
             env.finish_step()
+        env.begin_step(torch.zeros(4, 1))
+        with pytest.raises(EnvContractError, match="under way"):
+            env.begin_step(torch.zeros(4, 1))
+        assert env.finish_step()[1].shape == (4,)  # the first one
         envs[1].begin_step(torch.zeros(2, 1))
         with pytest.raises(EnvContractError, match="under way"):
             env.begin_step(torch.zeros(4, 1))  # the first has begun by then
@@ -151,6 +164,80 @@ def test_a_group_of_processes_is_not_left_in_the_middle_of_a_step() -> None:
         with pytest.raises(WorkerError, match="SIGKILL"):
             env.step(torch.zeros(4, 1))
         assert envs[1].get_state().batch_size == (2,)  # no step of it is under way
+
+
+def test_an_interruption_leaves_no_process_in_the_middle_of_a_step() -> None:
+    class Interrupted(RemoteEnv):
+        def begin_step(self, action: Any) -> None:
+            super().begin_step(action)
+            if self is envs[1] and not interrupted:
+                interrupted.append(True)
+                raise KeyboardInterrupt
+
+    interrupted: list[bool] = []
+    envs = Interrupted.several([partial(make_task, "CartPoleRL", 2)] * 3)
+    with RemoteGroups(envs) as env:
+        env.reset(seed=0)
+        with pytest.raises(KeyboardInterrupt):
+            env.step(torch.zeros(6, 1))
+        assert env.step(torch.zeros(6, 1))[1].shape == (6,)
+
+
+def slow_task(seconds: float, task: str) -> VecEnv:
+    time.sleep(seconds)
+    return make_task(task, 2)
+
+
+def test_who_fails_first_is_told_of_first() -> None:
+    began = time.perf_counter()
+    with pytest.raises(UnknownNameError, match="CartPoleRL"):
+        RemoteEnv.several([partial(slow_task, 60.0, "CartPoleRL"), partial(slow_task, 0.0, "CartPolRL")])
+    assert time.perf_counter() - began < 30.0  # not a minute
+
+
+def test_groups_of_processes_are_recognised() -> None:
+    with GroupedEnv(RemoteEnv.several([partial(make_task, "CartPoleRL", 2)] * 2)) as env:
+        assert isinstance(env, RemoteGroups)
+
+
+def test_cores_are_shared_between_processes() -> None:
+    assert [share.gym_config["num_threads"] for share in shares({"num_threads": 8}, 4)] == [2] * 4
+    assert [share.gym_config["num_threads"] for share in shares({"num_threads": 2}, 4)] == [1] * 4
+    alone = max(1, available_cores() // 2)
+    assert [share.gym_config["num_threads"] for share in shares({}, 2)] == [alone] * 2
+
+
+def shares(changes: dict[str, Any], processes: int) -> list[Any]:
+    """Return what the processes of an EnvMaker are asked to make."""
+    asked: list[Any] = []
+
+    class Noted(RemoteEnv):
+        @classmethod
+        def several(cls, makes: Any) -> Any:
+            asked.extend(makes)
+            raise KeyboardInterrupt
+
+    maker = EnvMaker({"id": "CartPoleRL", "num_envs": 8} | changes, processes=processes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collection, "RemoteEnv", Noted)
+        with pytest.raises(KeyboardInterrupt):
+            maker()
+    return asked
+
+
+def test_a_trusted_module_beside_the_config_is_found_by_other_processes(tmp_path: Path) -> None:
+    (tmp_path / "beside_config.py").write_text(TASK)
+    config = {
+        "trainer": {"gym_config": {"id": "BesideConfigRL"}, "num_envs": 4, "buffer_size": 8, "iterations": 1},
+        "policy": {"name": "actor_critic"},
+        "algorithm": {"name": "ppo", "cfg": {}},
+    }
+    (tmp_path / "train.json").write_text(json.dumps(config))
+    words = ["--trainer.collector.env_processes", "2", "--trainer.run_dir", str(tmp_path / "run")]
+    words += ["--trainer.enable_eval", "false"]
+    quiet = Console(quiet=True)
+    result = train_from_config(tmp_path / "train.json", words, trusted_modules=["beside_config"], console=quiet)
+    assert result.global_step == 32
 
 
 def test_if_one_of_several_cannot_be_made_none_is_left() -> None:
@@ -182,11 +269,13 @@ class Prepared(ScriptedEnv):
         return super().reset(seed, env_ids)[0], {"prepared": torch.tensor([self.prepared] * self.num_envs)}
 
 
-def test_environments_are_prepared_between_two_questions() -> None:
+def test_environments_are_prepared_after_a_step() -> None:
     with RemoteEnv(partial(Prepared, 2)) as env:
-        for asked in range(1, 5):
-            time.sleep(0.1)  # nobody asks: it has time
+        for asked in range(4):
             assert env.reset()[1]["prepared"].tolist() == [asked, asked]
+            env.get_state()
+            env.step(torch.zeros(2, 1))
+            time.sleep(0.1)  # nobody asks: it has time
 
 
 def test_errors_come_back_and_the_environment_goes_on() -> None:
@@ -426,8 +515,10 @@ def test_a_type_that_numpy_learned_of_elsewhere_comes_through() -> None:
     mine, other = Mail.pair()
     for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.uint16):
         sent = torch.tensor([1, 2]).to(dtype)
-        other.send("number", sent)
-        assert torch.equal(mine.receive()[1].view(torch.uint8), sent.view(torch.uint8))
+        other.send("number", [sent, torch.empty(0, 3, dtype=dtype)])
+        received, nothing = mine.receive()[1]
+        assert torch.equal(received.view(torch.uint8), sent.view(torch.uint8))
+        assert (nothing.shape, nothing.dtype) == ((0, 3), dtype)
     mine.close()
     other.close()
 

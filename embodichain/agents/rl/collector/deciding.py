@@ -50,7 +50,9 @@ class Decider:
         if self._graphs is not None:
             self._graphs.refresh()
 
-    def record(self, obs: Observation) -> None:
+    def record(self, obs: Observation | None) -> None:
         """Record decisions for such observations now, and nothing later: from now on others use the device, too."""
         if self._graphs is not None:
-            self._graphs.record(obs, self._policy.values_apart)
+            if obs is not None:
+                self._graphs.record(obs, self._policy.values_apart)
+            self._graphs.settle()

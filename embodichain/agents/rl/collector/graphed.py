@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -31,6 +32,7 @@ class GraphedPolicy:
         self._act: _Replayed[tuple[Tensor, Tensor, Tensor]] = _Replayed(lambda obs: policy.act(obs)[:3], policy)
         self._choose: _Replayed[tuple[Tensor, Tensor]] = _Replayed(policy.choose, policy)
         self._value: _Replayed[Tensor] = _Replayed(policy.state_value, policy)
+        self._all: tuple[_Replayed[Any], ...] = (self._act, self._choose, self._value)
         self._places = _places_of(policy)
 
     def act(self, obs: Observation) -> tuple[Tensor, Tensor, Tensor]:
@@ -50,31 +52,39 @@ class GraphedPolicy:
         places = _places_of(self._policy)
         if places != self._places:
             self._places = places
-            for replayed in (self._act, self._choose, self._value):
-                replayed.forget()
+            for replayed in self._all:
+                replayed.forget("its weights lie elsewhere now")
+
+    def settle(self) -> None:
+        """Record nothing from now on: another thread uses the GPU, too, and recording would disturb it."""
+        for replayed in self._all:
+            replayed.settled = True
 
     def record(self, obs: Observation, apart: bool) -> None:
-        """Record a decision now, and nothing ever after; random generators stay as they are.
-
-        That is for a policy that acts in one thread while another uses the same GPU: recording would disturb that one.
-        Called again, it changes nothing.
-        """
+        """Record a decision now, and nothing ever after; random generators stay as they are. Once is enough."""
         if self._act.settled:
             return
-        common = torch.cuda.default_generators[torch.cuda.current_device()]
-        generators = [common] if self._policy.generator is None else [common, self._policy.generator]
-        before = [generator.get_state() for generator in generators]
         deciding: _Replayed[Any] = self._choose if apart else self._act
-        try:
+        with torch.cuda.device(self._policy.device), _generators_kept(self._policy) as drew_from_common:
             deciding.warm_up(obs)
-            if len(generators) > 1 and not torch.equal(common.get_state(), before[0]):
+            if self._policy.generator is not None and drew_from_common():
                 deciding.give_up("it draws random numbers from the generator that others use meanwhile")
-            deciding.record(obs)
-        finally:
-            for generator, state in zip(generators, before, strict=True):
-                generator.set_state(state)
-            for replayed in (self._act, self._choose, self._value):
-                replayed.settled = True
+            deciding.record(obs, torch.cuda.Stream(self._policy.device))
+        self.settle()
+
+
+@contextmanager
+def _generators_kept(policy: Policy) -> Iterator[Callable[[], bool]]:
+    """Put all random generators back at the end; what is given tells whether the common one was drawn from."""
+    own, cpu, common = policy.generator, torch.get_rng_state(), torch.cuda.get_rng_state(policy.device)
+    state = None if own is None else own.get_state()
+    try:
+        yield lambda: not torch.equal(torch.cuda.get_rng_state(policy.device), common)
+    finally:
+        torch.set_rng_state(cpu)
+        torch.cuda.set_rng_state(common, policy.device)
+        if own is not None and state is not None:
+            own.set_state(state)
 
 
 class _Replayed(Generic[Result]):
@@ -85,12 +95,15 @@ class _Replayed(Generic[Result]):
         self.settled = False
         """Whether nothing is recorded any more."""
         self._off = False
-        self.forget()
-
-    def forget(self) -> None:
-        """Let go of the graph."""
-        self._calls = 0
         self._graph: torch.cuda.CUDAGraph | None = None
+        self.forget("")
+
+    def forget(self, reason: str) -> None:
+        """Let go of the graph; if none can be recorded any more, say why."""
+        if self.settled and self._graph is not None:
+            self.give_up(reason)
+        self._calls = 0
+        self._graph = None
         self._mode = self._policy.training
         self._obs: Observation | None = None
         self._inputs: list[Tensor] = []
@@ -98,7 +111,7 @@ class _Replayed(Generic[Result]):
 
     def __call__(self, obs: Observation) -> Result:
         if self._mode != self._policy.training:  # dropout and the like are recorded as they were
-            self.forget()
+            self.forget("its mode has changed")
         if self._graph is None:
             if self._off or self.settled:
                 return self._function(obs)
@@ -117,11 +130,15 @@ class _Replayed(Generic[Result]):
 
     def warm_up(self, obs: Observation) -> None:
         """Call it as often as recording needs."""
-        for _ in range(_WARM_UP - 1):
-            self._function(obs)
-        self._check(obs)
+        try:
+            for _ in range(_WARM_UP - 1):
+                self._function(obs)
+            with refusing_to_wait():
+                self._function(obs)
+        except Exception as error:  # noqa: BLE001 - the observation may be none that it would ever see
+            self.give_up(f"{type(error).__name__}: {error}")
 
-    def record(self, obs: Observation) -> None:
+    def record(self, obs: Observation, stream: torch.cuda.Stream | None = None) -> None:
         """Record a call, unless that was found impossible."""
         if self._off:
             return
@@ -130,7 +147,7 @@ class _Replayed(Generic[Result]):
         if self._policy.generator is not None:
             graph.register_generator_state(self._policy.generator)
         try:
-            with recording(graph):
+            with torch.cuda.device(self._policy.device), recording(graph, stream=stream):
                 self._result = self._function(self._obs)
         except RuntimeError as error:
             self.give_up(str(error) or type(error).__name__)

@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import os
 import pickle
+import select
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -67,9 +68,16 @@ class RemoteEnv(StepsInHalves):
                 env = cls.__new__(cls)
                 env._start(make)
                 envs.append(env)
-            for env in envs:
-                env._meet()
+            waiting, arrivals = {env._mail.socket.fileno(): env for env in envs}, select.poll()
+            for descriptor in waiting:
+                arrivals.register(descriptor, select.POLLIN)
+            while waiting:  # in the order in which they are there, so that a failure is told at once
+                for descriptor, _ in arrivals.poll():
+                    arrivals.unregister(descriptor)
+                    waiting.pop(descriptor)._meet()
         except BaseException:
+            for env in envs:
+                env._process.kill()  # they have done nothing yet that would have to be ended in good order
             for env in envs:
                 env.close()
             raise
@@ -229,7 +237,7 @@ def _answer_all(env: VecEnv, mail: Mail) -> None:
             mail.send("answer", answer)
         except Exception as error:  # noqa: BLE001 - it is raised where the question came from
             _fail(mail, error)
-        if not mail.has_arrived():
+        if name == "step" and not mail.has_arrived():
             with contextlib.suppress(Exception):  # the step that needs it will fail in the same way, and say so
                 env.prepare()
         name, args = mail.receive()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import gymnasium as gym
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
@@ -205,7 +206,9 @@ class SyncCollector(BaseCollector):
         if not self._decider.records:
             return
         rows = self.env.num_envs // (1 if self._pipeline is None else len(self._pipeline.env.groups))
-        obs = zeros_in(self.env.observation_space, rows, self.device) if self.obs is None else self.obs[:rows]
+        obs = None if self.obs is None else self.obs[:rows]
+        if obs is None and isinstance(self.env.observation_space, gym.spaces.Dict):
+            obs = zeros_in(self.env.observation_space, rows, self.device)
         with torch.no_grad(), torch_threads(self.num_threads):
             self._decider.record(obs)
 

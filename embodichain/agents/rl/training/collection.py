@@ -38,15 +38,17 @@ class EnvMaker:
     """Actions per decision."""
     processes: int = 0
     """Processes that simulate; 0: none but this one."""
+    folders: tuple[str, ...] = ()
+    """Where trusted modules are that are not on Python's path."""
 
     def __call__(self) -> VecEnv:
         """Return new environments."""
-        import_trusted(self.trusted_modules, [Path.cwd()])
+        import_trusted(self.trusted_modules, [*map(Path, self.folders), Path.cwd()])
         num_envs = int(self.gym_config["num_envs"])
         if not self.processes:
             return make_grouped(self._make_group, num_envs, self.num_groups)
-        threads = self.gym_config.get("num_threads") or max(1, available_cores() // self.processes)
-        part = self.gym_config | {"num_envs": num_envs // self.processes, "num_threads": threads}
+        threads = (self.gym_config.get("num_threads") or available_cores()) // self.processes
+        part = self.gym_config | {"num_envs": num_envs // self.processes, "num_threads": max(1, threads)}
         maker = replace(self, gym_config=part, num_groups=1, processes=0)
         return arrange(RemoteEnv.several([maker] * self.processes), self.num_groups)
 

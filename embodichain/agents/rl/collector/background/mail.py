@@ -115,6 +115,8 @@ def _copied(memory: np.ndarray, dtype: str, shape: list[int], offset: int) -> Te
     if dtype in _COMMON:
         return torch.from_numpy(np.frombuffer(memory, dtype, math.prod(shape), offset).reshape(shape).copy())
     size = math.prod(shape) * getattr(torch, dtype).itemsize
+    if not size:
+        return torch.empty(shape, dtype=getattr(torch, dtype))
     return torch.from_numpy(memory[offset : offset + size].copy()).view(getattr(torch, dtype)).view(shape)
 
 
