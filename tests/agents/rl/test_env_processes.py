@@ -1,0 +1,259 @@
+"""Several processes that simulate: side by side, in groups that take turns, and in a training."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from embodichain.agents.rl.buffer import VLABuffer
+from embodichain.agents.rl.collector import AsyncCfg, AsyncCollector, SyncCollector
+from embodichain.agents.rl.collector.remote_env import RemoteEnv
+from embodichain.agents.rl.models import build_policy
+from embodichain.agents.rl.train import train_from_config
+from embodichain.agents.rl.training import collection
+from embodichain.agents.rl.training.collection import EnvMaker, in_chunks
+from embodichain.agents.rl.training.run_log import read_metrics
+from embodichain.envs.groups import GroupedEnv, RemoteGroups, arrange, make_grouped
+from embodichain.envs.physics.mujoco_cpu import available_cores
+from embodichain.envs.vec_env import VecEnv
+from embodichain.errors import ConfigError, EnvContractError, UnknownNameError, WorkerError
+from tests.agents.rl.remote_cases import Patient, alive, assert_same, make_task
+
+TASK = """
+from embodichain.envs.registration import register_task
+from embodichain.envs.tasks.cart_pole import CartPole
+
+register_task("BesideConfigRL", CartPole)
+"""
+
+
+CONFIG = Path(__file__).parents[3] / "configs/agents/rl/basic/cart_pole/train_config.json"
+
+
+def test_groups_in_processes_collect_what_groups_in_threads_do() -> None:
+    rollouts = []
+    for remote in (False, True):
+        local = partial(make_task, "CartPoleRL")
+        groups = (lambda n, local=local: RemoteEnv(partial(local, n))) if remote else local
+        torch.manual_seed(0)
+        with make_grouped(groups, 8, 2) as env:
+            block = {"name": "actor_critic", "actor": {"type": "mlp", "hidden_sizes": [16]}, "critic": {"type": "mlp"}}
+            policy = build_policy(block, env.observation_space, env.action_space, "cpu")
+            collector = SyncCollector(env, policy, "cpu", pipeline_stages=2)
+            collector.reset(seed=1)
+            rollouts.append(collector.collect(40).clone())
+    assert_same(*rollouts)
+
+
+def test_a_group_may_consist_of_several_processes() -> None:
+    """Two groups of two processes each see what groups of groups in this process do, in turn and side by side."""
+    one = partial(make_task, "CartPoleRL", 2)
+    rollouts, results = [], []
+    for remote in (False, True):
+        local = [GroupedEnv([one(), one()]), GroupedEnv([one(), one()])] if not remote else []
+        with arrange(RemoteEnv.several([one] * 4), 2) if remote else GroupedEnv(local) as env:
+            assert env.num_envs == 8
+            assert len(set(env.reset(seed=1)[1]["episode_seed"].tolist())) == 8  # no two see the same
+            torch.manual_seed(0)
+            block = {"name": "actor_critic", "actor": {"type": "mlp", "hidden_sizes": [16]}, "critic": {"type": "mlp"}}
+            policy = build_policy(block, env.observation_space, env.action_space, "cpu")
+            collector = SyncCollector(env, policy, "cpu", pipeline_stages=2)
+            collector.reset(seed=1)
+            rollouts.append(collector.collect(30).clone())
+            results.append(env.step(torch.linspace(-1, 1, 8).unsqueeze(1)))
+    assert_same(*rollouts)
+    assert_same(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+
+
+def test_a_group_of_processes_is_not_left_in_the_middle_of_a_step() -> None:
+    envs = RemoteEnv.several([partial(make_task, "CartPoleRL", 2)] * 2)
+    with RemoteGroups(envs) as env:
+        env.reset(seed=0)
+        with pytest.raises(EnvContractError, match="begin_step"):
+            env.finish_step()
+        env.begin_step(torch.zeros(4, 1))
+        with pytest.raises(EnvContractError, match="under way"):
+            env.begin_step(torch.zeros(4, 1))
+        assert env.finish_step()[1].shape == (4,)  # the first one
+        envs[1].begin_step(torch.zeros(2, 1))
+        with pytest.raises(EnvContractError, match="under way"):
+            env.begin_step(torch.zeros(4, 1))  # the first has begun by then
+        envs[1].finish_step()
+        assert env.step(torch.zeros(4, 1))[1].shape == (4,)
+        os.kill(envs[0].pid, signal.SIGKILL)
+        with pytest.raises(WorkerError, match="SIGKILL"):
+            env.step(torch.zeros(4, 1))
+        assert envs[1].get_state().batch_size == (2,)  # no step of it is under way
+
+
+def test_an_interruption_leaves_no_process_in_the_middle_of_a_step() -> None:
+    class Interrupted(RemoteEnv):
+        def begin_step(self, action: Any) -> None:
+            super().begin_step(action)
+            if self is envs[1] and not interrupted:
+                interrupted.append(True)
+                raise KeyboardInterrupt
+
+    interrupted: list[bool] = []
+    envs = Interrupted.several([partial(make_task, "CartPoleRL", 2)] * 3)
+    with RemoteGroups(envs) as env:
+        env.reset(seed=0)
+        with pytest.raises(KeyboardInterrupt):
+            env.step(torch.zeros(6, 1))
+        assert env.step(torch.zeros(6, 1))[1].shape == (6,)
+
+
+def slow_task(seconds: float, task: str) -> VecEnv:
+    time.sleep(seconds)
+    return make_task(task, 2)
+
+
+def test_who_fails_first_is_told_of_first() -> None:
+    began = time.perf_counter()
+    with pytest.raises(UnknownNameError, match="CartPoleRL"):
+        RemoteEnv.several([partial(slow_task, 60.0, "CartPoleRL"), partial(slow_task, 0.0, "CartPolRL")])
+    assert time.perf_counter() - began < 30.0  # not a minute
+
+
+def test_groups_of_processes_are_recognised() -> None:
+    with GroupedEnv(RemoteEnv.several([partial(make_task, "CartPoleRL", 2)] * 2)) as env:
+        assert isinstance(env, RemoteGroups)
+
+
+def test_cores_are_shared_between_processes() -> None:
+    assert [share.gym_config["num_threads"] for share in shares({"num_threads": 8}, 4)] == [2] * 4
+    assert [share.gym_config["num_threads"] for share in shares({"num_threads": 2}, 4)] == [1] * 4
+    alone = max(1, available_cores() // 2)
+    assert [share.gym_config["num_threads"] for share in shares({}, 2)] == [alone] * 2
+
+
+def shares(changes: dict[str, Any], processes: int) -> list[Any]:
+    """Return what the processes of an EnvMaker are asked to make."""
+    asked: list[Any] = []
+
+    class Noted(RemoteEnv):
+        @classmethod
+        def several(cls, makes: Any) -> Any:
+            asked.extend(makes)
+            raise KeyboardInterrupt
+
+    maker = EnvMaker({"id": "CartPoleRL", "num_envs": 8} | changes, processes=processes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collection, "RemoteEnv", Noted)
+        with pytest.raises(KeyboardInterrupt):
+            maker()
+    return asked
+
+
+def test_a_trusted_module_beside_the_config_is_found_by_other_processes(tmp_path: Path) -> None:
+    (tmp_path / "beside_config.py").write_text(TASK)
+    config = {
+        "trainer": {"gym_config": {"id": "BesideConfigRL"}, "num_envs": 4, "buffer_size": 8, "iterations": 1},
+        "policy": {"name": "actor_critic"},
+        "algorithm": {"name": "ppo", "cfg": {}},
+    }
+    (tmp_path / "train.json").write_text(json.dumps(config))
+    words = ["--trainer.collector.env_processes", "2", "--trainer.run_dir", str(tmp_path / "run")]
+    words += ["--trainer.enable_eval", "false"]
+    quiet = Console(quiet=True)
+    result = train_from_config(tmp_path / "train.json", words, trusted_modules=["beside_config"], console=quiet)
+    assert result.global_step == 32
+
+
+def test_if_one_of_several_cannot_be_made_none_is_left() -> None:
+    made: list[RemoteEnv] = []
+
+    class Noted(RemoteEnv):
+        def _start(self, make: Callable[[], VecEnv]) -> None:
+            super()._start(make)
+            made.append(self)
+
+    with pytest.raises(UnknownNameError, match="CartPoleRL"):
+        Noted.several([partial(make_task, name, 2) for name in ("CartPoleRL", "CartPolRL", "CartPoleRL")])
+    assert len(made) == 3
+    assert not any(alive(env.pid) for env in made)
+
+
+def test_a_group_that_is_killed_ends_the_rollout_and_leaves_the_others_in_step() -> None:
+    remote = RemoteEnv(partial(make_task, "CartPoleRL", 2))
+    other = RemoteEnv(partial(make_task, "CartPoleRL", 2))
+    block = {"name": "actor_critic", "actor": {"type": "mlp", "hidden_sizes": [16]}, "critic": {"type": "mlp"}}
+    with RemoteGroups([remote, other]) as env:
+        policy = build_policy(block, env.observation_space, env.action_space, "cpu")
+        collector = SyncCollector(env, policy, "cpu", pipeline_stages=2)
+        collector.reset(seed=1)
+        collector.collect(4)
+        os.kill(remote.pid, signal.SIGKILL)
+        with pytest.raises(WorkerError, match="killed by SIGKILL"):
+            collector.collect(4)
+        assert_same(other.set_state(other.get_state()), other.reset(env_ids=[])[0])  # answers to these questions
+
+
+def test_groups_in_processes_are_stepped_side_by_side() -> None:
+    with RemoteGroups(RemoteEnv.several([partial(Patient, 2)] * 4)) as env:
+        env.reset(seed=0)
+        action = torch.zeros(8, *(env.action_space.shape or ()))
+        env.step(action)
+        began = time.perf_counter()
+        env.groups[0].step(action[:2])
+        alone = time.perf_counter() - began
+        env.step(action)
+        assert time.perf_counter() - began - alone < 2.5 * alone  # not four times
+
+
+def test_a_run_with_processes_learns_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logs, made = [], []
+
+    class Counted(RemoteEnv):
+        def _start(self, make: Callable[[], VecEnv]) -> None:
+            made.append(make)
+            super()._start(make)
+
+    monkeypatch.setattr(collection, "RemoteEnv", Counted)
+    for processes in ("0", "2"):
+        settings = {"num_envs": 8, "buffer_size": 16, "total_steps": 384, "eval_freq": 0, "target_return": "null"}
+        settings |= {"run_dir": str(tmp_path / processes), "collector.pipeline_stages": 2}
+        settings["collector.env_processes"] = processes
+        words = [word for name, value in settings.items() for word in (f"--trainer.{name}", str(value))]
+        train_from_config(CONFIG, words, console=Console(quiet=True))
+        lines = read_metrics(tmp_path / processes / "metrics.jsonl")
+        logs.append([{name: line[name] for name in line if "time/" not in name} for line in lines if "step" in line])
+    assert len(made) == 2  # of the second run
+    assert logs[0] == logs[1]
+    assert [line["step"] for line in logs[0][:3]] == [128, 256, 384]
+
+
+def test_contradictions_are_told_before_a_run_begins(tmp_path: Path) -> None:
+    words = ["--trainer.model_type", "vla", "--trainer.collector.worker", "process", "--trainer.num_envs", "7"]
+    words += ["--trainer.collector.env_processes", "3", "--trainer.collector.pipeline_stages", "2"]
+    with pytest.raises(ConfigError) as caught:
+        train_from_config(CONFIG, [*words, "--trainer.run_dir", str(tmp_path / "run")], console=Console(quiet=True))
+    assert "env_processes needs worker 'thread'" in str(caught.value)
+    assert "trainer.num_envs: expected a multiple of the 2 pipeline_stages, got 7" in str(caught.value)
+    assert "trainer.num_envs: expected a multiple of the 3 env_processes, got 7" in str(caught.value)
+    assert "trainer.collector.env_processes: expected a multiple of the 2 pipeline_stages, got 3" in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_processes_need_a_thread_to_ask_them() -> None:
+    with pytest.raises(ConfigError, match="env_processes needs worker 'thread'"):
+        AsyncCfg(worker="process", env_processes=1).check()
+    with make_task("CartPoleRL", 2) as plain:
+        policy = build_policy({"name": "actor_critic"}, plain.observation_space, plain.action_space, "cpu")
+        with pytest.raises(ConfigError, match="RemoteGroups of RemoteEnvs"):
+            AsyncCollector(plain, policy, VLABuffer(64, "cpu"), "cpu", cfg=AsyncCfg(env_processes=2))
+    maker = EnvMaker({"id": "CartPoleRL", "num_envs": 4}, num_groups=2, processes=2)
+    with maker() as env:
+        assert {type(group).__name__ for group in env.groups} == {"RemoteEnv"}
+        assert in_chunks(env, 4).action_space.shape == (4, 1)
