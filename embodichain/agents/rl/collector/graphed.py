@@ -69,7 +69,8 @@ class GraphedPolicy:
             deciding.warm_up(obs)
             if self._policy.generator is not None and drew_from_common():
                 deciding.give_up("it draws random numbers from the generator that others use meanwhile")
-            deciding.record(obs, torch.cuda.Stream(self._policy.device))
+            # A graph's kernels have the priority of the stream they were recorded on, wherever they are replayed.
+            deciding.record(obs, torch.cuda.Stream(self._policy.device, priority=-1))
         self.settle()
 
 
