@@ -50,10 +50,10 @@ class GroupedEnv(VecEnv):
         self.observation_space, self.action_space = first.observation_space, first.action_space
         self.action_manager = first.action_manager
         self.supports_state = all(group.supports_state for group in groups)
-        ends = np.cumsum([0, *(group.num_envs for group in groups)]).tolist()
+        self._sizes = [group.num_envs for group in groups]
+        ends = np.cumsum([0, *self._sizes]).tolist()
         self.slices = [slice(begin, end) for begin, end in itertools.pairwise(ends)]
         self._obs: list[TensorDict | None] = [None] * len(groups)
-        self._sizes = [group.num_envs for group in groups]
         self.num_parts = sum(_num_parts(group) for group in groups)
         """Environments that this one consists of in the end."""
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from embodichain.agents.rl.algo.decoupled import next_values
 from embodichain.agents.rl.algo.gae import compute_gae
-from embodichain.agents.rl.algo.vtrace import compute_vtrace, next_values
+from embodichain.agents.rl.algo.vtrace import compute_vtrace
 
 ENVS, STEPS, GAMMA, LAMBDA = 3, 7, 0.9, 0.8
 ORDER = ("reward", "value", "now", "next_value", "log_importance", "terminated", "done")
@@ -28,6 +29,13 @@ def rollout():
     data["policy_version"] = torch.zeros(shape, dtype=torch.int64)
     data["next_value"] = data["next_value"] * ~terminated
     return data
+
+
+def vtrace(data, log_importance, gamma, clip=(1.0, 1.0)):
+    """Estimate with the values of now."""
+    present = data.clone()
+    present["value"], present["next_value"] = data["now"], next_values(data, data["now"])
+    return compute_vtrace(present, log_importance, data["reward"], gamma, LAMBDA, clip)
 
 
 def by_definition(data, rho_max, c_max):
@@ -63,9 +71,7 @@ def one_env(data, rho_max, c_max):
 
 @pytest.mark.parametrize("clip", [(1.0, 1.0), (2.0, 0.5), (1e9, 1e9)])
 def test_numbers_are_those_of_the_definition(rollout, clip):
-    advantage, returns = compute_vtrace(
-        rollout, rollout["now"], rollout["log_importance"], rollout["reward"], GAMMA, LAMBDA, clip
-    )
+    advantage, returns = vtrace(rollout, rollout["log_importance"], GAMMA, clip)
     expected_advantage, expected_returns = by_definition(rollout, *clip)
     assert torch.allclose(advantage, expected_advantage, atol=1e-5)
     assert torch.allclose(returns, expected_returns, atol=1e-5)
@@ -75,7 +81,7 @@ def test_on_policy_it_is_gae(rollout):
     on_policy = torch.zeros(ENVS, STEPS)
     value = rollout["now"]
     reached = next_values(rollout, value)
-    got = compute_vtrace(rollout, value, on_policy, rollout["reward"], GAMMA, LAMBDA)
+    got = vtrace(rollout, on_policy, GAMMA)
     expected = compute_gae(rollout["reward"], value, reached, rollout["terminated"], rollout["done"], GAMMA, LAMBDA)
     for mine, theirs in zip(got, expected, strict=True):
         assert torch.allclose(mine, theirs, atol=1e-5)
@@ -83,7 +89,7 @@ def test_on_policy_it_is_gae(rollout):
 
 def test_discounts_may_differ_from_decision_to_decision(rollout):
     discount = torch.full((ENVS, STEPS), GAMMA)
-    same = compute_vtrace(rollout, rollout["now"], rollout["log_importance"], rollout["reward"], discount, LAMBDA)
+    same = vtrace(rollout, rollout["log_importance"], discount)
     expected = by_definition(rollout, 1.0, 1.0)
     assert torch.allclose(same[0], expected[0], atol=1e-5)
 

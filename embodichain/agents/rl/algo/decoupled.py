@@ -23,7 +23,6 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from embodichain.agents.rl.algo.chunks import Level
-from embodichain.agents.rl.algo.vtrace import next_values
 from embodichain.agents.rl.collector.staleness import evaluate_rollout, log_importance
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils.ranks import Ranks
@@ -77,3 +76,20 @@ def decouple(data: TensorDictBase, proximal: Proximal, max_weight: float, level:
 def scalars(measures: dict[str, Tensor]) -> dict[str, float]:
     """Return measures as numbers; this waits for the device once."""
     return dict(zip(measures, torch.stack(list(measures.values())).tolist(), strict=True))
+
+
+def next_values(rollout: TensorDictBase, value: Tensor) -> Tensor:
+    """Return the values of the states that were reached, ``[num_envs, num_steps]``.
+
+    They are the present policy's wherever the state is an observation of the rollout. What lies at its edge, or where a
+    time limit cut an episode, is not stored: there the value of the time of collection stands, plus what the state
+    before it has gained since, as neighbours gain about the same. An old value beside new ones would look like a
+    reward, or a penalty, for getting there. Where new weights were adopted later in the rollout nothing is added: it is
+    not known then which of them valued the state.
+    """
+    version = rollout["policy_version"]
+    gained = torch.where(version == version[:, -1:], value - rollout["value"], 0.0)
+    reached = rollout["next_value"] + gained * ~rollout["terminated"]
+    inside = ~rollout["done"][:, :-1]
+    reached[:, :-1] = torch.where(inside, value[:, 1:], reached[:, :-1])
+    return reached

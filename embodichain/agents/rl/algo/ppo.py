@@ -120,8 +120,7 @@ class PPO(MinibatchAlgorithm):
         cfg = self.cfg
         reward, discount = reward_and_discount(rollout, cfg.gamma)
         if proximal is not None and cfg.advantage_estimator == "vtrace":
-            value, importance = rollout["value"], proximal.log_importance
-            return compute_vtrace(rollout, value, importance, reward, discount, cfg.gae_lambda, cfg.vtrace_clip)
+            return compute_vtrace(rollout, proximal.log_importance, reward, discount, cfg.gae_lambda, cfg.vtrace_clip)
         value, next_value = rollout["value"], rollout["next_value"]
         terminated, done = rollout["terminated"], rollout["done"]
         return compute_gae(reward, value, next_value, terminated, done, discount, cfg.gae_lambda)

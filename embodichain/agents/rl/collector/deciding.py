@@ -52,7 +52,9 @@ class Decider:
 
     def record(self, obs: Observation | None) -> None:
         """Record decisions for such observations now, and nothing later: from now on others use the device, too."""
-        if self._graphs is not None:
-            if obs is not None:
-                self._graphs.record(obs, self._policy.values_apart)
+        if self._graphs is None:
+            return
+        if obs is None:
             self._graphs.settle()
+        else:
+            self._graphs.record(obs, self._policy.values_apart)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils.observations import Observation, sorted_leaves
+from embodichain.agents.rl.utils.random_state import get_random_state, set_random_state
 from embodichain.envs.graphed import copy_together, recording, refusing_to_wait
 
 Result = TypeVar("Result")
@@ -65,27 +65,21 @@ class GraphedPolicy:
         if self._act.settled:
             return
         deciding: _Replayed[Any] = self._choose if apart else self._act
-        with torch.cuda.device(self._policy.device), _generators_kept(self._policy) as drew_from_common:
-            deciding.warm_up(obs)
-            if self._policy.generator is not None and drew_from_common():
-                deciding.give_up("it draws random numbers from the generator that others use meanwhile")
-            # A graph's kernels have the priority of the stream they were recorded on, wherever they are replayed.
-            deciding.record(obs, torch.cuda.Stream(self._policy.device, priority=-1))
+        own, common = self._policy.generator, get_random_state()
+        own_state = None if own is None else own.get_state()
+        try:
+            with torch.cuda.device(self._policy.device):
+                drawn = torch.cuda.get_rng_state()
+                deciding.warm_up(obs)
+                if own is not None and not torch.equal(torch.cuda.get_rng_state(), drawn):
+                    deciding.give_up("it draws random numbers from the generator that others use meanwhile")
+                # A graph's kernels have the priority of the stream they were recorded on, wherever they are replayed.
+                deciding.record(obs, torch.cuda.Stream(priority=-1))
+        finally:
+            set_random_state(common)
+            if own is not None and own_state is not None:
+                own.set_state(own_state)
         self.settle()
-
-
-@contextmanager
-def _generators_kept(policy: Policy) -> Iterator[Callable[[], bool]]:
-    """Put all random generators back at the end; what is given tells whether the common one was drawn from."""
-    own, cpu, common = policy.generator, torch.get_rng_state(), torch.cuda.get_rng_state(policy.device)
-    state = None if own is None else own.get_state()
-    try:
-        yield lambda: not torch.equal(torch.cuda.get_rng_state(policy.device), common)
-    finally:
-        torch.set_rng_state(cpu)
-        torch.cuda.set_rng_state(common, policy.device)
-        if own is not None and state is not None:
-            own.set_state(state)
 
 
 class _Replayed(Generic[Result]):
@@ -134,8 +128,7 @@ class _Replayed(Generic[Result]):
         try:
             for _ in range(_WARM_UP - 1):
                 self._function(obs)
-            with refusing_to_wait():
-                self._function(obs)
+            self._check(obs)
         except Exception as error:  # noqa: BLE001 - the observation may be none that it would ever see
             self.give_up(f"{type(error).__name__}: {error}")
 

@@ -60,7 +60,7 @@ class EnvMaker:
 def in_chunks(env: VecEnv, chunk_size: int) -> VecEnv:
     """Return environments for decisions of so many actions."""
     if isinstance(env, GroupedEnv):
-        return type(env)([in_chunks(group, chunk_size) for group in env.groups]) if chunk_size > 1 else env
+        return GroupedEnv([in_chunks(group, chunk_size) for group in env.groups]) if chunk_size > 1 else env
     return env.in_chunks(chunk_size) if isinstance(env, RemoteEnv) else chunked(env, chunk_size)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from embodichain.errors import CheckpointError, ObservationError
+from embodichain.errors import CheckpointError
 
 
 def space_to_data(space: gym.Space[Any]) -> dict[str, Any]:
@@ -39,10 +39,8 @@ def space_from_data(data: Mapping[str, Any]) -> gym.Space[Any]:
     raise CheckpointError(f"unknown kind of space {kind!r}")
 
 
-def zeros_in(space: gym.Space[Any], rows: int, device: torch.device) -> TensorDict:
-    """Return so many observations of a ``Dict`` space that are zero everywhere, as an environment gives them."""
-    if not isinstance(space, gym.spaces.Dict):
-        raise ObservationError(f"expected the Dict space of an environment, got {space}")
+def zeros_in(space: gym.spaces.Dict, rows: int, device: torch.device) -> TensorDict:
+    """Return so many observations that are zero everywhere, as an environment gives them."""
     leaves = {
         name: zeros_in(part, rows, device)
         if isinstance(part, gym.spaces.Dict)
