@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from embodichain.agents.processes.segment import Segment
 from embodichain.agents.rl.models.policy import Policy
+from embodichain.envs.graphed import copy_together
 from embodichain.envs.random import mix
 from embodichain.errors import WeightsError
 
@@ -26,7 +27,7 @@ _STRIDE = -7046029254386353131
 """An odd number: its multiples differ for all indices, so equal words in different places hash differently."""
 _PIECE = 1 << 15
 """Words hashed at a time on a CPU: what is computed on the way stays in the cache, and on one thread."""
-_PIECE_ON_GPU = 1 << 22
+_PIECE_ON_GPU = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -59,16 +60,14 @@ class WeightLayout:
     @torch.no_grad()
     def pack(self, module: nn.Module, data: Tensor) -> None:
         """Copy a module's parameters and buffers into flat memory."""
-        present = module.state_dict()
-        for name, view in self.views(data).items():
-            view.copy_(present[name])
+        views, present = self.views(data), module.state_dict()
+        copy_together(list(views.values()), [present[name] for name in views])
 
     @torch.no_grad()
     def unpack(self, data: Tensor, module: nn.Module) -> None:
         """Copy flat memory into a module's parameters and buffers, in place."""
-        present = module.state_dict()
-        for name, view in self.views(data).items():
-            present[name].copy_(view)
+        views, present = self.views(data), module.state_dict()
+        copy_together([present[name] for name in views], list(views.values()))
 
 
 def content_hash(data: Tensor) -> int:
