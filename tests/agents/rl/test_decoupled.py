@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from embodichain.agents.rl.algo.decoupled import Proximal
 from embodichain.agents.rl.collector import SyncCollector
 from embodichain.agents.rl.collector.staleness import behaviour_kl, evaluate_rollout
 from embodichain.agents.rl.utils.ranks import Ranks
+from embodichain.agents.rl.utils.ratios import bounded, kl_estimate
 from embodichain.errors import ConfigError
 from tests.agents.rl.helpers import ScriptedEnv, make_policy
 
@@ -197,6 +199,43 @@ def test_grpo_weighs_its_groups_and_centres_its_clip():
     valid = algorithm._minibatches(rollout, torch.ones_like(rollout["done"]), proximal).rows
     expected = (rollout["advantage"] * weight).t().reshape(-1)
     assert torch.allclose(valid["advantage"], expected)
+
+
+@pytest.mark.parametrize("algorithm_class", [PPO, GRPO])
+def test_what_has_become_all_too_unlikely_teaches_nothing(algorithm_class):
+    policy, rollout = stale()
+    cfg = PPOCfg() if algorithm_class is PPO else GRPOCfg(group_size=2)
+    algorithm = algorithm_class(cfg, policy)
+    rows = rollout.reshape(-1)
+    with torch.no_grad():
+        log_prob = policy.evaluate(rows)[0]
+    valid = torch.ones_like(rows["reward"])
+    batch = rows.clone().update({"advantage": torch.randn(len(rows)), "return": rows["reward"], "valid": valid})
+    far = torch.arange(len(rows)) % 3 == 0
+    batch["advantage"][far] = torch.tensor([0.0, -1.0]).repeat(len(rows))[: int(far.sum())]
+    batch["sample_log_prob"] = log_prob - 0.1
+    apart, without = batch.clone(), batch.clone()
+    apart["sample_log_prob"][far] -= 3000.0  # a ratio of e**3000, with an advantage of zero or below it
+    without["sample_log_prob"][far], without["advantage"][far] = log_prob[far], 0.0
+    gradients = []
+    for part in (apart, without):
+        loss, measures = algorithm._loss(part)
+        assert loss.isfinite()
+        assert all(measure.isfinite() for measure in measures.values())
+        found = torch.autograd.grad(loss, list(policy.parameters()), allow_unused=True)
+        gradients.append(torch.cat([part.flatten() for part in found if part is not None]))
+    assert gradients[1].norm() > 1e-3
+    torch.testing.assert_close(*gradients)
+
+
+def test_ratios_are_bounded_only_where_they_say_nothing():
+    log_r = torch.tensor([-3000.0, -1.0, 0.0, 19.0, 21.0, 3000.0], requires_grad=True)
+    found = bounded(log_r)
+    assert torch.equal(found.detach(), torch.tensor([-3000.0, -1.0, 0.0, 19.0, 20.0, 20.0]))
+    found.sum().backward()
+    assert log_r.grad.tolist() == [1.0, 1.0, 1.0, 1.0, 0.0, 0.0]
+    assert kl_estimate(torch.tensor([0.5])).item() == pytest.approx(math.exp(0.5) - 1.5)
+    assert kl_estimate(torch.tensor([3000.0])).isfinite().all()
 
 
 def test_corrected_ppo_learns_from_very_stale_rollouts():

@@ -26,6 +26,7 @@ from embodichain.agents.rl.algo.chunks import Level
 from embodichain.agents.rl.collector.staleness import evaluate_rollout, log_importance
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils.ranks import Ranks
+from embodichain.agents.rl.utils.ratios import bounded, kl_estimate
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,8 @@ class Proximal:
 
     def measures(self, ranks: Ranks) -> dict[str, Tensor]:
         """Return how far the policy is from what collected: ``KL(mu || pi_prox)`` and its largest importance weight."""
-        kl = (self.log_importance.exp() - 1.0 - self.log_importance).mean()
-        largest = ranks.gather(self.log_importance.max()).max().exp()
+        kl = kl_estimate(self.log_importance).mean()
+        largest = bounded(ranks.gather(self.log_importance.max()).max()).exp()
         return {"behaviour_kl": ranks.gather(kl).mean(), "importance_max": largest}
 
 

@@ -29,6 +29,7 @@ from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils.config import AlgorithmCfg, Count, NotNegative, Positive
 from embodichain.agents.rl.utils.observations import Observation
 from embodichain.agents.rl.utils.ranks import Ranks
+from embodichain.agents.rl.utils.ratios import kl_estimate
 from embodichain.config import configclass
 from embodichain.envs.vec_env import VecEnv
 from embodichain.errors import ConfigError
@@ -174,7 +175,7 @@ class GRPO(MinibatchAlgorithm):
         # KL(pi || pi_ref) = E[pi_ref / pi - 1 - log(pi_ref / pi)], an estimate that is never negative
         if self.reference is not None:
             reference_r = log_ratio(batch["reference_log_prob"], log_prob, batch, cfg.log_prob_per)
-            reference_kl = (per_decision(reference_r.exp() - 1.0 - reference_r, batch) * weight).sum()
+            reference_kl = (per_decision(kl_estimate(reference_r), batch) * weight).sum()
             loss = loss + cfg.kl_coef * reference_kl
             measures["reference_kl"] = reference_kl
         with torch.no_grad():

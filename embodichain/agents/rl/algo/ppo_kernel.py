@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from embodichain.agents.rl.utils.ratios import MAX_LOG_RATIO
+
 BLOCK = 256
 _SIZES = [
     "count",
@@ -48,6 +50,7 @@ def _clipped_loss(  # type: ignore[no-untyped-def]  # noqa: ANN202
     count,  # noqa: ANN001
     clip,  # noqa: ANN001
     vf_coef,  # noqa: ANN001
+    max_log_r: tl.constexpr,
     clip_value: tl.constexpr,
     scaled: tl.constexpr,
     block: tl.constexpr,
@@ -60,11 +63,13 @@ def _clipped_loss(  # type: ignore[no-untyped-def]  # noqa: ANN202
     gain = tl.load(advantage + at * advantage_stride, mask=here, other=0.0)
     log_r = tl.load(new_log_prob + at * new_log_prob_stride, mask=here, other=0.0)
     log_r -= tl.load(log_prob + at * log_prob_stride, mask=here, other=0.0)
+    within = log_r <= max_log_r
+    log_r = tl.minimum(log_r, max_log_r)
     ratio = tl.exp(log_r)
     clipped = tl.minimum(tl.maximum(ratio, 1.0 - clip), 1.0 + clip) * gain
     policy_loss = -tl.minimum(ratio * gain, clipped)
-    # Where the clipped side is the smaller, the ratio is outside and the gradient zero.
-    log_prob_slope = tl.where(ratio * gain <= clipped, -gain * ratio, 0.0)
+    # Where the clipped side is the smaller, the ratio is outside and the gradient zero, and so it is beyond the bound.
+    log_prob_slope = tl.where((ratio * gain <= clipped) & within, -gain * ratio, 0.0)
 
     # L_value = E (V - R)^2; with clipping the larger of it and that of V_old + clip(V - V_old, -c, c)
     unit = 1.0
@@ -121,6 +126,7 @@ class _Loss(torch.autograd.Function):
                 count,
                 clip,
                 vf_coef,
+                max_log_r=MAX_LOG_RATIO,
                 clip_value=clip_value,
                 scaled=scaled,
                 block=BLOCK,

@@ -11,6 +11,7 @@ from torch import Tensor
 from embodichain.agents.rl.buffer.layout import flatten_time_major
 from embodichain.agents.rl.buffer.minibatches import episode_starts
 from embodichain.agents.rl.models.policy import Policy
+from embodichain.agents.rl.utils.ratios import kl_estimate
 from embodichain.errors import WeightsError
 
 ROWS = 65_536
@@ -94,5 +95,4 @@ def log_importance(log_prob: Tensor, rollout: TensorDictBase) -> Tensor:
 def behaviour_kl(policy: Policy, rollout: TensorDictBase, rows: int) -> float:
     """Return ``KL(mu || pi) = E[pi/mu - 1 - log pi/mu]`` on the trajectories of as many envs as make up ``rows``."""
     part = rollout[: max(1, rows // rollout.batch_size[1])].to(policy.device)
-    log_ratio = log_importance(evaluate_rollout(policy, part)[0], part)
-    return float((log_ratio.exp() - 1.0 - log_ratio).mean())
+    return float(kl_estimate(log_importance(evaluate_rollout(policy, part)[0], part)).mean())
