@@ -15,6 +15,8 @@ from benchmarks.charts import Series, draw_curves
 
 Runs = Mapping[str, Mapping[int, Outcome]]
 """Outcomes by way and seed."""
+Parts = Mapping[str, Mapping[int, Stages]]
+"""Stage times by kind of way and seed: machines are not equally fast all day, so they are measured beside every run."""
 BAR_OF_BOUND = 0.9
 BESIDE = "sync, apart"
 """Synchronous, with the same processes side by side."""
@@ -36,7 +38,7 @@ class Row:
     bound: float
     """Largest speed-up that the stage times allow."""
     of_bound: float
-    """Least time that they allow over the time it took: the mean over the seeds."""
+    """Least time that they allow over the time it took: the mean over the seeds, each by the times of its own."""
     lag_mean: float
     lag_max: float
     final: list[float]
@@ -62,39 +64,40 @@ HEADER = (
 class Summary:
     """The table, and whether the bars are met."""
 
-    def __init__(self, sizes: Sizes, parts: Mapping[str, Stages], runs: Runs) -> None:
+    def __init__(self, sizes: Sizes, parts: Parts, runs: Runs) -> None:
         """``parts`` are the stage times of one of several groups; those of all envs come from the synchronous runs."""
         self.sizes, self.runs = sizes, runs
-        self.update = statistics.mean(outcome.update for outcome in runs["sync"].values())
-        self.stages = {"1": self._stages_of("sync"), **parts}
+        self.stages: dict[str, dict[int, Stages]] = {"1": self._stages_of("sync")}
+        self.stages |= {kind: dict(measured) for kind, measured in parts.items() if measured}
         if runs.get(BESIDE):
             self.stages["1 apart"] = self._stages_of(BESIDE)
         self.rows = [self._row(way) for way in WAYS if runs.get(way)]
 
-    def _stages_of(self, way: str) -> Stages:
-        """Return the stage times of a way in which they follow each other."""
-        base, steps = list(self.runs[way].values()), self.sizes.num_steps
-        simulation = statistics.mean(outcome.simulation for outcome in base)
-        inference = statistics.mean(outcome.inference for outcome in base)
-        update = statistics.mean(outcome.update for outcome in base)
-        seconds = statistics.mean(outcome.seconds for outcome in base) / self.sizes.rollouts
-        return Stages(inference / steps, simulation / steps, seconds - update - simulation - inference)
+    def _stages_of(self, way: str) -> dict[int, Stages]:
+        """Return the stage times of a way in which they follow each other, by seed."""
+        steps, found = self.sizes.num_steps, {}
+        for seed, run in self.runs[way].items():
+            rest = run.seconds / self.sizes.rollouts - run.update - run.simulation - run.inference
+            found[seed] = Stages(run.inference / steps, run.simulation / steps, rest)
+        return found
 
-    def least(self, way: str) -> float:
+    def least(self, way: str, seed: int) -> float:
         """Return the least time of a run: side by side, the slower of collecting and learning counts."""
         groups, count = WAYS[way].groups, self.sizes.rollouts
-        rest = self.stages["1 apart" if WAYS[way].apart and "1 apart" in self.stages else "1"].rest
-        collect = self.stages[WAYS[way].kind].bound(groups, self.sizes.num_steps, rest)
+        beside = self.stages.get("1 apart", {}) if WAYS[way].apart else {}
+        rest = beside.get(seed, self.stages["1"][seed]).rest
+        collect = self.stages[WAYS[way].kind][seed].bound(groups, self.sizes.num_steps, rest)
+        update = self.runs["sync"][seed].update
         if WAYS[way].worker is None:
-            return count * (collect + self.update)
-        return collect + (count - 1) * max(collect, self.update) + self.update
+            return count * (collect + update)
+        return collect + (count - 1) * max(collect, update) + update
 
     def _row(self, way: str) -> Row:
         outcomes, base = self.runs[way], self.runs["sync"]
         seconds = statistics.mean(outcome.seconds for outcome in outcomes.values())
         ratios = _ratios(base, outcomes)
         beside = _ratios(self.runs.get(BESIDE, {}), outcomes) if WAYS[way].apart and way != BESIDE else []
-        least = self.least(way)
+        least = {seed: self.least(way, seed) for seed in outcomes if seed in base}
         return Row(
             way,
             seconds,
@@ -102,8 +105,8 @@ class Summary:
             statistics.mean(ratios),
             ratios,
             beside,
-            self.least("sync") / least,
-            statistics.mean(least / outcome.seconds for outcome in outcomes.values()),
+            statistics.mean(self.least("sync", seed) / least[seed] for seed in least),
+            statistics.mean(least[seed] / outcomes[seed].seconds for seed in least),
             statistics.mean(outcome.lag_mean for outcome in outcomes.values()),
             max(outcome.lag_max for outcome in outcomes.values()),
             [outcome.final for outcome in outcomes.values() if outcome.final is not None],
@@ -112,19 +115,20 @@ class Summary:
 
     def words(self) -> list[str]:
         """Return what is printed."""
-        one = self.stages["1"]
+        means = {kind: Stages.mean(measured.values()) for kind, measured in self.stages.items()}
+        one = means.pop("1")
         parts = ", ".join(
             f"{_named(kind)}: {1000 * part.inference:.1f} and {1000 * part.simulation:.1f} ms"
-            for kind, part in self.stages.items()
-            if kind != "1"
+            for kind, part in means.items()
         )
+        update = statistics.mean(outcome.update for outcome in self.runs["sync"].values())
         sizes, seeds = self.sizes, len(self.runs["sync"])
         lines = [
             f"{seeds} seeds; {sizes.num_envs} envs x {sizes.num_steps} decisions, {sizes.rollouts} rollouts, "
             f"{sizes.epochs} epochs per update",
             f"stages: inference {1000 * one.inference:.1f} ms, simulation {1000 * one.simulation:.1f} ms per decision "
             f"({parts}), "
-            f"update {1000 * self.update:.0f} ms and values {1000 * one.rest:.0f} ms per rollout",
+            f"update {1000 * update:.0f} ms and values {1000 * one.rest:.0f} ms per rollout",
             HEADER + ("   final" if self.rows[0].final else ""),
             *(str(row) for row in self.rows),
             *(

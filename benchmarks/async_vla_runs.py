@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, astuple, dataclass, field
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -92,10 +93,10 @@ class Stages:
     rest: float
     """Per rollout: the values of what is seen at the end, and book-keeping."""
 
-    def least(self, other: Stages) -> Stages:
-        """Return the shorter times of two measurements."""
-        pairs = zip(astuple(self), astuple(other), strict=True)
-        return Stages(*(min(pair) for pair in pairs))
+    @staticmethod
+    def mean(measured: Iterable[Stages]) -> Stages:
+        """Return the means of several measurements."""
+        return Stages(*map(statistics.mean, zip(*map(astuple, measured), strict=True)))
 
     def bound(self, groups: int, num_steps: int, rest: float) -> float:
         """Return the least time for a rollout of ``groups`` such groups, which share one policy.
