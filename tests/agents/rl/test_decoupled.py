@@ -13,7 +13,7 @@ from embodichain.agents.rl.algo.decoupled import Proximal
 from embodichain.agents.rl.collector import SyncCollector
 from embodichain.agents.rl.collector.staleness import behaviour_kl, evaluate_rollout
 from embodichain.agents.rl.utils.ranks import Ranks
-from embodichain.agents.rl.utils.ratios import bounded, kl_estimate
+from embodichain.agents.rl.utils.ratios import bounded, clipped_gain, is_clipped, kl_estimate
 from embodichain.errors import ConfigError
 from tests.agents.rl.helpers import ScriptedEnv, make_policy
 
@@ -256,6 +256,23 @@ def test_corrected_ppo_learns_from_very_stale_rollouts():
         rewards.append(float(rollout["reward"].mean()))
         algorithm.update(rollout)
     assert sum(rewards[-5:]) > sum(rewards[:5]) + 5.0
+
+
+@pytest.mark.parametrize("clip", [0.1, 0.2, 1.0, 1.5])
+@pytest.mark.parametrize("per_action", [False, True])
+def test_the_clipped_gain_is_that_of_the_formula(clip, per_action):
+    torch.manual_seed(0)
+    log_r = torch.cat([torch.randn(500), torch.tensor([0.0, 5.0, -30.0])]).requires_grad_()
+    gain = torch.cat([torch.randn(501), torch.zeros(2)])
+    if per_action:
+        log_r, gain = torch.stack([log_r, log_r.flip(0)], dim=1).detach().requires_grad_(), gain.unsqueeze(1)
+    ratio = log_r.exp()
+    expected = torch.min(ratio * gain, ratio.clamp(1.0 - clip, 1.0 + clip) * gain)
+    found = clipped_gain(log_r, gain, clip)
+    torch.testing.assert_close(found, expected)
+    gradients = [torch.autograd.grad(gained.sum(), log_r)[0] for gained in (found, expected)]
+    torch.testing.assert_close(*gradients)
+    assert torch.equal(is_clipped(log_r, clip), ((ratio - 1.0).abs() > clip).float())
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,6 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from embodichain.agents.rl.utils.ratios import bounded
-
 Level = Literal["chunk", "action"]
 """Whether the probability ratio is that of a whole chunk, or one for each action in it."""
 
@@ -40,13 +38,13 @@ def loss_keys(rollout: TensorDictBase) -> tuple[str, ...]:
 def log_ratio(log_prob: Tensor, old_log_prob: Tensor, batch: TensorDictBase, level: Level) -> Tensor:
     """Return ``log pi / pi_old`` ``[rows]`` of a minibatch, or ``[rows, chunk_size]`` at the level of actions.
 
-    Actions of a chunk that were never taken do not count: their ratio is 1. No ratio is infinite (``bounded``).
+    Actions of a chunk that were never taken do not count: their ratio is 1.
     """
     difference = log_prob - old_log_prob
     if difference.ndim == batch.batch_dims:
-        return bounded(difference)
+        return difference
     difference = difference * _taken(difference, batch)
-    return bounded(difference if level == "action" else difference.sum(-1))
+    return difference if level == "action" else difference.sum(-1)
 
 
 def per_decision(values: Tensor, batch: TensorDictBase) -> Tensor:

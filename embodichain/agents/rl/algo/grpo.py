@@ -29,7 +29,7 @@ from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils.config import AlgorithmCfg, Count, NotNegative, Positive
 from embodichain.agents.rl.utils.observations import Observation
 from embodichain.agents.rl.utils.ranks import Ranks
-from embodichain.agents.rl.utils.ratios import kl_estimate
+from embodichain.agents.rl.utils.ratios import clipped_gain, is_clipped, kl_estimate
 from embodichain.config import configclass
 from embodichain.envs.vec_env import VecEnv
 from embodichain.errors import ConfigError
@@ -162,12 +162,10 @@ class GRPO(MinibatchAlgorithm):
 
         # ratio = pi(a|s) / pi_old(a|s)
         log_r = log_ratio(log_prob, batch["sample_log_prob"], batch, cfg.log_prob_per)
-        ratio = log_r.exp()
 
         # L_policy = -E min(ratio A, clip(ratio, 1 - c, 1 + c) A)
-        clipped_ratio = ratio.clamp(1.0 - cfg.clip_coef, 1.0 + cfg.clip_coef)
-        gain = like(advantage, ratio)
-        policy_loss = -(per_decision(torch.min(ratio * gain, clipped_ratio * gain), batch) * weight).sum()
+        gained = clipped_gain(log_r, like(advantage, log_r), cfg.clip_coef)
+        policy_loss = -(per_decision(gained, batch) * weight).sum()
         mean_entropy = (decision_entropy(entropy, batch, cfg.log_prob_per) * weight).sum()
         loss = policy_loss - cfg.ent_coef * mean_entropy
         measures = {"policy_loss": policy_loss, "entropy": mean_entropy}
@@ -179,9 +177,8 @@ class GRPO(MinibatchAlgorithm):
             loss = loss + cfg.kl_coef * reference_kl
             measures["reference_kl"] = reference_kl
         with torch.no_grad():
-            measures["approx_kl"] = (per_decision(ratio - 1.0 - log_r, batch) * weight).sum()
-            clipped = ((ratio - 1.0).abs() > cfg.clip_coef).float()
-            measures["clip_fraction"] = (per_decision(clipped, batch) * weight).sum()
+            measures["approx_kl"] = (per_decision(kl_estimate(log_r), batch) * weight).sum()
+            measures["clip_fraction"] = (per_decision(is_clipped(log_r, cfg.clip_coef), batch) * weight).sum()
         return loss, measures
 
     def state_dict(self) -> dict[str, Any]:

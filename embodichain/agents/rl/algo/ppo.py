@@ -27,6 +27,7 @@ from embodichain.agents.rl.buffer.minibatches import Minibatches
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils.config import AlgorithmCfg, Count, NotNegative, Positive
 from embodichain.agents.rl.utils.ranks import Ranks
+from embodichain.agents.rl.utils.ratios import clipped_gain, is_clipped, kl_estimate
 from embodichain.agents.utils.kernels import kernels_work
 from embodichain.config import configclass
 
@@ -156,12 +157,9 @@ class PPO(MinibatchAlgorithm):
 
         # ratio = pi(a|s) / pi_old(a|s)
         log_r = log_ratio(log_prob, batch["sample_log_prob"], batch, cfg.log_prob_per)
-        ratio = log_r.exp()
 
         # L_policy = -E min(ratio A, clip(ratio, 1 - c, 1 + c) A)
-        clipped_ratio = ratio.clamp(1.0 - cfg.clip_coef, 1.0 + cfg.clip_coef)
-        gain = like(advantage, ratio)
-        policy_loss = -per_decision(torch.min(ratio * gain, clipped_ratio * gain), batch).mean()
+        policy_loss = -per_decision(clipped_gain(log_r, like(advantage, log_r), cfg.clip_coef), batch).mean()
 
         # L_value = E (V - R)^2; with clipping the larger of it and that of V_old + clip(V - V_old, -c, c)
         scale = self.policy.value_scale
@@ -176,9 +174,8 @@ class PPO(MinibatchAlgorithm):
         # L = L_policy + c_value L_value - c_entropy H
         loss = policy_loss + cfg.vf_coef * value_loss - cfg.ent_coef * mean_entropy
         with torch.no_grad():
-            # KL(pi_old || pi) = E[ratio - 1 - log ratio], an estimate that is never negative
-            approx_kl = per_decision(ratio - 1.0 - log_r, batch).mean()
-            clip_fraction = per_decision(((ratio - 1.0).abs() > cfg.clip_coef).float(), batch).mean()
+            approx_kl = per_decision(kl_estimate(log_r), batch).mean()
+            clip_fraction = per_decision(is_clipped(log_r, cfg.clip_coef), batch).mean()
         return loss, {
             "policy_loss": policy_loss,
             "value_loss": value_loss,
