@@ -16,7 +16,7 @@ from benchmarks.charts import Series, draw_curves
 Runs = Mapping[str, Mapping[int, Outcome]]
 """Outcomes by way and seed."""
 Parts = Mapping[str, Mapping[int, Stages]]
-"""Stage times by kind of way and seed: machines are not equally fast all day, so they are measured beside every run."""
+"""Stage times by kind of way and seed: a machine is not equally fast all day, so they are measured beside every seed."""
 BAR_OF_BOUND = 0.9
 BESIDE = "sync, apart"
 """Synchronous, with the same processes side by side."""
@@ -149,7 +149,7 @@ class Summary:
             missed.append(f"the best way, {best.way}, is {best.speedup:.2f} times as fast as sync; the bar is {bar}")
         for row in self.rows:
             if row.way != "sync" and row.of_bound < BAR_OF_BOUND:
-                missed.append(f"{row.way} reaches {row.of_bound:.0%} of its bound; the bar is {BAR_OF_BOUND:.0%}")
+                missed.append(f"{row.way} reaches {row.of_bound:.1%} of its bound; the bar is {BAR_OF_BOUND:.0%}")
         base = rows["sync"].final
         for row in self.rows:
             if row.way != "sync" and row.final and base and statistics.mean(row.final) < _lowest(base):

@@ -247,6 +247,15 @@ def test_the_loss_in_one_kernel_is_the_loss_of_the_equations(
     assert (gradient - gradient2).norm() < 1e-4 * gradient2.norm()
 
 
+def test_the_loss_in_one_kernel_hides_nothing() -> None:
+    from embodichain.agents.rl.algo.ppo_kernel import clipped_loss
+
+    log_prob, others = torch.zeros(256, device="cuda"), torch.ones(256, device="cuda")
+    log_prob[7] = float("nan")
+    parts = clipped_loss((log_prob, others), (others, others), others, others, 1.0, (0.2, 0.5, False))[1]
+    assert parts["approx_kl"].isnan()  # so that a training stops and says so
+
+
 @pytest.mark.parametrize(("num_envs", "num_steps"), [(1, 1), (5, 3), (4096, 24), (1000, 128)])
 @pytest.mark.parametrize("per_step", [False, True])
 def test_advantages_are_those_of_the_cpu(num_envs: int, num_steps: int, per_step: bool) -> None:

@@ -81,9 +81,10 @@ def test_single_actions_are_left_exactly_as_they_are():
     assert torch.equal(log_ratio(values, values * 2, batch, "action"), values - values * 2)
 
 
-def test_ratios_count_the_actions_that_were_taken():
+@pytest.mark.parametrize("anything", [5.0, float("-inf"), float("nan")])
+def test_ratios_count_the_actions_that_were_taken(anything):
     batch = TensorDict({"num_actions": torch.tensor([3, 1])}, [2])
-    new, old = torch.tensor([[0.1, 0.2, 0.3], [0.4, 5.0, 5.0]]), torch.zeros(2, 3)
+    new, old = torch.tensor([[0.1, 0.2, 0.3], [0.4, anything, anything]]), torch.zeros(2, 3)
     assert log_ratio(new, old, batch, "chunk").tolist() == pytest.approx([0.6, 0.4])
     assert log_ratio(new, old, batch, "action").tolist() == [pytest.approx([0.1, 0.2, 0.3]), pytest.approx([0.4, 0, 0])]
     assert per_decision(new, batch).tolist() == pytest.approx([0.2, 0.4])

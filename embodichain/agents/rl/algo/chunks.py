@@ -43,7 +43,7 @@ def log_ratio(log_prob: Tensor, old_log_prob: Tensor, batch: TensorDictBase, lev
     difference = log_prob - old_log_prob
     if difference.ndim == batch.batch_dims:
         return difference
-    difference = difference * _taken(difference, batch)
+    difference = torch.where(_taken(difference, batch), difference, 0.0)
     return difference if level == "action" else difference.sum(-1)
 
 
@@ -52,7 +52,7 @@ def per_decision(values: Tensor, batch: TensorDictBase) -> Tensor:
     if values.ndim == batch.batch_dims:
         return values
     taken = _taken(values, batch)
-    return (values * taken).sum(-1) / taken.sum(-1)
+    return torch.where(taken, values, 0.0).sum(-1) / taken.sum(-1)
 
 
 def decision_entropy(entropy: Tensor, batch: TensorDictBase, level: Level) -> Tensor:
@@ -61,7 +61,7 @@ def decision_entropy(entropy: Tensor, batch: TensorDictBase, level: Level) -> Te
         return entropy
     if level == "action":
         return per_decision(entropy, batch)
-    return (entropy * _taken(entropy, batch)).sum(-1)
+    return torch.where(_taken(entropy, batch), entropy, 0.0).sum(-1)
 
 
 def like(values: Tensor, ratio: Tensor) -> Tensor:
@@ -70,8 +70,8 @@ def like(values: Tensor, ratio: Tensor) -> Tensor:
 
 
 def _taken(values: Tensor, batch: TensorDictBase) -> Tensor:
-    """Return 1 for actions that were taken and 0 for the rest, ``[rows, chunk_size]``."""
+    """Tell which actions were taken, ``[rows, chunk_size]``."""
     if "num_actions" not in batch.keys():  # noqa: SIM118
-        return torch.ones_like(values)
+        return torch.ones_like(values, dtype=torch.bool)
     order = torch.arange(values.shape[-1], device=values.device)
-    return (order < batch["num_actions"].unsqueeze(-1)).to(values.dtype)
+    return order < batch["num_actions"].unsqueeze(-1)

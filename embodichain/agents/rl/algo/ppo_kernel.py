@@ -63,8 +63,8 @@ def _clipped_loss(  # type: ignore[no-untyped-def]  # noqa: ANN202
     gain = tl.load(advantage + at * advantage_stride, mask=here, other=0.0)
     log_r = tl.load(new_log_prob + at * new_log_prob_stride, mask=here, other=0.0)
     log_r -= tl.load(log_prob + at * log_prob_stride, mask=here, other=0.0)
-    within = log_r <= max_log_r
-    log_r = tl.minimum(log_r, max_log_r)
+    within = ~(log_r > max_log_r)
+    log_r = tl.where(within, log_r, max_log_r)  # NaN stays, which the smaller of two would not be here
     ratio = tl.exp(log_r)
     clipped = tl.minimum(tl.maximum(ratio, 1.0 - clip), 1.0 + clip) * gain
     policy_loss = -tl.minimum(ratio * gain, clipped)

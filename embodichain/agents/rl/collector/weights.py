@@ -27,7 +27,8 @@ _STRIDE = -7046029254386353131
 """An odd number: its multiples differ for all indices, so equal words in different places hash differently."""
 _PIECE = 1 << 15
 """Words hashed at a time on a CPU: what is computed on the way stays in the cache, and on one thread."""
-_PIECE_ON_GPU = 1 << 24
+_PIECE_ON_GPU = 1 << 23
+"""The same on a GPU: few launches, beside which a learner launches its own, for 256 MiB meanwhile."""
 
 
 @dataclass(frozen=True)
