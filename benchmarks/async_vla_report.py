@@ -16,7 +16,7 @@ from benchmarks.charts import Series, draw_curves
 Runs = Mapping[str, Mapping[int, Outcome]]
 """Outcomes by way and seed."""
 Parts = Mapping[str, Mapping[int, Stages]]
-"""Stage times by kind of way and seed: a machine is not equally fast all day, so they are measured beside every seed."""
+"""Stage times by kind of way and seed: a machine is not equally fast all day, so they are measured for each."""
 BAR_OF_BOUND = 0.9
 BESIDE = "sync, apart"
 """Synchronous, with the same processes side by side."""
