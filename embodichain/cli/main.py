@@ -58,8 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _run(words[0], words[1:])
         sys.stdout.flush()
         return code
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+    except KeyboardInterrupt as interruption:
+        print("\n".join(["interrupted", *_notes(interruption)]), file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader, `head` say, has seen enough; keep the interpreter from flushing once more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -68,8 +68,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if show_traceback:
             traceback.print_exc()
         else:
-            print(f"embodichain: {error}\n(--traceback shows where it was raised)", file=sys.stderr)
+            told = [f"embodichain: {error}", *_notes(error), "(--traceback shows where it was raised)"]
+            print("\n".join(told), file=sys.stderr)
         return EXIT_USAGE
+
+
+def _notes(error: BaseException) -> list[str]:
+    """Return what was added to an error on its way."""
+    return list(getattr(error, "__notes__", []))
 
 
 def _run(name: str, argv: list[str]) -> int:

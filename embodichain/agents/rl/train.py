@@ -22,8 +22,8 @@ from embodichain.agents.rl.models.registry import build_policy
 from embodichain.agents.rl.trainer import Trainer, TrainingResult
 from embodichain.agents.rl.training.agreement import check_same_config, open_folder, restarted_run
 from embodichain.agents.rl.training.collection import EnvMaker, algorithm_settings, build_collector, in_chunks
-from embodichain.agents.rl.training.config import TrainCfg, complete, load_train_config, override
-from embodichain.agents.rl.training.lag import warn_of_lag
+from embodichain.agents.rl.training.config import TrainCfg, check_devices, complete, load_train_config, override
+from embodichain.agents.rl.training.lag import tell_of_collection
 from embodichain.agents.rl.training.launch import command, for_rank, global_rank, joined_ranks
 from embodichain.agents.rl.training.run_folder import RunFolder
 from embodichain.agents.rl.utils.checkpoint import CHECKPOINTS, find_checkpoint, load_checkpoint
@@ -144,7 +144,7 @@ def build_trainer(
     given, cfg = cfg, for_rank(cfg, ranks)
     settings = cfg.trainer
     if ranks.is_first:
-        warn_of_lag(cfg)
+        tell_of_collection(given)
     seed_everything(settings.seed)
     stages, processes = settings.collector.pipeline_stages, settings.collector.env_processes
     folders = module_folders(trusted_modules)
@@ -177,7 +177,8 @@ def make_eval_env(cfg: TrainCfg, trusted_modules: Collection[str] = (), **change
 def report(result: TrainingResult) -> str:
     """Return what a person wants to know after a run."""
     speed = result.global_step / result.seconds if result.seconds else 0.0
-    lines = [f"{result.global_step} steps in {result.seconds:.0f} s ({speed:.0f} steps/s), ended by {result.reason}"]
+    end = "interrupted" if result.reason == "interrupted" else f"ended by {result.reason}"
+    lines = [f"{result.global_step} steps in {result.seconds:.0f} s ({speed:.0f} steps/s), {end}"]
     if result.evaluation is not None:
         lines.append(f"last evaluation: {result.evaluation}")
     lines.append(f"run: {result.run_dir}")
@@ -214,6 +215,7 @@ def _train(
 
     ``saved`` is the folder of a run that was begun before, and its checkpoint if it has one.
     """
+    check_devices(cfg)
     check_same_config(cfg, ranks)
     run, state = (None, None) if saved is None else saved
     folder = open_folder(cfg, run, ranks, is_new=state is None)
@@ -223,10 +225,22 @@ def _train(
         if state is not None:
             trainer.restore(state)
         return trainer.train()
+    except (EmbodiChainError, KeyboardInterrupt) as error:
+        _tell_how_to_go_on(error, folder)
+        raise
     finally:
         trainer.env.close()
         if trainer.eval_env is not None:
             trainer.eval_env.close()
+
+
+def _tell_how_to_go_on(error: BaseException, folder: RunFolder) -> None:
+    """Note on an error how the run is resumed, if it can be."""
+    if "--resume" in str(error):
+        return
+    with contextlib.suppress(EmbodiChainError):
+        find_checkpoint(folder.path, "latest")
+        error.add_note(f"go on with: {command()} train --resume {folder.path}")
 
 
 def _read_run(run: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:

@@ -519,6 +519,13 @@ def test_bad_settings_are_refused(settings, message):
         AsyncCfg.from_dict(settings)
 
 
+def test_settings_may_be_a_mapping():
+    policy = make_policy(Env())
+    assert AsyncCollector(Env(), policy, VLABuffer(20), cfg={"num_steps": 5}).cfg == AsyncCfg(num_steps=5)
+    with pytest.raises(ConfigError, match="num_step: unknown key"):
+        AsyncCollector(Env(), policy, VLABuffer(20), cfg={"num_step": 5})
+
+
 def test_a_process_needs_a_function_that_makes_the_environment():
     algorithm = make_learner()
     with pytest.raises(ConfigError, match="a function that makes the environment"):

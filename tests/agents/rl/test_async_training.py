@@ -15,7 +15,7 @@ import torch
 from embodichain.agents.rl import trainer as trainer_module
 from embodichain.agents.rl.train import build_trainer, resume_training, train_from_config
 from embodichain.agents.rl.training.config import TrainCfg, complete, override
-from embodichain.agents.rl.training.lag import warn_of_lag
+from embodichain.agents.rl.training.lag import tell_of_collection, warn_of_lag
 from embodichain.agents.rl.training.run_folder import RunFolder
 from embodichain.agents.rl.training.run_log import read_metrics
 from embodichain.agents.rl.utils.checkpoint import find_checkpoint, load_checkpoint
@@ -178,6 +178,10 @@ def test_two_groups_of_envs_without_a_background(tmp_path):
         (vla(adopt="sometimes"), r"trainer\.collector\.adopt"),
         ({"model_type": "vlaa"}, r"trainer\.model_type"),
         ({"collector": {"pipeline_stages": 3}}, r"multiple of the 3 pipeline_stages, got 8"),
+        (
+            {"collector": {"env_processes": 2}, "gym_config": {"id": "CartPoleRL", "device": "cuda"}},
+            r"env_processes: expected 0, .* gym_config.device is 'cuda'",
+        ),
     ],
 )
 def test_bad_settings_are_refused(tmp_path, settings, message):
@@ -190,15 +194,38 @@ def test_bad_settings_are_refused(tmp_path, settings, message):
     [
         (1, {"lr_schedule": "adaptive"}, True),
         (2, {"target_kl": 0.02}, True),
-        (1, {}, False),
+        (1, {}, True),
+        (1, {"advantage_estimator": "vtrace"}, False),
         (0, {"lr_schedule": "adaptive"}, False),
         (1, {"lr_schedule": "adaptive", "correction": "decoupled"}, False),
     ],
 )
-def test_steps_bounded_by_a_divergence_that_lag_adds_to_are_warned_of(tmp_path, caplog, lag, changes, is_warned):
+def test_learning_from_old_rollouts_without_correction_is_warned_of(tmp_path, caplog, lag, changes, is_warned):
     config = train_config(tmp_path, trainer=vla(max_policy_lag=lag), algorithm={"cfg": changes})
     warn_of_lag(override(complete(TrainCfg.from_dict(config)), []))
     assert ("--algorithm.cfg.correction decoupled" in caplog.text) is is_warned
+
+
+@pytest.mark.parametrize(
+    ("trainer", "said"),
+    [
+        (
+            {"collector": {"max_policy_lag": 2, "worker": "process"}},
+            "does not heed trainer.collector.worker, max_policy_lag",
+        ),
+        ({"collector": {"pipeline_stages": 2, "env_processes": 2}}, ""),
+        (
+            {"model_type": "vla", "collector": "process"},
+            "collecting in a process of its own, by weights that are at most 1",
+        ),
+    ],
+)
+def test_how_a_run_collects_is_told(tmp_path, caplog, trainer, said):
+    caplog.set_level("INFO")
+    config = train_config(tmp_path, trainer=trainer, algorithm={"cfg": {"correction": "decoupled"}})
+    tell_of_collection(override(complete(TrainCfg.from_dict(config)), []))
+    assert said in caplog.text
+    assert bool(said) is bool(caplog.text)
 
 
 def test_one_rank_warns_for_all(tmp_path, caplog):

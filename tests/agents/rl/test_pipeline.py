@@ -149,6 +149,8 @@ def test_threads_end_with_the_collector(fails):
 def test_environments_without_groups_are_refused():
     with pytest.raises(ConfigError, match=r"2 groups.*got ScriptedEnv"):
         SyncCollector(ScriptedEnv(4), LinearPolicy(), pipeline_stages=2)
+    with pytest.raises(ConfigError, match="got 2 groups"):
+        SyncCollector(grouped(), LinearPolicy(), pipeline_stages=3)
 
 
 @pytest.mark.parametrize("stages", [1, 2])

@@ -30,7 +30,7 @@ from embodichain.agents.rl.training.threads import update_threads
 from embodichain.agents.rl.utils.checkpoint import find_checkpoint, list_checkpoints, load_checkpoint
 from embodichain.agents.rl.utils.threads import torch_threads
 from embodichain.envs.registration import load_gym_config, make
-from embodichain.errors import ConfigError, MissingExtraError, NotFiniteError, OutputError
+from embodichain.errors import ConfigError, MissingExtraError, NotFiniteError, OutputError, WorkerError
 from embodichain.extras import available
 from tests.agents.rl.test_checkpoint import same
 from tests.agents.rl.training_cases import GRPO, train_config, write_config
@@ -216,11 +216,37 @@ def test_a_target_beyond_reach_does_not_stop(tmp_path):
     )
 
 
+def test_training_stops_after_so_many_steps(tmp_path):
+    settings = {"iterations": None, "total_steps": 200}
+    result = train_from_config(write_config(tmp_path / "c.json", tmp_path / "run", trainer=settings))
+    assert (result.reason, result.global_step) == ("total_steps", 256)
+
+
 def test_training_stops_when_the_time_is_over(tmp_path):
     settings = {"iterations": None, "max_seconds": 0.3}
     result = train_from_config(write_config(tmp_path / "c.json", tmp_path / "run", trainer=settings))
     assert result.reason == "max_seconds"
     assert result.seconds >= 0.3
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize(("device", "said"), [("cuda", "torch finds 0 GPUs"), ("gpu", "such as 'cpu' or 'cuda'")])
+def test_a_device_that_is_not_there_is_told_before_anything_is_made(tmp_path, device, said):
+    config = write_config(tmp_path / "c.json", tmp_path / "run")
+    with pytest.raises(ConfigError, match=f"trainer.device: .*{device}.*") as told:
+        train_from_config(config, ["--trainer.device", device])
+    assert said in str(told.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_error_says_how_to_go_on(tmp_path, monkeypatch):
+    def fail(*_):
+        raise WorkerError("nobody is there")
+
+    monkeypatch.setattr(Trainer, "_iterate", fail)
+    with pytest.raises(WorkerError, match="nobody") as told:
+        train_from_config(write_config(tmp_path / "c.json", tmp_path / "run"))
+    assert told.value.__notes__ == [f"go on with: embodichain train --resume {tmp_path / 'run'}"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -236,6 +262,7 @@ def test_interruption_saves_and_ends_cleanly(tmp_path, number):
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130
     assert f"go on with: embodichain train --resume {tmp_path / 'run'}" in said
+    assert "stopping after this iteration" in said
     assert "Traceback" not in said
     state, lines = load_checkpoint(find_checkpoint(tmp_path / "run")), read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert state["trainer"]["iteration"] == len(lines) >= 3

@@ -59,7 +59,7 @@ class AsyncCollector(BaseCollector):
         device: torch.device | str | None = None,
         callback: StepCallback | None = None,
         *,
-        cfg: AsyncCfg | None = None,
+        cfg: AsyncCfg | Mapping[str, Any] | None = None,
         start_rollout: RolloutStart | None = None,
     ) -> None:
         """Prepare to collect rollouts into ``buffer``; ``device`` is where they are stored while they grow.
@@ -67,7 +67,8 @@ class AsyncCollector(BaseCollector):
         ``env`` may be a function that makes the environment. A collecting process needs that, and calls it again to
         replace a simulator that died; it, ``callback`` and ``start_rollout`` must be picklable then.
         """
-        self.policy, self.buffer, self.cfg = policy, buffer, cfg or AsyncCfg()
+        self.policy, self.buffer = policy, buffer
+        self.cfg = AsyncCfg.from_dict(cfg, source="cfg") if isinstance(cfg, Mapping) else cfg or AsyncCfg()
         self.device = torch.device(device) if device is not None else buffer.device
         self.num_steps = self.cfg.num_steps
         """Steps per environment and rollout; ``None`` as long as nobody said."""

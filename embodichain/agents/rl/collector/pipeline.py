@@ -50,9 +50,10 @@ class Pipeline:
 
     def __init__(self, env: VecEnv, device: torch.device, stages: int) -> None:
         if not isinstance(env, GroupedEnv) or len(env.groups) != stages:
+            got = f"{len(env.groups)} groups" if isinstance(env, GroupedEnv) else type(env).__name__
             raise ConfigError(
                 f"pipeline_stages={stages} needs an environment of {stages} groups: GroupedEnv([...]) of "
-                f"embodichain.envs.groups; got {type(env).__name__}",
+                f"embodichain.envs.groups, or arrange(environments, {stages}) of those in processes; got {got}",
                 "collector",
             )
         self.env, self.device = env, device

@@ -8,6 +8,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
+
 from embodichain.agents.rl.algo.registry import get_algo_class
 from embodichain.agents.rl.collector.config import AsyncCfg, CollectorBlock
 from embodichain.agents.rl.models.registry import get_policy_class
@@ -152,6 +154,20 @@ def _is_set(name: str, words: list[str]) -> bool:
     return any(word.partition("=")[0] == f"--{name}" for word in words)
 
 
+def check_devices(cfg: TrainCfg) -> None:
+    """Raise ConfigError for a device that this machine does not have, before anything is made."""
+    for name, given in (("trainer.device", cfg.trainer.device), ("algorithm.cfg.device", cfg.algorithm.cfg["device"])):
+        try:
+            device = torch.device(given)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"{name}: expected a device of torch's, such as 'cpu' or 'cuda', got {given!r}"
+            ) from error
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if device.type == "cuda" and (device.index or 0) >= count:
+            raise ConfigError(f"{name}: expected a device of this machine, got {given!r}, but torch finds {count} GPUs")
+
+
 def num_iterations(trainer: TrainerCfg, ranks: int = 1, iteration: int = 0, global_step: int = 0) -> int | None:
     """Return after how many rollouts training ends, ``None`` if only the clock or a target ends it.
 
@@ -187,6 +203,12 @@ def _checked(cfg: TrainCfg) -> TrainCfg:
     if trainer.collects_apart:
         problems += [f"trainer.collector.{problem}" for problem in trainer.collector.problems()]
     problems += [f"trainer.{problem}" for problem in trainer.collector.group_problems(num_envs)]
+    simulated = str(environment.get("device", "cpu"))
+    if trainer.collector.env_processes and simulated != "cpu":
+        problems.append(
+            f"trainer.collector.env_processes: expected 0, as processes of their own simulate on the CPU, and "
+            f"gym_config.device is {simulated!r}; got {trainer.collector.env_processes}"
+        )
     if problems:
         raise ConfigError(problems)
     algorithm = get_algo_class(cfg.algorithm.name).cfg_type.from_dict(cfg.algorithm.cfg, source="algorithm.cfg")

@@ -8,7 +8,7 @@ from embodichain.agents.rl.training.config import TrainerCfg, num_iterations
 from embodichain.agents.rl.training.state import Counters
 from embodichain.agents.rl.utils.evaluation import Evaluation
 
-StopReason = Literal["iterations", "max_seconds", "target", "interrupted"]
+StopReason = Literal["iterations", "total_steps", "max_seconds", "target", "interrupted"]
 
 
 class Ending:
@@ -20,11 +20,11 @@ class Ending:
 
     def reason(self, now: Counters, evaluation: Evaluation | None) -> StopReason | None:
         """Return why the run ends here, ``None`` if it goes on."""
-        trainer, limit = self.trainer, self._num_iterations(now)
-        if limit is not None and now.iteration >= limit:
+        trainer = self.trainer
+        if trainer.iterations is not None and now.iteration >= trainer.iterations:
             return "iterations"
         if trainer.total_steps is not None and now.global_step >= trainer.total_steps:
-            return "iterations"
+            return "total_steps"
         if trainer.max_seconds is not None and now.seconds >= trainer.max_seconds:
             return "max_seconds"
         return "target" if evaluation is not None and self._is_reached(evaluation) else None

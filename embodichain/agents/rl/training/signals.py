@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -11,7 +13,9 @@ from typing import Any, Self
 class StopSignals:
     """While active, the first Ctrl-C (or SIGTERM) asks the loop to stop; the second one interrupts it at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, tell: Callable[[str], None] | None = None) -> None:
+        """``tell`` is given what to say when a signal was heard."""
+        self._tell = tell
         self.received: int | None = None
         """Number of the signal that asked to stop."""
         self._former: dict[int, Any] = {}
@@ -33,3 +37,6 @@ class StopSignals:
         if self.received is not None:
             raise KeyboardInterrupt
         self.received = number
+        if self._tell is not None:
+            with contextlib.suppress(RuntimeError):  # somebody was just writing to the same stream
+                self._tell("stopping after this iteration; a second signal stops at once")

@@ -6,16 +6,20 @@ simulator that died is replaced in a fraction of a second, and inherits no threa
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import multiprocessing.util
 import os
+import pickle
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from embodichain.agents.processes.boot import die_with_parent
+from embodichain.errors import ConfigError, WorkerError
 
 
 class ChildProcess:
@@ -26,7 +30,19 @@ class ChildProcess:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([target.__module__])
         self._process = context.Process(target=target, args=args)
-        self._process.start()
+        multiprocessing.resource_tracker.ensure_running()  # it lets interrupts in again when it starts
+        with _interrupts_put_off():  # for good, in the server: a Ctrl-C would end it while it imports
+            multiprocessing.forkserver.ensure_running()
+        try:
+            self._process.start()
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise ConfigError(
+                f"what a process is to do cannot be sent to it ({error}): give functions of a module, or "
+                "functools.partial of one",
+                "collector",
+            ) from error
+        except (EOFError, ConnectionError) as error:
+            raise WorkerError(f"no process could be started: multiprocessing's server has ended ({error})") from error
         # A finaliser of multiprocessing's own: it runs before that module waits for all processes at the end.
         self.kill = multiprocessing.util.Finalize(self, _kill, args=(self._process,), exitpriority=100)
         """Ends the process and whatever it started; calling it twice is fine."""
@@ -68,3 +84,14 @@ def begin_as_child() -> None:
     die_with_parent(os.getppid())
     os.setpgid(0, 0)  # whatever the environment starts can be ended together with this process
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # as usual for what the environment starts
+
+
+@contextlib.contextmanager
+def _interrupts_put_off() -> Iterator[None]:
+    """Let a Ctrl-C wait until the end of the block; processes that are started in it have that blocked."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
