@@ -115,7 +115,7 @@ class Trainer:
         """Train until the configured end, a target or an interruption, and save the state at the end."""
         self._began = time.perf_counter() - self.counters.seconds
         try:
-            with StopSignals(self.view.say) as signals, self.view:
+            with StopSignals(aloud=self.ranks.is_first) as signals, self.view:
                 if self._resumed_at is None:
                     self.collector.reset(seed=self.ranks.seed(self.cfg.trainer.seed))
                     self.save_checkpoint()

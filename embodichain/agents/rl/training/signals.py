@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
-from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
+
+_STDERR = 2
 
 
 class StopSignals:
     """While active, the first Ctrl-C (or SIGTERM) asks the loop to stop; the second one interrupts it at once."""
 
-    def __init__(self, tell: Callable[[str], None] | None = None) -> None:
-        """``tell`` is given what to say when a signal was heard."""
-        self._tell = tell
+    def __init__(self, aloud: bool = True) -> None:
+        """``aloud`` says at once that a signal was heard."""
+        self._aloud = aloud
         self.received: int | None = None
         """Number of the signal that asked to stop."""
         self._former: dict[int, Any] = {}
@@ -37,6 +39,7 @@ class StopSignals:
         if self.received is not None:
             raise KeyboardInterrupt
         self.received = number
-        if self._tell is not None:
-            with contextlib.suppress(RuntimeError):  # somebody was just writing to the same stream
-                self._tell("stopping after this iteration; a second signal stops at once")
+        if self._aloud:  # past all streams and locks: the program may be in the middle of writing to one
+            with contextlib.suppress(OSError):
+                clear = "\r\x1b[2K" if os.isatty(_STDERR) else ""
+                os.write(_STDERR, f"{clear}stopping after this iteration; a second signal stops at once\n".encode())
