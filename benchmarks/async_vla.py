@@ -74,14 +74,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(line, flush=True)
     complete, longest = True, 0.0
     for way, seed in plan(range(args.first_seed, args.seeds or SEEDS[args.part]), ways):
-        if seed in book.runs[way]:
-            book.measure(case, WAYS[way], seed)
-            continue
-        if time.monotonic() - began + longest > args.seconds:
+        if seed not in book.runs[way] and time.monotonic() - began + longest > args.seconds:
             complete = False
             break
         run_began = time.monotonic()
         book.measure(case, WAYS[way], seed)
+        if seed in book.runs[way]:
+            continue
         book.add(way, seed, run(case, way, seed))
         longest = max(longest, time.monotonic() - run_began)
         print(f"  seed {seed}, {way}: {book.runs[way][seed].line()}", flush=True)
@@ -141,11 +140,6 @@ class Book:
     def add(self, way: str, seed: int, outcome: Outcome) -> None:
         """Write down a run."""
         self.runs[way][seed] = outcome
-        self._content["parts"] = {
-            kind: {seed: dataclasses.asdict(stages) for seed, stages in times.items()}
-            for kind, times in self.parts.items()
-        }
-        self._content["runs"] = {w: {s: o.to_dict() for s, o in runs.items()} for w, runs in self.runs.items()}
         self._write()
 
     def close(self, summary: Summary, missed: list[str]) -> None:
@@ -155,6 +149,9 @@ class Book:
         self._write()
 
     def _write(self) -> None:
+        times = self.parts.items()
+        self._content["parts"] = {kind: {s: dataclasses.asdict(t) for s, t in of.items()} for kind, of in times}
+        self._content["runs"] = {w: {s: o.to_dict() for s, o in runs.items()} for w, runs in self.runs.items()}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(self._content, indent=1) + "\n")
 

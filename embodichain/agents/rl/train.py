@@ -20,10 +20,10 @@ from rich.console import Console
 from embodichain.agents.rl.algo.registry import build_algo
 from embodichain.agents.rl.models.registry import build_policy
 from embodichain.agents.rl.trainer import Trainer, TrainingResult
+from embodichain.agents.rl.training.advice import tell_of_collection
 from embodichain.agents.rl.training.agreement import check_same_config, open_folder, restarted_run
 from embodichain.agents.rl.training.collection import EnvMaker, algorithm_settings, build_collector, in_chunks
 from embodichain.agents.rl.training.config import TrainCfg, check_devices, complete, load_train_config, override
-from embodichain.agents.rl.training.lag import tell_of_collection
 from embodichain.agents.rl.training.launch import command, for_rank, global_rank, joined_ranks
 from embodichain.agents.rl.training.run_folder import RunFolder
 from embodichain.agents.rl.utils.checkpoint import CHECKPOINTS, find_checkpoint, load_checkpoint
@@ -215,7 +215,8 @@ def _train(
 
     ``saved`` is the folder of a run that was begun before, and its checkpoint if it has one.
     """
-    check_devices(cfg)
+    with ranks.together("looking for its device"):
+        check_devices(cfg)
     check_same_config(cfg, ranks)
     run, state = (None, None) if saved is None else saved
     folder = open_folder(cfg, run, ranks, is_new=state is None)
@@ -263,8 +264,6 @@ def _given(path: Path | None) -> Path:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except EmbodiChainError as error:
-        print(f"embodichain: {error}", file=sys.stderr)
-        sys.exit(2)
+    from embodichain.cli.main import main as command_line
+
+    sys.exit(command_line(["train", *sys.argv[1:]]))

@@ -14,8 +14,8 @@ import torch
 
 from embodichain.agents.rl import trainer as trainer_module
 from embodichain.agents.rl.train import build_trainer, resume_training, train_from_config
+from embodichain.agents.rl.training.advice import tell_of_collection
 from embodichain.agents.rl.training.config import TrainCfg, complete, override
-from embodichain.agents.rl.training.lag import tell_of_collection, warn_of_lag
 from embodichain.agents.rl.training.run_folder import RunFolder
 from embodichain.agents.rl.training.run_log import read_metrics
 from embodichain.agents.rl.utils.checkpoint import find_checkpoint, load_checkpoint
@@ -202,7 +202,7 @@ def test_bad_settings_are_refused(tmp_path, settings, message):
 )
 def test_learning_from_old_rollouts_without_correction_is_warned_of(tmp_path, caplog, lag, changes, is_warned):
     config = train_config(tmp_path, trainer=vla(max_policy_lag=lag), algorithm={"cfg": changes})
-    warn_of_lag(override(complete(TrainCfg.from_dict(config)), []))
+    tell_of_collection(override(complete(TrainCfg.from_dict(config)), []))
     assert ("--algorithm.cfg.correction decoupled" in caplog.text) is is_warned
 
 

@@ -23,10 +23,8 @@ def clipped_gain(log_ratio: Tensor, gain: Tensor, clip: float) -> Tensor:
     A ratio counts up to ``1 + c`` where more of it gains something, and down to ``1 - c`` where less of it does. To
     bound its logarithm accordingly takes half the operations of the formula, and no ratio becomes infinite.
     """
-    least = math.log(1.0 - clip) if clip < 1.0 else -math.inf
-    gains = gain >= 0.0
-    low = torch.where(gains, -math.inf, least)
-    high = torch.where(gains, math.log(1.0 + clip), MAX_LOG_RATIO)
+    (least, most), gains = _edges(clip), gain >= 0.0
+    low, high = torch.where(gains, -math.inf, least), torch.where(gains, most, MAX_LOG_RATIO)
     return log_ratio.clamp(low, high).exp() * gain
 
 
@@ -38,4 +36,10 @@ def kl_estimate(log_ratio: Tensor) -> Tensor:
 
 def is_clipped(log_ratio: Tensor, clip: float) -> Tensor:
     """Tell where a ratio lies outside ``[1 - c, 1 + c]``, as 1 or 0."""
-    return ((bounded(log_ratio).exp() - 1.0).abs() > clip).float()
+    least, most = _edges(clip)
+    return ((log_ratio < least) | (log_ratio > most)).float()
+
+
+def _edges(clip: float) -> tuple[float, float]:
+    """Return the logarithms of ``1 - c`` and ``1 + c``."""
+    return math.log(1.0 - clip) if clip < 1.0 else -math.inf, math.log(1.0 + clip)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from typing import Any
 
 from embodichain.agents.rl.collector.config import AsyncCfg
 from embodichain.agents.rl.training.config import TrainCfg
@@ -19,11 +21,12 @@ def tell_of_collection(cfg: TrainCfg) -> None:
         where = {"thread": "a thread", "process": "a process of its own", "ray": "a cluster"}[collector.worker]
         lag = collector.max_policy_lag
         _LOG.info("collecting in %s, by weights that are at most %d update(s) old", where, lag)
-        warn_of_lag(cfg)
+        if lag > 0 and cfg.algorithm.cfg.get("correction") == "none":
+            _warn_of_lag(lag, cfg.algorithm.cfg)
         return
     usual = AsyncCfg().to_dict()
-    ignored = [name for name, value in collector.to_dict().items() if value != usual[name]]
-    ignored = [name for name in ignored if name not in _ALWAYS_HEEDED]
+    changed = [name for name, value in collector.to_dict().items() if value != usual[name]]
+    ignored = [name for name in changed if name not in _ALWAYS_HEEDED]
     if ignored:
         _LOG.warning(
             "this run collects and learns in turn, and does not heed trainer.collector.%s: add "
@@ -32,12 +35,8 @@ def tell_of_collection(cfg: TrainCfg) -> None:
         )
 
 
-def warn_of_lag(cfg: TrainCfg) -> None:
+def _warn_of_lag(lag: int, settings: Mapping[str, Any]) -> None:
     """Warn of settings that learn less from old rollouts than they could."""
-    trainer, settings = cfg.trainer, cfg.algorithm.cfg
-    lag = trainer.collector.max_policy_lag
-    if not trainer.collects_apart or lag == 0 or settings.get("correction") != "none":
-        return
     kl_bounds = {
         "lr_schedule: adaptive": settings.get("lr_schedule") == "adaptive",
         "target_kl": settings.get("target_kl") is not None,
@@ -45,10 +44,9 @@ def warn_of_lag(cfg: TrainCfg) -> None:
     named = [name for name, is_set in kl_bounds.items() if is_set]
     if not named and settings.get("advantage_estimator") == "vtrace":
         return
-    mistaken = named[0] if named else "the clip"
     _LOG.warning(
         "rollouts may be %d update(s) old (max_policy_lag): %s mistakes what those updates changed for its own step, "
         "and the policy may learn far less. Add --algorithm.cfg.correction decoupled (docs/async.md)",
         lag,
-        mistaken,
+        named[0] if named else "the clip",
     )
