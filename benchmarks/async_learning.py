@@ -31,9 +31,9 @@ from rich.console import Console
 
 from benchmarks.charts import Series, draw_curves
 from benchmarks.timing import machine
+from embodichain.agents.rl.config import TrainCfg
+from embodichain.agents.rl.runs import read_metrics
 from embodichain.agents.rl.train import train_from_config
-from embodichain.agents.rl.training.config import TrainCfg
-from embodichain.agents.rl.training.run_log import read_metrics
 from embodichain.config import load_config, merge
 
 ROOT = Path(__file__).parents[1]

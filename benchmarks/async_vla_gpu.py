@@ -21,13 +21,12 @@ from benchmarks.async_vla_runs import Sizes
 from benchmarks.async_vla_task import CHUNK, CONFIGS, Scale, demonstrations, make_chunked, make_task
 from benchmarks.timing import cores
 from embodichain.agents.rl.algo import PPO, PPOCfg
-from embodichain.agents.rl.algo.imitation import Imitation, ImitationCfg
-from embodichain.agents.rl.algo.warm_up import warm_up_value
+from embodichain.agents.rl.algo.imitation import Imitation, ImitationCfg, warm_up_value
+from embodichain.agents.rl.evaluation import evaluate
 from embodichain.agents.rl.models import VLAPolicy, build_policy
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.models.vla import save_vla_model
-from embodichain.agents.rl.models.vla.freezing import freeze_but
-from embodichain.agents.rl.utils.evaluation import evaluate
+from embodichain.agents.rl.models.vla.finetuning import freeze_but
 from embodichain.config import load_config
 from embodichain.envs.vec_env import VecEnv
 

@@ -16,8 +16,8 @@ from embodichain.agents.rl.algo import PPO
 from embodichain.agents.rl.buffer import VLABuffer
 from embodichain.agents.rl.collector import AsyncCfg, AsyncCollector, SyncCollector
 from embodichain.agents.rl.collector.remote_env import RemoteEnv
-from embodichain.envs.groups import GroupedEnv, RemoteGroups, arrange, make_grouped
 from embodichain.envs.vec_env import VecEnv
+from embodichain.envs.wrappers import GroupedEnv, RemoteGroups, arrange, make_grouped
 
 
 @dataclass(frozen=True)

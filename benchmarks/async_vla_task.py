@@ -15,12 +15,12 @@ from torch import Tensor
 from benchmarks.async_vla_runs import Sizes
 from benchmarks.timing import cores
 from embodichain.config import load_config
-from embodichain.envs.chunks import chunked
 from embodichain.envs.env_cfg import LanguageCfg
 from embodichain.envs.registration import make
 from embodichain.envs.task_env import TaskEnv
 from embodichain.envs.tasks.push_cube_language import named_goal
 from embodichain.envs.vec_env import VecEnv
+from embodichain.envs.wrappers import chunked
 
 CONFIGS = Path(__file__).parent.parent / "configs" / "agents" / "rl" / "push_cube"
 CHUNK = 4

@@ -6,9 +6,8 @@ import numpy as np
 import torch
 
 from benchmarks.gpu_turns import Row, Turn, nothing, report, take_turns
-from embodichain.agents.engine.episode import Episode
-from embodichain.agents.engine.layout import FrameLayout, Leaf
-from embodichain.agents.engine.mirror import DeviceMirror
+from embodichain.agents.datasets.frames import Episode, FrameLayout, Leaf
+from embodichain.agents.engine.gpu_mirror import DeviceMirror
 from embodichain.agents.engine.shared_buffer import Control, SharedBuffer, State
 
 EPISODES, LENGTH, CHUNK = 64, 300, 64

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.learn_tasks import ROOT, TASKS, Job, Outcome
 from benchmarks.timing import machine
-from embodichain.agents.rl.training.run_log import read_metrics
+from embodichain.agents.rl.runs import read_metrics
 
 _PAUSE = 0.2
 

@@ -120,7 +120,7 @@ class Outcome:
 
 def settings_of(task: str, steps: int | None = None) -> str:
     """Return a digest of a task's whole config, so that runs with different settings are never mixed."""
-    from embodichain.agents.rl.training.config import load_train_config, override
+    from embodichain.agents.rl.config import load_train_config, override
 
     cfg = override(load_train_config(TASKS[task].path), _overrides(steps)).to_dict()
     cfg["trainer"]["seed"] = cfg["trainer"]["gym_config"]["seed"] = 0

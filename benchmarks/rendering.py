@@ -20,9 +20,8 @@ import mujoco
 import numpy as np
 import tyro
 
-from embodichain.envs.gl import choose_backend
 from embodichain.envs.registration import load_gym_config
-from embodichain.envs.rendering import Load, Renderer
+from embodichain.envs.rendering import Load, Renderer, choose_backend
 from embodichain.envs.tasks import PushCube
 
 Draw = Callable[[Load, Iterable[int]], object]

@@ -14,10 +14,10 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from benchmarks.rl_work import Call, Work, is_discrete, sizes, tanh_network, vector_env
+from embodichain.agents.rl.config import TrainCfg, complete, override
+from embodichain.agents.rl.runs import RunFolder
 from embodichain.agents.rl.train import build_trainer
 from embodichain.agents.rl.trainer import Trainer
-from embodichain.agents.rl.training.config import TrainCfg, complete, override
-from embodichain.agents.rl.training.run_folder import RunFolder
 
 LOG_2PI_HALF = 0.9189385
 PUSH_CUBE = {"num_envs": 256, "num_steps": 32, "std": 0.6}

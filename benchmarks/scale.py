@@ -36,7 +36,7 @@ from embodichain.agents.processes.ray_session import RaySession
 from embodichain.agents.rl.buffer import VLABuffer
 from embodichain.agents.rl.collector import AsyncCfg, AsyncCollector
 from embodichain.agents.rl.models.registry import build_policy
-from embodichain.agents.rl.training.collection import EnvMaker
+from embodichain.agents.rl.train import EnvMaker
 
 RESULTS = Path(__file__).parent / "results" / "scale.json"
 LOCAL, RAY = "local processes", "Ray"

@@ -13,8 +13,8 @@ from typing import Any
 import ray
 
 from benchmarks.timing import cores
+from embodichain.agents.datasets.frames import FrameLayout
 from embodichain.agents.engine import OnlineDataEngineCfg
-from embodichain.agents.engine.layout import FrameLayout
 from embodichain.agents.engine.ray_batch import EpisodeBatch
 from embodichain.agents.engine.ray_worker import StreamWorker
 from embodichain.agents.engine.shared_buffer import SharedBuffer

@@ -31,8 +31,8 @@ from torch.utils.data import DataLoader
 from benchmarks.stream_contenders import ROWS, STEPS, gather, indexing, make_buffer, make_reader, memcpy, torchrl
 from benchmarks.timing import machine
 from embodichain.agents.datasets import OnlineDataset
+from embodichain.agents.datasets.frames import Episode
 from embodichain.agents.engine import OnlineDataEngine, OnlineDataEngineCfg
-from embodichain.agents.engine.episode import Episode
 from embodichain.agents.engine.shared_buffer import Control, Read, SharedBuffer, State, Work
 from embodichain.agents.engine.sources import EpisodeSource, open_source
 from embodichain.agents.engine.worker import Worker

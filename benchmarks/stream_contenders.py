@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+from embodichain.agents.datasets.frames import FrameLayout, Leaf
 from embodichain.agents.engine import OnlineDataEngineCfg
-from embodichain.agents.engine.layout import FrameLayout, Leaf
 from embodichain.agents.engine.outputs import RING_SIZE
 from embodichain.agents.engine.reader import StreamReader
 from embodichain.agents.engine.shared_buffer import Control, SharedBuffer, State

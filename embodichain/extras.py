@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
+from collections.abc import Collection, Iterable
+from importlib.machinery import PathFinder
+from pathlib import Path
 from types import ModuleType
 
-from embodichain.errors import MissingExtraError
+from embodichain.errors import MissingExtraError, UnknownNameError, UntrustedModuleError
 
 DISTRIBUTION = "embodichain-agents"
 
@@ -22,3 +26,78 @@ def require(module: str, extra: str) -> ModuleType:
 def available(module: str) -> bool:
     """Tell whether an optional module is installed, without importing it."""
     return importlib.util.find_spec(module.partition(".")[0]) is not None
+
+
+# MERGED modules: A user's own modules: imported only when the caller allows them, by name or by file.
+
+
+_allowed: set[str] = set()
+
+
+def module_name(entry: str) -> str:
+    """Return the module that a trusted entry means: ``mine`` for ``mine`` as well as for ``some/where/mine.py``."""
+    return Path(entry).stem if entry.endswith(".py") else entry
+
+
+def check_trusted(named: Iterable[str], trusted: Collection[str], source: str) -> None:
+    """Refuse modules that a config names and the caller did not allow."""
+    allowed = {module_name(entry) for entry in trusted}
+    for name in named:
+        if name not in allowed:
+            raise UntrustedModuleError(
+                f"{source} names the module {name!r}, and importing a module runs its code. If you know what it does, "
+                f"allow it: --trust {name}"
+            )
+
+
+def import_trusted(trusted: Iterable[str], folders: Iterable[Path] = ()) -> None:
+    """Import modules: files where they are, names from Python's own path or else from one of the folders.
+
+    The folders are searched for these names alone; they do not become part of Python's path.
+    """
+    places = list(folders)
+    for entry in trusted:
+        name = module_name(entry)
+        top = name.partition(".")[0]
+        if entry.endswith(".py"):
+            _import_from(top, [Path(entry).resolve().parent])
+        elif top not in sys.modules and importlib.util.find_spec(top) is None:
+            _import_from(top, places)
+        importlib.import_module(name)
+        _allowed.add(name)
+
+
+def module_folders(trusted: Iterable[str]) -> tuple[str, ...]:
+    """Return the folders from which modules were imported, so that another process finds them, too."""
+    found: dict[str, None] = {}
+    for entry in trusted:
+        module = sys.modules.get(module_name(entry).partition(".")[0])
+        file = None if module is None else module.__file__
+        if file is not None:
+            path = Path(file).resolve()
+            found[str(path.parent.parent if path.name == "__init__.py" else path.parent)] = None
+    return tuple(found)
+
+
+def allowed_modules() -> frozenset[str]:
+    """Return the modules that the caller allowed in this process so far."""
+    return frozenset(_allowed)
+
+
+def _import_from(name: str, folders: list[Path]) -> None:
+    if name in sys.modules:
+        return
+    spec = PathFinder.find_spec(name, [str(folder) for folder in folders])
+    if spec is None or spec.loader is None:
+        looked = ", ".join(dict.fromkeys(map(str, folders))) or "any other folder"
+        raise UnknownNameError(
+            f"there is no module {name!r} on Python's path, nor in {looked}. A file can be given as it is: "
+            f"--trust some/where/{name}.py"
+        )
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise

@@ -32,8 +32,7 @@ def main(argv: Sequence[str]) -> int:
     from rich.console import Console
 
     from embodichain.cli.play import choose_policy, print_files, print_summary, watch_episodes
-    from embodichain.envs.footage import Footage
-    from embodichain.envs.pictures import write_picture
+    from embodichain.envs.recording import Footage, write_picture
     from embodichain.envs.registration import make
 
     console = Console()

@@ -39,10 +39,10 @@ def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     args = tyro.cli(EvalArgs, args=list(argv), prog="embodichain eval")
 
+    from embodichain.agents.rl.checkpoint import find_checkpoint, load_checkpoint, load_policy
+    from embodichain.agents.rl.config import TrainCfg, complete
+    from embodichain.agents.rl.evaluation import evaluate
     from embodichain.agents.rl.train import make_eval_env
-    from embodichain.agents.rl.training.config import TrainCfg, complete
-    from embodichain.agents.rl.utils.checkpoint import find_checkpoint, load_checkpoint, load_policy
-    from embodichain.agents.rl.utils.evaluation import evaluate
     from embodichain.config import save_config
     from embodichain.errors import ConfigError
 

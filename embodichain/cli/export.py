@@ -28,9 +28,9 @@ def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     args = tyro.cli(ExportArgs, args=list(argv), prog="embodichain export")
 
+    from embodichain.agents.rl.checkpoint import find_checkpoint, load_checkpoint, load_policy
     from embodichain.agents.rl.export import export_onnx
-    from embodichain.agents.rl.utils.checkpoint import find_checkpoint, load_checkpoint, load_policy
-    from embodichain.agents.rl.utils.spaces import space_from_data
+    from embodichain.agents.rl.utils.observations import space_from_data
 
     folder = find_checkpoint(args.run, args.checkpoint)
     spaces = load_checkpoint(folder)["spaces"]

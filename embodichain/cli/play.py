@@ -14,8 +14,7 @@ import tyro
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from embodichain.envs.episodes import ActionSource, Episode, Summary
-    from embodichain.envs.footage import Footage
+    from embodichain.envs.recording import ActionSource, Episode, Footage, Summary
     from embodichain.envs.vec_env import VecEnv
 
 PolicyName = Literal["expert", "random", "zero"]
@@ -56,9 +55,9 @@ def main(argv: Sequence[str]) -> int:
 
     from rich.console import Console
 
-    from embodichain.envs.footage import Footage
-    from embodichain.envs.gl import choose_backend
+    from embodichain.envs.recording import Footage
     from embodichain.envs.registration import list_envs, make
+    from embodichain.envs.rendering import choose_backend
     from embodichain.errors import RenderingError
 
     _check(args)
@@ -130,7 +129,7 @@ def watch_episodes(
     """Roll ``count`` episodes under a progress bar; return them and the seconds they took."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from embodichain.envs.episodes import roll
+    from embodichain.envs.recording import roll
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     episodes: list[Episode] = []
@@ -149,7 +148,7 @@ def print_summary(console: Console, title: str, episodes: Sequence[Episode], sec
     """Print the averages as a small table."""
     from rich.table import Table
 
-    from embodichain.envs.episodes import Summary
+    from embodichain.envs.recording import Summary
 
     summary = Summary.of(episodes)
     table = Table(title=title, title_justify="left", show_header=False)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from embodichain.cli.stream_help import HELP, show_help
+from embodichain.cli.stream import HELP, show_help
 
 if TYPE_CHECKING:
     from embodichain.agents.engine.sources import EpisodeSource
@@ -48,9 +48,9 @@ def main(argv: Sequence[str]) -> int:
 
     from embodichain.agents.datasets.lerobot import LeRobotWriter
     from embodichain.agents.datasets.lerobot.recording import read_back, record
-    from embodichain.agents.engine.files import load_stream_config
     from embodichain.agents.engine.sources import open_source
-    from embodichain.config.overrides import parse_overrides
+    from embodichain.cli.stream import load_stream_config
+    from embodichain.config.command_line import parse_overrides
     from embodichain.errors import ConfigError
 
     if args.episodes < 1:
@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _rate(source: EpisodeSource) -> int:
     """Return the number of steps per simulated second."""
-    from embodichain.agents.engine.simulation import SimulatedEpisodes
+    from embodichain.agents.engine.sources import SimulatedEpisodes
     from embodichain.envs.task_env import TaskEnv
 
     if isinstance(source, SimulatedEpisodes) and isinstance(source.env, TaskEnv):

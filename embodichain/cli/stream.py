@@ -2,25 +2,302 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from embodichain.cli.stream_help import HELP, show_help
-from embodichain.cli.stream_log import StreamLog
-from embodichain.cli.stream_rates import WINDOW_SECONDS, History, Moment, Rates
-from embodichain.cli.stream_watch import MAX_LINES, worker_table
+from embodichain.agents.engine.config import OnlineDataEngineCfg
+from embodichain.config import load_config
+from embodichain.envs.registration import list_envs, load_gym_config
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
     from rich.table import Table
 
-    from embodichain.agents.engine import OnlineDataEngine
+    from embodichain.agents.engine import OnlineDataEngine, StreamStats, WorkerStats
+
+# MERGED stream_rates: How fast a stream is: over the last moments and over the whole run.
+#
+# Workers write in bursts, a whole buffer at a time, and rest in between. What happened since the last look says little;
+# rates are means over a time that is long enough for several bursts.
+
+
+WINDOW_SECONDS = 30.0
+"""Rates are means over about so long, until the stream ends."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What was seen of a stream at one moment."""
+
+    seconds: float
+    """Since the beginning."""
+    stats: StreamStats
+    workers: Sequence[WorkerStats] = ()
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Means over a time, per second."""
+
+    seconds: float
+    """How long that time was."""
+    episodes: float
+    frames: float
+    samples: float
+    of_workers: Mapping[int, tuple[float, float]]
+    """Episodes and simulated steps of each worker, by its index."""
+
+    @classmethod
+    def between(cls, first: Moment, last: Moment) -> Rates:
+        """Return the means between two moments."""
+        seconds = last.seconds - first.seconds
+
+        def rate(before: int, after: int) -> float:
+            return (after - before) / seconds if seconds > 0 else 0.0
+
+        former = {worker.worker: worker for worker in first.workers}
+        return cls(
+            seconds,
+            rate(first.stats.episodes_written, last.stats.episodes_written),
+            rate(first.stats.frames, last.stats.frames),
+            rate(first.stats.samples, last.stats.samples),
+            {
+                w.worker: (rate(f.episodes_written, w.episodes_written), rate(f.frames, w.frames))
+                for w in last.workers
+                if (f := former.get(w.worker)) is not None
+            },
+        )
+
+
+class History:
+    """Moments of a stream: the first one, and those of the last ``WINDOW_SECONDS``."""
+
+    def __init__(self, first: Moment) -> None:
+        self._first = first
+        self._recent = deque([first])
+
+    def add(self, moment: Moment) -> None:
+        """Remember a moment; those that are too long ago are forgotten."""
+        self._recent.append(moment)
+        while moment.seconds - self._recent[1].seconds >= WINDOW_SECONDS:
+            self._recent.popleft()
+
+    def recent(self) -> Rates:
+        """Return the rates of the last seconds."""
+        return Rates.between(self._recent[0], self._recent[-1])
+
+    def whole(self) -> Rates:
+        """Return the rates since the beginning."""
+        return Rates.between(self._first, self._recent[-1])
+
+
+# MERGED stream_watch: The workers of a stream as a table that fits the terminal: line by line, or node by node.
+
+
+MAX_LINES = 40
+"""Longest table where no height of a terminal bounds it."""
+IDLE = "idle (buffer full)"
+_SILENT_SECONDS = 2.0
+"""From then on the time since a worker's last sign of life is shown."""
+_NAME_LENGTH = 13
+_LEFT = ("node", "worker", "state")
+_COLUMNS = (*_LEFT, "episodes", "per s", "steps/s", "age", "restarts")
+Line = tuple[str, ...]
+
+
+def worker_table(workers: Sequence[WorkerStats], rates: Rates, max_lines: int = MAX_LINES) -> Table:
+    """Return a line for each worker, for each node with several of them, and for all.
+
+    If these are more than ``max_lines``, workers are left out; then as many nodes as it takes. Workers that wait for a
+    node share one line. The last line, about all of them, is always there.
+    """
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 1, 0, 0))  # it has to fit into 80 columns
+    for column in _COLUMNS:
+        table.add_column(column, justify="left" if column in _LEFT else "right", no_wrap=True)
+    nodes = by_node(workers)
+    waiting = nodes.pop("", [])
+    last = [_sum("-", f"{len(waiting)} more", "waiting", waiting, rates)] if waiting else []
+    last.append(_sum("all", str(len(workers)), _state_of_all(workers), workers, rates))
+    for line, is_sum in _fitting(nodes, rates, max_lines - len(last)):
+        table.add_row(*line, style="bold" if is_sum else None)
+    for line in last if max_lines > 1 else last[-1:]:
+        table.add_row(*line, style="bold" if line is last[-1] else "dim")
+    return table
+
+
+def by_node(workers: Iterable[WorkerStats]) -> dict[str, list[WorkerStats]]:
+    """Return the workers by the name of their node, those that build their environment last; ``""`` if they wait."""
+    nodes: dict[str, list[WorkerStats]] = defaultdict(list)
+    for worker in sorted(workers, key=lambda worker: (worker.state != "running", worker.worker)):
+        nodes[worker.node if worker.state != "waiting" else ""].append(worker)
+    return dict(sorted(nodes.items()))
+
+
+def mean_age(workers: Sequence[WorkerStats]) -> float:
+    """Return the mean age of the workers' episodes; 0 if there are none in the buffer."""
+    ages = [worker.mean_age_seconds for worker in workers if worker.mean_age_seconds > 0]
+    return sum(ages) / len(ages) if ages else 0.0
+
+
+def _fitting(nodes: Mapping[str, list[WorkerStats]], rates: Rates, room: int) -> list[tuple[Line, bool]]:
+    """Return as many lines about workers and nodes as there is room for, and which of them are sums."""
+    each: list[tuple[Line, bool]] = []
+    for node, members in nodes.items():
+        each += [(_line(worker, rates), False) for worker in members]
+        if len(nodes) > 1 and len(members) > 1:
+            each.append((_node(node, members, rates), True))
+    if len(each) <= room:
+        return each
+    shown = nodes if len(nodes) <= room else dict(list(nodes.items())[: max(room - 1, 0)])
+    lines = [(_node(node, members, rates), False) for node, members in shown.items()]
+    others = [worker for node, members in nodes.items() if node not in shown for worker in members]
+    if others and room > 0:
+        count = len(nodes) - len(shown)
+        lines.append((_sum(f"{count} more", f"all {len(others)}", _state_of_all(others), others, rates), False))
+    return lines
+
+
+def _line(worker: WorkerStats, rates: Rates) -> Line:
+    return _sum(worker.node, str(worker.worker), _state(worker), [worker], rates)
+
+
+def _node(node: str, members: Sequence[WorkerStats], rates: Rates) -> Line:
+    return _sum(node, f"all {len(members)}", _state_of_all(members), members, rates)
+
+
+def _sum(node: str, who: str, state: str, workers: Sequence[WorkerStats], rates: Rates) -> Line:
+    """Return a line about some workers; without rates and age if all of them wait."""
+    episodes, frames = (sum(rates.of_workers.get(w.worker, (0.0, 0.0))[i] for w in workers) for i in (0, 1))
+    at_work = any(worker.state != "waiting" for worker in workers)
+    return (
+        node if len(node) <= _NAME_LENGTH else f"…{node[1 - _NAME_LENGTH :]}",  # names differ at their ends
+        who,
+        state,
+        f"{sum(worker.episodes_written for worker in workers):,}",
+        f"{episodes:,.1f}" if at_work else "",
+        f"{frames:,.0f}" if at_work else "",
+        f"{age:.1f} s" if at_work and (age := mean_age(workers)) > 0 else "",
+        str(sum(worker.restarts for worker in workers)),
+    )
+
+
+def _state(worker: WorkerStats) -> str:
+    if worker.silent_seconds > _SILENT_SECONDS:
+        return f"silent {worker.silent_seconds:.0f} s"
+    return IDLE if worker.idle else worker.state
+
+
+def _state_of_all(workers: Sequence[WorkerStats]) -> str:
+    """Return what several workers are doing, in few words."""
+    running = [worker for worker in workers if worker.state == "running"]
+    silent = [worker.silent_seconds for worker in running if worker.silent_seconds > _SILENT_SECONDS]
+    if silent:
+        return f"{len(silent)} silent {max(silent):.0f} s"
+    if running and all(worker.idle for worker in running):
+        return IDLE
+    return f"{len(running)} of {len(workers)} running"
+
+
+# MERGED stream_log: The figures of a stream as scalars for TensorBoard.
+
+
+class StreamLog:
+    """Writes ``stream/...`` and ``nodes/NAME/...`` over seconds; rates are those since the moment before."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # takes a moment to import
+
+        self._writer = SummaryWriter(str(folder))
+
+    def write(self, moment: Moment) -> None:
+        """Write the figures of one moment."""
+        seconds = int(moment.seconds)
+        for name, value in asdict(moment.stats).items():
+            if value is not None:
+                self._writer.add_scalar(f"stream/{name}", value, seconds)
+        for node, members in by_node(moment.workers).items():
+            for name, value in node_scalars(members).items():
+                self._writer.add_scalar(f"nodes/{node or '(waiting)'}/{name}", value, seconds)
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._writer.close()
+
+
+def node_scalars(members: Sequence[WorkerStats]) -> dict[str, float]:
+    """Return what is worth watching about a node: sums of rates, the longest silence, the mean age."""
+    return {
+        "episodes_per_second": sum(w.episodes_per_second for w in members),
+        "frames_per_second": sum(w.frames_per_second for w in members),
+        "silent_seconds": max(w.silent_seconds for w in members),
+        "mean_age_seconds": mean_age(members),
+        "restarts": float(sum(w.restarts for w in members)),
+        "workers": float(sum(w.state == "running" for w in members)),
+    }
+
+
+# MERGED stream_help: The help of commands that take the settings of a stream as flags besides their own.
+
+
+HELP = frozenset({"-h", "--help"})
+
+
+def show_help(command: type[Any], prog: str, argv: Sequence[str]) -> int:
+    """Print the options of a command and every setting of the engine, with the values of a config if one is given."""
+    from embodichain.agents.engine import OnlineDataEngineCfg
+    from embodichain.config.command_line import parse_overrides
+
+    given = [word for word in argv[:1] if not word.startswith("-")]
+    cfg = load_stream_config(given[0]) if given else OnlineDataEngineCfg()
+    with suppress(SystemExit):
+        tyro.cli(command, args=["--help"], prog=prog)
+    where = f"as {given[0]} has them" if given else "and their defaults, which CONFIG changes"
+    with suppress(SystemExit):
+        parse_overrides(cfg, ["--help"], prog=f"{prog} CONFIG", description=f"The settings of the engine, {where}.")
+    return 0
+
+
+# MERGED files: Engine settings from a file, a ``gym_config.json`` or the mere name of an environment.
+
+
+_ENVS, _ROWS_PER_ENV = 8, 4
+
+
+def load_stream_config(source: str | os.PathLike[str]) -> OnlineDataEngineCfg:
+    """Return the settings in a file of them (whose ``gym_config`` may be the path of another file), or defaults that
+    suit the environment of a ``gym_config.json`` or of an id."""
+    path = Path(source)
+    if path.suffix not in (".json", ".yaml", ".yml"):
+        return _for_environment({"id": str(source), "num_envs": _ENVS})
+    data = load_config(path)
+    if "id" in data:
+        return _for_environment(data)
+    nested = data.get("gym_config")
+    if isinstance(nested, str):
+        data["gym_config"] = load_config(path.parent / nested)
+    return OnlineDataEngineCfg.from_dict(data, source=str(source))
+
+
+def _for_environment(gym_config: dict[str, Any]) -> OnlineDataEngineCfg:
+    """Return settings for an environment: rows as long as its episodes, and a few for each env."""
+    cfg = load_gym_config(gym_config)
+    settings: dict[str, Any] = {"gym_config": gym_config, "buffer_size": max(16, _ROWS_PER_ENV * cfg.num_envs)}
+    if cfg.id in {spec.id for spec in list_envs()}:
+        settings["max_episode_steps"] = cfg.max_episode_steps
+    else:  # Gymnasium environments have no expert, and tell their time limit only when they are built
+        settings["action_config"] = {"source": "random"}
+        settings["max_episode_steps"] = 1000
+    return OnlineDataEngineCfg.from_dict(settings, source=str(gym_config.get("id")))
 
 
 @dataclass(frozen=True)
@@ -52,9 +329,8 @@ def main(argv: Sequence[str]) -> int:
     from rich.console import Console
 
     from embodichain.agents.engine import OnlineDataEngine
-    from embodichain.agents.engine.files import load_stream_config
-    from embodichain.agents.utils.messages import shown_messages
-    from embodichain.config.overrides import parse_overrides
+    from embodichain.config.command_line import parse_overrides
+    from embodichain.utils.console import shown_messages
 
     cfg = parse_overrides(load_stream_config(args.config), flags, prog="embodichain stream CONFIG")
     with shown_messages(), OnlineDataEngine(cfg) as engine:

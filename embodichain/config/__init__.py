@@ -11,10 +11,18 @@ from dataclasses import field
 
 from pydantic import Field
 
-from embodichain.config.classes import MISSING, Config, configclass, is_config, is_config_class, missing_fields, to_data
+from embodichain.config.classes import (
+    MISSING,
+    Config,
+    Shorthand,
+    configclass,
+    is_config,
+    is_config_class,
+    missing_fields,
+    to_data,
+)
+from embodichain.config.command_line import parse_overrides
 from embodichain.config.files import load_config, merge, save_config
-from embodichain.config.overrides import parse_overrides
-from embodichain.config.shorthand import Shorthand
 
 __all__ = [
     "MISSING",

@@ -7,10 +7,21 @@ no more than the positions of what is seen.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import copy
+import ctypes
+import importlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import mujoco
 import numpy as np
@@ -18,8 +29,253 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from embodichain.config import MISSING, Config, configclass
-from embodichain.envs.surface import Surface
 from embodichain.errors import ConfigError, RenderingError, UnknownNameError, nearest
+
+# MERGED gl: Offscreen OpenGL: which backend works on this machine.
+#
+# A broken driver may crash the process that tries it, so every backend is tried in a process of its own. What was found
+# goes into ``MUJOCO_GL`` (MuJoCo's C library and every child process read it) and is not tried again.
+
+
+FOUND_VARIABLE = "EMBODICHAIN_GL"
+"""Names the backend that a parent process found to work, so that its children need not try again."""
+
+INSTALL_HINT = (
+    "Install one of these system packages (Debian/Ubuntu names): libosmesa6 (draws on the CPU), or libegl1 with "
+    "libgl1-mesa-dri or the GPU vendor's driver. For example: apt-get install libosmesa6"
+)
+
+_BACKENDS = {"linux": ("egl", "osmesa", "glfw"), "darwin": ("cgl", "glfw"), "win32": ("glfw",)}
+_AUTOMATIC = ("", "enable", "enabled", "on", "true", "1")
+_DISABLED = ("disable", "disabled", "off", "false", "0")
+_ALIASES = {"glx": "glfw", "wgl": "glfw"}  # these names of MuJoCo's mean a (hidden) GLFW window
+_PROBE_SECONDS = 60.0
+_PROBE = """
+import importlib, sys
+import mujoco, numpy as np
+model = mujoco.MjModel.from_xml_string(
+    '<mujoco><worldbody><light pos="0 0 3"/><geom type="box" size="1 1 1" rgba="1 0 0 1"/></worldbody></mujoco>')
+data = mujoco.MjData(model)
+mujoco.mj_forward(model, data)
+context = importlib.import_module("mujoco." + sys.argv[1]).GLContext(32, 32)
+context.make_current()
+drawing = mujoco.MjrContext(model, 50)
+mujoco.mjr_setBuffer(int(mujoco.mjtFramebuffer.mjFB_OFFSCREEN), drawing)
+scene, camera = mujoco.MjvScene(model, 100), mujoco.MjvCamera()
+mujoco.mjv_defaultFreeCamera(model, camera)
+mujoco.mjv_updateScene(model, data, mujoco.MjvOption(), None, camera, int(mujoco.mjtCatBit.mjCAT_ALL), scene)
+rectangle, pixels = mujoco.MjrRect(0, 0, 32, 32), np.zeros((32, 32, 3), np.uint8)
+mujoco.mjr_render(rectangle, scene, drawing)
+mujoco.mjr_readPixels(pixels, None, rectangle, drawing)
+drawing.free()
+context.free()
+if pixels[..., 0].max() < 50:
+    sys.exit("draws nothing but black")
+"""
+
+_found: str | None = None
+_failure: str | None = None
+
+
+def choose_backend() -> str:
+    """Return the GL backend to draw with (``egl``, ``osmesa``, ``glfw``, ``cgl``); ``RenderingError`` if none works.
+
+    A backend named in ``MUJOCO_GL`` is the only one tried. The first call may take a second or two, later ones nothing.
+    """
+    global _found, _failure
+    if _failure is not None:
+        raise RenderingError(_failure)
+    if _found is None:
+        try:
+            _found = _search(_candidates())
+        except RenderingError as error:
+            _failure = str(error)
+            raise
+        _prepare(_found)
+    return _found
+
+
+def _prepare(backend: str) -> None:
+    """Tell MuJoCo, the driver and child processes what to do; what the user has set stays."""
+    os.environ["MUJOCO_GL"] = os.environ[FOUND_VARIABLE] = backend
+    # Mesa draws small pictures faster without helper threads (see benchmarks/rendering.py), and every simulation worker
+    # would otherwise start as many of them as there are cores.
+    os.environ.setdefault("LP_NUM_THREADS", "0")
+    os.environ.setdefault("EGL_LOG_LEVEL", "fatal")  # no warnings about GPUs that are not ours to open
+    if backend == "osmesa":
+        # Its shader cache starts a thread, and a forked child then waits for that thread for ever when it exits.
+        os.environ.setdefault("MESA_SHADER_CACHE_DISABLE", "true")
+
+
+def _candidates() -> tuple[str, ...]:
+    """Return the backends to try, best first."""
+    wish = os.environ.get("MUJOCO_GL", "").lower().strip()
+    known = _BACKENDS.get(sys.platform, ("glfw",))
+    if wish in _DISABLED:
+        raise RenderingError(
+            f"rendering is switched off by MUJOCO_GL={wish}: unset the variable to draw. {INSTALL_HINT}"
+        )
+    if wish in _AUTOMATIC:
+        loaded = os.environ.get("PYOPENGL_PLATFORM", "").lower()  # PyOpenGL knows one platform per process
+        if loaded in known:
+            return (loaded,)
+        screen = sys.platform != "linux" or "DISPLAY" in os.environ or "WAYLAND_DISPLAY" in os.environ
+        return tuple(name for name in known if name != "glfw" or screen)
+    wish = _ALIASES.get(wish, wish)
+    if wish not in known:
+        raise RenderingError(
+            f"MUJOCO_GL={wish!r} is no backend of this system: expected one of {', '.join(known)}, or unset"
+        )
+    return (wish,)
+
+
+def _search(candidates: tuple[str, ...]) -> str:
+    """Return the first backend that draws a picture."""
+    inherited = os.environ.get(FOUND_VARIABLE)
+    if inherited in candidates:
+        return inherited
+    problems = []
+    for backend in candidates:
+        problem = probe(backend)
+        if problem is None:
+            return backend
+        problems.append(f"  {backend}: {problem}")
+    forced = "" if len(candidates) > 1 else " (the only backend allowed by MUJOCO_GL or PYOPENGL_PLATFORM)"
+    raise RenderingError(
+        f"no OpenGL backend can draw on this machine{forced}:\n" + "\n".join(problems) + f"\n{INSTALL_HINT}"
+    )
+
+
+def probe(backend: str) -> str | None:
+    """Draw one small picture in a process of its own; return what went wrong, or ``None``."""
+    environment = {k: v for k, v in os.environ.items() if k != "PYOPENGL_PLATFORM"}
+    command = [sys.executable, "-P", "-c", _PROBE, backend]
+    try:
+        done = subprocess.run(
+            command,
+            env=environment | {"MUJOCO_GL": backend},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_PROBE_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        return f"no picture within {_PROBE_SECONDS:.0f} s"
+    if done.returncode == 0:
+        return None
+    if done.returncode < 0:
+        return f"the driver crashed ({signal.Signals(-done.returncode).name})"
+    lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+    if "'NoneType' object has no attribute" in lines[-1]:  # how PyOpenGL puts it
+        return "its library is not installed"
+    return lines[-1][:200]
+
+
+# MERGED surface: One offscreen picture to draw on: a GL context that is safe to use from threads, at exit and around
+# ``fork``.
+
+
+_surfaces: weakref.WeakSet[Surface] = weakref.WeakSet()
+_has_drawn = False
+_inherited = False  # set in a process forked from one that had drawn
+
+
+class Surface:
+    """A GL context with its own framebuffer and the model's meshes and textures; current only while it draws.
+
+    ``quality`` overrides fields of the model's ``<visual><quality>``, such as ``shadowsize``. Any thread may draw, one
+    at a time. A child made by ``fork`` cannot: GL drivers do not survive it.
+    """
+
+    def __init__(self, model: mujoco.MjModel, height: int, width: int, quality: Mapping[str, int]) -> None:
+        global _has_drawn
+        self._context: Any = None
+        self._drawing: Any = None
+        self._turn = threading.RLock()
+        _refuse_inherited()
+        backend = choose_backend()
+        module: Any = importlib.import_module(f"mujoco.{backend}")
+        self._rectangle = mujoco.MjrRect(0, 0, width, height)
+        self._rows = np.empty((height, width, 3), dtype=np.uint8)
+        shaped = copy.copy(model)  # a context takes its size and quality from the model; the caller's stays as it is
+        shaped.vis.global_.offwidth, shaped.vis.global_.offheight = width, height
+        for name, value in quality.items():
+            setattr(shaped.vis.quality, name, value)
+        try:
+            self._context = module.GLContext(width, height)
+            if not _has_drawn:  # after the driver registered its own clean-up, so that ours comes first
+                atexit.register(_close_all)
+                _has_drawn = True
+            with self._context.as_current():
+                self._drawing = mujoco.MjrContext(shaped, int(mujoco.mjtFontScale.mjFONTSCALE_50))
+                mujoco.mjr_setBuffer(int(mujoco.mjtFramebuffer.mjFB_OFFSCREEN), self._drawing)
+        except (RuntimeError, ImportError, mujoco.FatalError) as error:
+            raise RenderingError(f"{backend} cannot make a picture of {height}x{width} pixels: {error}") from error
+        _surfaces.add(self)
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """Let this thread draw; at the end no context is current, so that another thread may."""
+        _refuse_inherited()
+        with self._turn:
+            if self._context is None:
+                raise RenderingError("this renderer was closed: make a new one")
+            with self._context.as_current():
+                yield
+
+    def draw(self, scene: mujoco.MjvScene, out: np.ndarray) -> None:
+        """Draw a scene, while ``current``, into uint8 ``out`` ``[height, width, 3]``, top row first."""
+        mujoco.mjr_render(self._rectangle, scene, self._drawing)
+        mujoco.mjr_readPixels(self._rows, None, self._rectangle, self._drawing)
+        out[...] = self._rows[::-1]  # GL counts rows from the bottom
+
+    def close(self) -> None:
+        """Free the context; calling it twice is fine."""
+        if _inherited:
+            return
+        with self._turn:
+            if self._context is None:
+                return
+            if self._drawing is not None:
+                with self._context.as_current():
+                    self._drawing.free()
+            self._context.free()
+            self._context = self._drawing = None
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _refuse_inherited() -> None:
+    if _inherited:
+        raise RenderingError(
+            "this process was forked from one that had already drawn, and OpenGL does not survive a fork: "
+            "start worker processes with the 'spawn' method, or draw nothing before they start"
+        )
+
+
+def _close_all() -> None:
+    for surface in list(_surfaces):
+        surface.close()
+
+
+def _disown() -> None:
+    """Leave a parent's contexts alone in the child: even freeing them could wait for threads that are not there."""
+    global _inherited
+    if not _has_drawn:
+        return
+    _inherited = True
+    for surface in list(_surfaces):
+        for owned in (surface._context, surface._drawing):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(owned))  # never destroyed in this process
+    egl = sys.modules.get("mujoco.egl")
+    if egl is not None:
+        setattr(egl, "EGL_DISPLAY", None)  # noqa: B010 - its clean-up at exit then has nothing to do
+
+
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_disown)
+
 
 Load = Callable[[mujoco.MjData, int], None]
 Quality = Literal["lean", "high"]
@@ -223,3 +479,43 @@ def _find_view(model: mujoco.MjModel, camera: str | CameraCfg | None) -> _View:
     view.type = int(mujoco.mjtCamera.mjCAMERA_FIXED)
     view.fixedcamid = 0 if name is None else names.index(str(name))
     return _View(view, fovy)
+
+
+# MERGED camera_mounts: Configured cameras as cameras of the model, for renderers that know no others.
+
+
+_FOVY = 45.0
+
+
+def mounted_name(cfg: CameraCfg) -> str:
+    """Return the name under which a configured camera stands in the model."""
+    return f"observed/{cfg.name}"
+
+
+def mount_cameras(spec: mujoco.MjSpec, cfgs: Sequence[CameraCfg]) -> mujoco.MjModel:
+    """Add a camera to the model for every configured one, so that each can have its own size and angle; compile it."""
+    model = spec.compile()
+    for cfg in cfgs:
+        if cfg.pos is not None and cfg.lookat is not None:
+            body, pos, quat, fovy = spec.worldbody, np.array(cfg.pos), _looking(cfg.pos, cfg.lookat), _FOVY
+        else:
+            name = cfg.attach or cfg.name
+            if name not in camera_names(model):
+                raise UnknownNameError(f"the model has no camera {name!r}.{nearest(name, camera_names(model))}")
+            camera = model.camera(name)
+            body = spec.body(model.body(int(camera.bodyid[0])).name)
+            pos, quat, fovy = camera.pos.copy(), camera.quat.copy(), float(camera.fovy[0])
+        body.add_camera(name=mounted_name(cfg), pos=pos, quat=quat, fovy=cfg.fovy or fovy)
+    return spec.compile()
+
+
+def _looking(pos: Sequence[float], lookat: Sequence[float]) -> np.ndarray:
+    """Return the orientation of an upright camera; it looks along its negative z axis, x is to its right."""
+    ahead = np.subtract(lookat, pos)
+    ahead = ahead / np.linalg.norm(ahead)
+    heading = math.atan2(ahead[1], ahead[0])
+    right = np.array([math.sin(heading), -math.cos(heading), 0.0])
+    axes = np.stack((right, np.cross(-ahead, right), -ahead), axis=1)
+    quat = np.empty(4)
+    mujoco.mju_mat2Quat(quat, axes.flatten())
+    return quat

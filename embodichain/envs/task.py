@@ -11,11 +11,11 @@ import mujoco
 import torch
 from torch import Tensor
 
-from embodichain.envs.action_terms import RobotActionManager
+from embodichain.envs.actions import RobotActionManager
 from embodichain.envs.env_cfg import GymCfg, PoseRangeCfg
 from embodichain.envs.physics import Physics
 from embodichain.envs.random import RandomStreams
-from embodichain.envs.robot import Robot, build_model
+from embodichain.envs.robots import Robot, build_model
 from embodichain.errors import ConfigError
 
 Scene = dict[str, Tensor]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from embodichain.agents.engine.files import load_stream_config
 from embodichain.cli.main import main
+from embodichain.cli.stream import load_stream_config
 from embodichain.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "agents"

@@ -11,10 +11,17 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from embodichain.agents.engine import StreamStats, WorkerStats
-from embodichain.cli.stream import StreamArgs, view
-from embodichain.cli.stream_log import StreamLog
-from embodichain.cli.stream_rates import WINDOW_SECONDS, History, Moment, Rates
-from embodichain.cli.stream_watch import IDLE, worker_table
+from embodichain.cli.stream import (
+    IDLE,
+    WINDOW_SECONDS,
+    History,
+    Moment,
+    Rates,
+    StreamArgs,
+    StreamLog,
+    view,
+    worker_table,
+)
 
 STATS = StreamStats(100, 9.0, 540.0, 3200, 320.0, 2.0, 0.5, 1.5, None, 3, 0, frames=6000)
 NOTHING = Rates(0.0, 0.0, 0.0, 0.0, {})

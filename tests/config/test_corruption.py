@@ -14,7 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from embodichain.config import Config, is_config, is_config_class, load_config, parse_overrides
-from embodichain.config.problems import entry_type, strip
+from embodichain.config.classes import entry_type, strip
 from embodichain.errors import ConfigError
 from tests.config.samples import EngineCfg, NetCfg, RunCfg
 

@@ -7,10 +7,9 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from embodichain.envs.action_terms import RobotActionManager
-from embodichain.envs.actions import ActionManager
+from embodichain.envs.actions import ActionManager, RobotActionManager
 from embodichain.envs.env_cfg import ActionsCfg, EffortTermCfg, EndEffectorTermCfg, JointTermCfg, RobotCfg
-from embodichain.envs.robot import Robot, build_model
+from embodichain.envs.robots import Robot, build_model
 from embodichain.errors import ActionError, ConfigError
 
 HOME = [-0.22, 0.0103, 1.6931, -0.1326, -1.5708, -0.22]

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from embodichain.envs.chunks import ChunkedEnv, chunked, step_one_by_one
-from embodichain.envs.episodes import Summary, roll
+from embodichain.envs.recording import Summary, roll
 from embodichain.envs.registration import make
+from embodichain.envs.wrappers import ChunkedEnv, chunked, step_one_by_one
 from embodichain.errors import ActionError, ChunkSizeError
 
 CAMERA = {"name": "top", "width": 24, "height": 24}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from embodichain.envs.restarts import Restarts
+from embodichain.envs.resets import Restarts
 from tests.envs.rollouts import TASKS, assert_same, digest, random_actions, record, rows, settings, small
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,7 +116,7 @@ def test_restarting_by_mask_equals_restarting_by_index(task, randomized):
 
 
 SCRIPT = """
-from embodichain.envs.restarts import Restarts
+from embodichain.envs.resets import Restarts
 from tests.envs.rollouts import *
 env = small("PickCubeRL", 5, env=settings("PickCubeRL"))
 print(digest(record(env, random_actions(env, 30))))

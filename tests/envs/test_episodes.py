@@ -5,7 +5,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from embodichain.envs.episodes import Episode, Summary, roll
+from embodichain.envs.recording import Episode, Summary, roll
 from embodichain.envs.vec_env import VecEnv
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from embodichain.envs.checker import check_env
-from embodichain.envs.groups import GroupedEnv, join_parts, make_grouped
 from embodichain.envs.registration import make
+from embodichain.envs.wrappers import GroupedEnv, join_parts, make_grouped
 from embodichain.errors import ConfigError, EnvContractError
 
 

@@ -11,7 +11,7 @@ from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
 from embodichain.envs.gymnasium_env import GymnasiumVecEnv, make_gymnasium
-from embodichain.envs.gymnasium_env.sync import RowwiseSyncVectorEnv
+from embodichain.envs.gymnasium_env.construct import RowwiseSyncVectorEnv
 from embodichain.errors import (
     ActionError,
     ConfigError,

@@ -7,7 +7,7 @@ import torch
 
 from embodichain.envs.env_cfg import RobotCfg
 from embodichain.envs.kinematics import SerialChain, dot, length, rotation_error, solve_spd
-from embodichain.envs.robot import ROBOTS, build_model
+from embodichain.envs.robots import ROBOTS, build_model
 from embodichain.errors import AssetError
 
 JOINTS = [f"robot/{name}" for name in ROBOTS["ur5"].joints]

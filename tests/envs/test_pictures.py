@@ -5,8 +5,18 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from embodichain.envs.pictures import BLUE, GREEN, ORANGE, Marker, Trail, caption, draw_top_down, write_picture
-from embodichain.envs.videos import VideoWriter, write_video
+from embodichain.envs.recording import (
+    BLUE,
+    GREEN,
+    ORANGE,
+    Marker,
+    Trail,
+    VideoWriter,
+    caption,
+    draw_top_down,
+    write_picture,
+    write_video,
+)
 from embodichain.errors import OutputError
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from embodichain.envs.episodes import Summary, roll
-from embodichain.envs.language import decode_instructions, encode_instructions
+from embodichain.envs.observations import decode_instructions, encode_instructions
+from embodichain.envs.recording import Summary, roll
 from embodichain.envs.registration import make
 from embodichain.errors import ConfigError
 

@@ -10,14 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from embodichain.envs.camera_mounts import mount_cameras, mounted_name
-from embodichain.envs.graphed import StepParts, _copy
-from embodichain.envs.physics.warp_capacity import capacity
-from embodichain.envs.physics.warp_device import find_device, out_of_memory
-from embodichain.envs.physics.warp_memory import Workspace
+from embodichain.envs.physics.mujoco_warp import Workspace, capacity, find_device, out_of_memory
 from embodichain.envs.registration import list_envs, load_gym_config
-from embodichain.envs.rendering import CameraCfg, Renderer
+from embodichain.envs.rendering import CameraCfg, Renderer, mount_cameras, mounted_name
 from embodichain.errors import ConfigError, SimulationError, UnknownNameError
+from embodichain.utils.cuda_graphs import StepParts, _copy
 
 
 @pytest.mark.parametrize("spec", list_envs(), ids=lambda spec: spec.id)

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from embodichain.envs import gl
+from embodichain.envs import rendering as gl
 from embodichain.envs.env_cfg import RobotCfg
 from embodichain.envs.registration import make
-from embodichain.envs.robot import build_model
+from embodichain.envs.robots import build_model
 from embodichain.errors import (
     ActionError,
     AssetError,

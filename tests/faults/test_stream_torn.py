@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
+from embodichain.agents.datasets.frames import Episode, FrameLayout, Leaf
 from embodichain.agents.engine import OnlineDataEngineCfg
-from embodichain.agents.engine.episode import Episode
-from embodichain.agents.engine.layout import FrameLayout, Leaf
 from embodichain.agents.engine.reader import StreamReader
 from embodichain.agents.engine.shared_buffer import Control, Read, SharedBuffer, State, Work
 

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from embodichain.envs.graphed import refusing_to_wait
 from embodichain.envs.registration import make
 from embodichain.envs.task_env import TaskEnv
 from embodichain.extras import available
+from embodichain.utils.cuda_graphs import refusing_to_wait
 
 on_gpu = [
     pytest.mark.gpu,

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from embodichain.agents.rl.config import TrainCfg
+from embodichain.agents.rl.runs import read_metrics
 from embodichain.agents.rl.train import train_from_config
-from embodichain.agents.rl.training.config import TrainCfg
-from embodichain.agents.rl.training.run_log import read_metrics
 from tests.gpu.gpu import on_gpu
 
 pytestmark = on_gpu

@@ -12,9 +12,9 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from embodichain.agents.rl.algo import ppo
-from embodichain.agents.rl.algo.gae import compute_gae
+from embodichain.agents.rl.algo.advantages import compute_gae
+from embodichain.agents.rl.algo.base import MinibatchAlgorithm
 from embodichain.agents.rl.algo.grpo import GRPO, GRPOCfg
-from embodichain.agents.rl.algo.minibatch import MinibatchAlgorithm
 from embodichain.agents.rl.algo.ppo import PPO, PPOCfg
 from embodichain.agents.rl.collector.sync_collector import SyncCollector
 from embodichain.agents.rl.models import ActorCritic, build_policy
@@ -248,7 +248,7 @@ def test_the_loss_in_one_kernel_is_the_loss_of_the_equations(
 
 
 def test_the_loss_in_one_kernel_hides_nothing() -> None:
-    from embodichain.agents.rl.algo.ppo_kernel import clipped_loss
+    from embodichain.agents.rl.algo.kernels import clipped_loss
 
     log_prob, others = torch.zeros(256, device="cuda"), torch.ones(256, device="cuda")
     log_prob[7] = float("nan")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from embodichain.agents.rl.training.run_log import read_metrics
-from embodichain.agents.rl.utils.checkpoint import find_checkpoint, load_checkpoint
+from embodichain.agents.rl.checkpoint import find_checkpoint, load_checkpoint
+from embodichain.agents.rl.runs import read_metrics
 from tests.agents.rl import rank_cases
 from tests.agents.rl.rank_cases import run_ranks
 from tests.agents.rl.training_cases import GRPO, PPO, train_config

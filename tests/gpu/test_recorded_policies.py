@@ -13,14 +13,13 @@ from tensordict import TensorDictBase
 
 from embodichain.agents.rl.buffer import VLABuffer
 from embodichain.agents.rl.collector import AsyncCfg, AsyncCollector, SyncCollector
-from embodichain.agents.rl.collector import deciding as module
+from embodichain.agents.rl.collector import acting as module
 from embodichain.agents.rl.models import ActorCritic, build_policy
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.config import load_config
-from embodichain.envs.chunks import chunked
-from embodichain.envs.groups import make_grouped
 from embodichain.envs.registration import make
 from embodichain.envs.vec_env import VecEnv
+from embodichain.envs.wrappers import chunked, make_grouped
 from tests.gpu.gpu import on_gpu
 
 pytestmark = on_gpu

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from embodichain.agents.rl.config import TrainCfg
 from embodichain.agents.rl.train import resume_training, train_from_config
-from embodichain.agents.rl.training.config import TrainCfg
 from tests.gpu.gpu import simulates
 
 pytestmark = simulates

@@ -8,10 +8,10 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
+from embodichain.agents.rl.checkpoint import load_policy
+from embodichain.agents.rl.config import TrainCfg
+from embodichain.agents.rl.evaluation import evaluate
 from embodichain.agents.rl.train import train_from_config
-from embodichain.agents.rl.training.config import TrainCfg
-from embodichain.agents.rl.utils.checkpoint import load_policy
-from embodichain.agents.rl.utils.evaluation import evaluate
 from embodichain.envs.registration import make
 
 RECALL_STEPS = 5

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import torch
 
+from embodichain.agents.rl.checkpoint import find_checkpoint, load_checkpoint
 from embodichain.agents.rl.collector import AsyncCfg, SyncCollector
 from embodichain.agents.rl.collector.ray_order import choose, in_time
+from embodichain.agents.rl.config import TrainCfg
 from embodichain.agents.rl.train import resume_training
-from embodichain.agents.rl.training.config import TrainCfg
-from embodichain.agents.rl.utils.checkpoint import find_checkpoint, load_checkpoint
 from embodichain.errors import ConfigError
 from tests.agents.rl.async_cases import NUM_STEPS, make_collector, make_env, make_learner
 

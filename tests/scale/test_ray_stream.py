@@ -13,9 +13,8 @@ import pytest
 import torch
 from stream_envs import check_chunks, gym_config, stream_settings
 
+from embodichain.agents.datasets.frames import Episode, FrameLayout, Leaf
 from embodichain.agents.engine import OnlineDataEngine, OnlineDataEngineCfg
-from embodichain.agents.engine.episode import Episode
-from embodichain.agents.engine.layout import FrameLayout, Leaf
 from embodichain.agents.engine.ray_batch import BatchWriter
 from embodichain.agents.engine.sources import open_source
 from embodichain.errors import ClusterError, ConfigError, SimulationError

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from embodichain.agents.datasets.frames import EpisodeInfo
 from embodichain.agents.engine.config import ActionSourceCfg, OnlineDataEngineCfg
 from embodichain.agents.engine.data import OnlineDataEngine
-from embodichain.agents.engine.episode import EpisodeInfo
 from embodichain.agents.engine.stats import StreamStats, WorkerStats
 from embodichain.agents.processes.ray_config import PlacementCfg
 

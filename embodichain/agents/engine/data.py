@@ -9,20 +9,43 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from tensordict import TensorDict
 
+from embodichain.agents.datasets.frames import EpisodeInfo
 from embodichain.agents.engine.config import OnlineDataEngineCfg
-from embodichain.agents.engine.episode import EpisodeInfo
-from embodichain.agents.engine.mirror import DeviceMirror
-from embodichain.agents.engine.progress import fill_progress
+from embodichain.agents.engine.gpu_mirror import DeviceMirror
 from embodichain.agents.engine.reader import Generator, StreamReader
 from embodichain.agents.engine.shared_buffer import Control
 from embodichain.agents.engine.stats import StatsCounter, StreamStats, WorkersCounter, WorkerStats
 from embodichain.agents.engine.supervisor import Supervisor
 from embodichain.errors import ConfigError, EngineStateError
+
+# MERGED progress: The progress bar of the first fill.
+
+
+@contextmanager
+def fill_progress(cfg: OnlineDataEngineCfg) -> Iterator[Callable[[int], None]]:
+    """Show how many episodes of the first fill are there; yields a function to tell it. Silent outside a terminal."""
+    console = Console(stderr=True)
+    if not cfg.progress or not console.is_terminal:
+        yield lambda _: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("starting simulation", total=cfg.buffer_size)
+
+        def show(written: int) -> None:
+            progress.update(task, completed=min(written, cfg.buffer_size), description="filling the buffer")
+
+        yield show
+
 
 __all__ = ["OnlineDataEngine", "OnlineDataEngineCfg"]
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 from torch import Tensor
 
-from embodichain.agents.engine.layout import FrameLayout, Key, Leaf, unflatten
+from embodichain.agents.datasets.frames import FrameLayout, Key, Leaf, unflatten
 
 RING_SIZE = 2
 """One batch to work with while the next is drawn; more of them would take the place of the frames in the caches."""

@@ -11,8 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from embodichain.agents.engine.episode import Episode
-from embodichain.agents.engine.layout import Allocator, FrameLayout, Key
+from embodichain.agents.datasets.frames import Allocator, Episode, FrameLayout, Key
 from embodichain.agents.engine.shared_buffer import WORK_WORDS, Ints
 from embodichain.agents.processes.arrays import tensor_on
 

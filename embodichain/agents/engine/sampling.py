@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from embodichain.agents.engine.layout import Key
+from embodichain.agents.datasets.frames import Key
 from embodichain.agents.engine.ordering import fence
 from embodichain.agents.engine.outputs import Target
 from embodichain.agents.engine.shared_buffer import Floats, Ints, SharedBuffer

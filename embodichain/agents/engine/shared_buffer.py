@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 from torch import Tensor
 
-from embodichain.agents.engine.episode import Episode, EpisodeInfo
-from embodichain.agents.engine.layout import Allocator, FrameLayout, Key, unflatten
+from embodichain.agents.datasets.frames import Allocator, Episode, EpisodeInfo, FrameLayout, Key, unflatten
 from embodichain.agents.engine.ordering import fence
 from embodichain.agents.processes.segment import Segment
 from embodichain.errors import StreamStalledError

@@ -8,9 +8,9 @@ import threading
 import time
 from typing import Any
 
+from embodichain.agents.datasets.frames import FrameLayout
 from embodichain.agents.engine.config import OnlineDataEngineCfg
 from embodichain.agents.engine.fleet import WorkerHandle, make_fleet
-from embodichain.agents.engine.layout import FrameLayout
 from embodichain.agents.engine.shared_buffer import Control, SharedBuffer, State, Work
 from embodichain.agents.processes.backoff import restart_delay
 from embodichain.agents.processes.failure import FailureReport, drop_locals

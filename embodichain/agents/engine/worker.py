@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
+from embodichain.agents.datasets.frames import Episode, FrameLayout
 from embodichain.agents.engine.config import OnlineDataEngineCfg
-from embodichain.agents.engine.episode import Episode
-from embodichain.agents.engine.layout import FrameLayout
 from embodichain.agents.engine.refill import RefillPolicy, make_refill
 from embodichain.agents.engine.shared_buffer import Control, Ints, SharedBuffer, State, Work
 from embodichain.agents.engine.sources import EpisodeSource, open_source

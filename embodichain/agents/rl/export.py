@@ -25,8 +25,8 @@ from embodichain import __version__
 from embodichain.agents.rl.collector.base import bound_action
 from embodichain.agents.rl.models.observation import Leaf, space_leaves
 from embodichain.agents.rl.models.policy import Policy
-from embodichain.agents.rl.utils.spaces import space_to_data
-from embodichain.envs.videos import prepare_output
+from embodichain.agents.rl.utils.observations import space_to_data
+from embodichain.envs.recording import prepare_output
 from embodichain.errors import ExportError
 from embodichain.extras import require
 

@@ -10,31 +10,128 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 
 from embodichain.agents.rl.algo.base import BaseAlgorithm
-from embodichain.agents.rl.buffer.layout import count_transitions
+from embodichain.agents.rl.buffer.rollout import count_transitions
+from embodichain.agents.rl.checkpoint import Collector, Counters, NanGuard, Run, resume_note
 from embodichain.agents.rl.collector.sync_collector import SyncCollector
-from embodichain.agents.rl.training.config import TrainCfg
-from embodichain.agents.rl.training.ending import Ending, StopReason
-from embodichain.agents.rl.training.joint import joint_statistics
-from embodichain.agents.rl.training.nan_guard import NanGuard
-from embodichain.agents.rl.training.progress import ProgressView, Standing
-from embodichain.agents.rl.training.run_folder import RunFolder
-from embodichain.agents.rl.training.run_log import RunLog, SilentLog
-from embodichain.agents.rl.training.schedule import Every
-from embodichain.agents.rl.training.signals import StopSignals
-from embodichain.agents.rl.training.state import Collector, Counters, Run, resume_note
-from embodichain.agents.rl.training.threads import update_threads
-from embodichain.agents.rl.utils.evaluation import Evaluation, evaluate
-from embodichain.agents.rl.utils.ranks import check_equal
-from embodichain.agents.rl.utils.threads import torch_threads
+from embodichain.agents.rl.config import TrainCfg, TrainerCfg, num_iterations
+from embodichain.agents.rl.evaluation import Evaluation, evaluate
+from embodichain.agents.rl.runs import ProgressView, RunFolder, RunLog, SilentLog, Standing, StopSignals
+from embodichain.agents.rl.utils.distributed import Ranks, check_equal
 from embodichain.envs.vec_env import VecEnv
+from embodichain.utils.threads import torch_threads, update_threads
+
+# MERGED schedule: Things that happen every so many steps.
+
+
+class Every:
+    """Fires when a multiple of ``frequency`` steps was crossed, however large the jumps are; 0 never fires."""
+
+    def __init__(self, frequency: int) -> None:
+        self.frequency = frequency
+        self.next = frequency
+        """The step at which it fires next."""
+
+    def due(self, step: int) -> bool:
+        """Tell whether a multiple was crossed since the last time this was true; several at once count as one."""
+        if not self.frequency or step < self.next:
+            return False
+        self.next = (step // self.frequency + 1) * self.frequency
+        return True
+
+    def continue_from(self, step: int) -> None:
+        """Go on as if every multiple up to this step had fired."""
+        self.next = (step // self.frequency + 1) * self.frequency if self.frequency else 0
+
+
+# MERGED joint: What all ranks of a run have to agree on between two updates.
+
+
+Scalars = Mapping[str, float]
+_EXTREMES = {"async/lag_min": min, "async/lag_max": max}
+_TOTALS = ("episode/count", "async/restarts", "async/workers")
+
+
+def joint_statistics(ranks: Ranks, steps: int, statistics: Scalars) -> tuple[int, dict[str, float]]:
+    """Return the environment steps of all ranks, and the averages of their rollouts."""
+    if ranks.count == 1:
+        return steps, dict(statistics)
+    rows = ranks.exchange([steps, dict(statistics)])
+    return sum(row[0] for row in rows), merge_statistics([row[1] for row in rows])
+
+
+def merge_statistics(rows: Sequence[Scalars]) -> dict[str, float]:
+    """Return averages over ranks: those of episodes by the number of episodes, others where a rank has them."""
+    merged: dict[str, float] = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        having = [row for row in rows if name in row]
+        values = [row[name] for row in having]
+        if name in _EXTREMES:
+            merged[name] = _EXTREMES[name](values)
+        elif name in _TOTALS:
+            merged[name] = sum(values)
+        else:
+            weights = [row["episode/count"] if name.startswith("episode/") else 1.0 for row in having]
+            merged[name] = sum(v * w for v, w in zip(values, weights, strict=True)) / sum(weights)
+    return merged
+
+
+# MERGED ending: When a run ends, and how near that is.
+
+
+StopReason = Literal["iterations", "total_steps", "max_seconds", "target", "interrupted"]
+
+
+class Ending:
+    """What ends a run, apart from an interruption."""
+
+    def __init__(self, trainer: TrainerCfg, num_ranks: int = 1, in_chunks: bool = False) -> None:
+        """Take a run's settings; ``in_chunks`` tells that a rollout has more steps than decisions."""
+        self.trainer, self.num_ranks, self.in_chunks = trainer, num_ranks, in_chunks
+
+    def reason(self, now: Counters, evaluation: Evaluation | None) -> StopReason | None:
+        """Return why the run ends here, ``None`` if it goes on."""
+        trainer = self.trainer
+        if trainer.iterations is not None and now.iteration >= trainer.iterations:
+            return "iterations"
+        if trainer.total_steps is not None and now.global_step >= trainer.total_steps:
+            return "total_steps"
+        if trainer.max_seconds is not None and now.seconds >= trainer.max_seconds:
+            return "max_seconds"
+        return "target" if evaluation is not None and self._is_reached(evaluation) else None
+
+    def progress(self, now: Counters) -> float:
+        """Return the share of the training that is over: by the clock only if nothing else ends it."""
+        limit = self._num_iterations(now)
+        if limit is None:
+            return self.share_of_time(now) or 0.0
+        total = self.trainer.total_steps
+        if total is not None and self.in_chunks:
+            return min(1.0, max(now.iteration / limit, now.global_step / total))
+        return min(1.0, now.iteration / limit)
+
+    def share_of_time(self, now: Counters) -> float | None:
+        """Return the share of the time that is over, where time is limited."""
+        seconds = self.trainer.max_seconds
+        return None if seconds is None else min(1.0, now.seconds / seconds)
+
+    def _num_iterations(self, now: Counters) -> int | None:
+        return num_iterations(self.trainer, self.num_ranks, now.iteration, now.global_step)
+
+    def _is_reached(self, evaluation: Evaluation) -> bool:
+        wanted_return, wanted_success = self.trainer.target_return, self.trainer.target_success
+        if wanted_return is None and wanted_success is None:
+            return False
+        summary = evaluation.summary
+        enough = wanted_return is None or summary.mean_return >= wanted_return
+        return enough and (wanted_success is None or (summary.success_rate or 0.0) >= wanted_success)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,9 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from embodichain.envs.checker import behaviour, interface, structure
+from embodichain.envs.checker import checks as behaviour
+from embodichain.envs.checker import checks as interface
+from embodichain.envs.checker import checks as structure
 from embodichain.envs.checker.probe import Check, Finding, NotApplicable, Probe
 from embodichain.envs.vec_env import VecEnv
 

@@ -9,20 +9,191 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
-from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils import concatenate, create_empty_array
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from embodichain.envs.actions import ActionManager
-from embodichain.envs.gymnasium_env.construct import factory_of, time_limit, vectorize
-from embodichain.envs.gymnasium_env.frames import draw
-from embodichain.envs.gymnasium_env.resets import ResetPort
-from embodichain.envs.gymnasium_env.seeds import EpisodeSeeds
+from embodichain.envs.gymnasium_env.construct import (
+    RowwiseSyncVectorEnv,
+    SubEnvStates,
+    factory_of,
+    time_limit,
+    vectorize,
+)
 from embodichain.envs.gymnasium_env.spaces import ActionDecoder, ObservationEncoder, Rows, choose
-from embodichain.envs.gymnasium_env.state import SubEnvStates
+from embodichain.envs.gymnasium_env.tasks import TaskGymnasiumVectorEnv
+from embodichain.envs.random import combine
 from embodichain.envs.vec_env import Action, EnvIds, StepResult, VecEnv
-from embodichain.errors import EnvContractError
+from embodichain.errors import EnvContractError, RenderingError
+
+# MERGED seeds: Which seed each episode of a Gymnasium env gets: a hash of (seed, env index, episode number).
+
+
+_AHEAD = 64  # episodes whose seeds are computed at once, so that a reset costs a look-up
+_MASK = (1 << 31) - 1  # some simulators behind Gymnasium take 32-bit seeds only
+
+
+class EpisodeSeeds:
+    """One counter-based stream of episode seeds in [0, 2**31) per env, the same whatever ``num_envs`` is."""
+
+    def __init__(self, num_envs: int, seed: int) -> None:
+        self._key = torch.zeros(num_envs, dtype=torch.int64)
+        self._first = np.zeros(num_envs, dtype=np.int64)  # episode number of column 0 of the table
+        self._used = np.zeros(num_envs, dtype=np.int64)
+        self._table = np.zeros((num_envs, _AHEAD), dtype=np.int64)
+        self.seed(np.arange(num_envs), seed)
+
+    def seed(self, env_ids: np.ndarray, seed: int) -> None:
+        """Give these envs the streams of ``(seed, env index)`` from their first episode on."""
+        ids = torch.from_numpy(env_ids)
+        self._key[ids] = combine(torch.full_like(ids, seed & ((1 << 62) - 1)), ids)
+        self._first[env_ids] = 0
+        self._fill(env_ids)
+
+    def take(self, env_ids: np.ndarray) -> np.ndarray:
+        """Return the seeds ``[len(env_ids)]`` of the envs' next episodes and count them as begun."""
+        spent = env_ids[self._used[env_ids] == _AHEAD]
+        if len(spent):
+            self._first[spent] += _AHEAD
+            self._fill(spent)
+        seeds = self._table[env_ids, self._used[env_ids]]
+        self._used[env_ids] += 1
+        return seeds
+
+    @property
+    def state(self) -> np.ndarray:
+        """The streams as int64 ``[num_envs, 2]``: key, number of the next episode."""
+        return np.stack([self._key.numpy(), self._first + self._used], axis=1)
+
+    def set_state(self, env_ids: np.ndarray, state: np.ndarray) -> None:
+        """Continue the streams of these envs where ``state`` ``[len(env_ids), 2]`` was taken."""
+        self._key[torch.from_numpy(env_ids)] = torch.from_numpy(state[:, 0].copy())
+        self._first[env_ids] = state[:, 1]
+        self._fill(env_ids)
+
+    def _fill(self, env_ids: np.ndarray) -> None:
+        episodes = torch.from_numpy(self._first[env_ids]).unsqueeze(1) + torch.arange(_AHEAD)
+        keys = self._key[torch.from_numpy(env_ids)].unsqueeze(1)
+        self._table[env_ids] = (combine(keys, episodes) & _MASK).numpy()
+        self._used[env_ids] = 0
+
+
+# MERGED frames: Pictures of Gymnasium envs in the size that was asked for.
+
+
+def draw(vector_env: VectorEnv, env_ids: list[int], camera: str | None, size: tuple[int, int]) -> np.ndarray:
+    """Return uint8 frames ``[len(env_ids), H, W, 3]`` of the envs' present states."""
+    if camera is not None:
+        raise RenderingError(f"a Gymnasium env has one view of its own: expected camera=None, got {camera!r}")
+    if vector_env.render_mode != "rgb_array":
+        raise RenderingError('pass kwargs={"render_mode": "rgb_array"} when making the env, then it can be rendered')
+    base = vector_env.unwrapped
+    try:
+        if isinstance(base, SyncVectorEnv):
+            frames = [base.envs[i].render() for i in env_ids]
+        else:
+            every = vector_env.render() or ()
+            frames = [every[i] for i in env_ids]
+    except gym.error.DependencyNotInstalled as error:
+        raise RenderingError(f"this Gymnasium env cannot be drawn: {error}") from error
+    pictures = torch.from_numpy(np.stack([np.asarray(frame, dtype=np.uint8) for frame in frames]))
+    if tuple(pictures.shape[1:3]) == size:
+        return pictures.numpy()
+    resized = torch.nn.functional.interpolate(
+        pictures.permute(0, 3, 1, 2).to(torch.float32), size, mode="bilinear", antialias=True, align_corners=False
+    )
+    return resized.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous().numpy()
+
+
+# MERGED resets: How a vector env is reset in part, and what must hold so that no step is ever made up.
+
+
+_SEEDED_PER_ENV = (SyncVectorEnv, RowwiseSyncVectorEnv, AsyncVectorEnv, TaskGymnasiumVectorEnv)
+
+
+class ResetPort:
+    """Resets some envs of a vector env, each from its own seed where the vector env can do that."""
+
+    def __init__(self, vector_env: VectorEnv, encode: Callable[[Any], Rows], episode_seeds: bool | None) -> None:
+        self._env = vector_env
+        self.num_envs = int(vector_env.num_envs)
+        self.mode = _mode(vector_env)
+        base = vector_env.unwrapped
+        self.takes_episode_seeds = isinstance(base, _SEEDED_PER_ENV) if episode_seeds is None else episode_seeds
+        if isinstance(base, AsyncVectorEnv) and self.mode is AutoresetMode.NEXT_STEP and not base.shared_memory:
+            raise EnvContractError(
+                "AsyncVectorEnv(shared_memory=False) in NEXT_STEP mode resets an env again after it was reset by mask, "
+                "which would look like a step; make it with autoreset_mode=AutoresetMode.DISABLED or shared_memory=True"
+            )
+        # Gymnasium's own classes are known to honour reset_mask; a wrapper around them, or another class, is tried.
+        self.partial = type(vector_env) in _SEEDED_PER_ENV or self._honours_mask(encode)
+        self.repeats_others = type(vector_env) in (SyncVectorEnv, RowwiseSyncVectorEnv)
+        """Whether a partial reset returns exactly what the other envs observed before."""
+        if not self.partial and self.mode is not AutoresetMode.SAME_STEP:
+            raise EnvContractError(
+                f"{vector_env} is in {self.mode.name} autoreset mode and its reset() does not honour "
+                'options={"reset_mask": ...}, so envs that are done cannot be reset in the same step. Use '
+                "make_gymnasium with an id, GymnasiumVecEnv.from_factory, or a vector env in SAME_STEP mode"
+            )
+
+    def reset(
+        self, mask: np.ndarray, env_ids: np.ndarray, seeds: np.ndarray | int | None
+    ) -> tuple[Any, dict[str, Any]]:
+        """Reset the envs of ``mask`` ``[num_envs]``; ``seeds`` is one per env of ``env_ids``, one for all, or none."""
+        per_env: list[int | None] | int | None = seeds if isinstance(seeds, int) else None
+        if isinstance(seeds, np.ndarray):
+            per_env = [None] * self.num_envs
+            for env, seed in zip(env_ids.tolist(), seeds.tolist(), strict=True):
+                per_env[env] = seed
+        if mask.all():
+            return self._env.reset(seed=per_env)  # type: ignore[arg-type]  # a list is more than VectorEnv promises
+        if not self.partial:
+            raise EnvContractError(
+                f"{self._env} cannot reset envs {env_ids.tolist()[:10]} alone: "
+                'its reset() does not honour options={"reset_mask": ...}'
+            )
+        return self._env.reset(seed=per_env, options={"reset_mask": mask.copy()})  # type: ignore[arg-type]
+
+    def _honours_mask(self, encode: Callable[[Any], Rows]) -> bool:
+        """Step once, reset the first env by mask, and see whether the others are left where they were."""
+        if self.num_envs == 1:
+            return True
+        self._env.reset()
+        self._env.action_space.seed(0)
+        before = encode(self._env.step(self._env.action_space.sample())[0])
+        mask = np.zeros(self.num_envs, dtype=np.bool_)
+        mask[0] = True
+        try:
+            after = encode(self._env.reset(options={"reset_mask": mask})[0])
+        except (
+            ValueError,
+            TypeError,
+            KeyError,
+            NotImplementedError,
+        ):  # how wrappers say that they reset all or nothing
+            return False
+        return _same_rows(before, after)
+
+
+def _same_rows(before: Rows, after: Rows) -> bool:
+    """Whether all envs but the first observe the same."""
+    return all(
+        _same_rows(value, after[name]) if isinstance(value, dict) else torch.equal(value[1:], after[name][1:])
+        for name, value in before.items()
+    )
+
+
+def _mode(vector_env: VectorEnv) -> AutoresetMode:
+    mode = vector_env.metadata.get("autoreset_mode")
+    try:
+        return mode if isinstance(mode, AutoresetMode) else AutoresetMode(mode)
+    except ValueError:
+        raise EnvContractError(
+            f"{vector_env} must say in metadata['autoreset_mode'] when it resets envs that are done "
+            f"({', '.join(m.name for m in AutoresetMode)}), got {mode!r}"
+        ) from None
 
 
 class GymnasiumVecEnv(VecEnv):

@@ -7,22 +7,265 @@ device. Numbers are float32, so trajectories agree with the CPU backend within a
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import mujoco
+import numpy as np
 import torch
 from torch import Tensor
 
 from embodichain.envs.physics.base import Physics, PictureTaker
-from embodichain.envs.physics.warp_cameras import WarpCameras
-from embodichain.envs.physics.warp_capacity import capacity
-from embodichain.envs.physics.warp_device import find_device, out_of_memory
-from embodichain.envs.physics.warp_memory import Workspace
-from embodichain.envs.rendering import CameraCfg
-from embodichain.errors import ConfigError
+from embodichain.envs.rendering import CameraCfg, mounted_name
+from embodichain.errors import ConfigError, SimulationError
 from embodichain.extras import require
+
+# MERGED warp_device: Finding the GPU for MuJoCo Warp, and what to say when it will not do.
+
+
+_GIB = 1024**3
+
+
+def find_device(name: str, warp: Any) -> torch.device:
+    """Return the device of a name from a config, ready for Warp, or raise what is to be changed."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device: expected 'cpu', 'cuda' or 'cuda:N', got {name!r}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device: expected 'cpu', 'cuda' or 'cuda:N', got {name!r}")
+    if device.type == "cuda":
+        device = _find_gpu(name, device)
+    if warp.config.log_level == warp.LOG_INFO:  # a line for each of some sixty kernels; a user's own choice stays
+        warp.config.log_level = warp.LOG_WARNING
+    warp.init()
+    if device.type == "cuda":
+        _check_driver(warp)
+    return device
+
+
+def _find_gpu(name: str, device: torch.device) -> torch.device:
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"device: {name!r} was asked for, but torch finds no CUDA device; use 'cpu', or install a driver and a "
+            "torch built for CUDA"
+        )
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index >= torch.cuda.device_count():
+        raise ConfigError(f"device: {name!r} does not exist, this machine has {torch.cuda.device_count()} GPU(s)")
+    return torch.device("cuda", index)
+
+
+def _check_driver(warp: Any) -> None:
+    if not warp.is_cuda_available():
+        raise SimulationError("Warp finds no CUDA driver, though torch does: check that libcuda.so can be loaded")
+    # The constraint solver ends when all worlds have converged, which a graph can tell since CUDA 12.4 alone.
+    if not warp.is_conditional_graph_supported():
+        found = ".".join(map(str, warp.get_cuda_driver_version() or ("no", "version")))
+        raise SimulationError(
+            f"the driver is too old for simulation on the GPU: it supports CUDA {found}, and 12.4 or newer is needed; "
+            "update it, or use device 'cpu'"
+        )
+
+
+_SIGNS = ("alloc", "out of memory", "maximum representable")
+"""Words in errors of Warp where worlds are too many: for the memory, or for numbering what is in them."""
+
+
+def out_of_memory(error: Exception, num_envs: int, device: torch.device) -> Exception:
+    """Return the error to raise where worlds were to be made: one that says what to change, if memory ran out."""
+    message = str(error)
+    if isinstance(error, torch.OutOfMemoryError) or any(sign in message for sign in _SIGNS):
+        free = f", {torch.cuda.mem_get_info(device)[0] / _GIB:.1f} GiB of it free" if device.type == "cuda" else ""
+        return SimulationError(
+            f"{num_envs} worlds do not fit into the memory of {device}{free}: use fewer num_envs, or end other "
+            f"programs that use it ({message.splitlines()[0]})"
+        )
+    return error
+
+
+# MERGED warp_capacity: How much room one world's contacts and constraints can need, from the shapes in a model.
+#
+# MuJoCo Warp takes its memory before the first step, and what does not fit is left out of the simulation. So the room
+# is
+# sized for everything that can touch at once.
+
+
+_GEOM = mujoco.mjtGeom
+_SMOOTH = (_GEOM.mjGEOM_SPHERE, _GEOM.mjGEOM_ELLIPSOID)
+_MAX_CONTACTS = 8
+"""Contacts of one pair of bodies at most: two boxes, or two meshes."""
+_CONTACTS = {
+    frozenset((_GEOM.mjGEOM_PLANE, _GEOM.mjGEOM_BOX)): 4,
+    frozenset((_GEOM.mjGEOM_PLANE, _GEOM.mjGEOM_CYLINDER)): 4,
+    frozenset((_GEOM.mjGEOM_PLANE, _GEOM.mjGEOM_CAPSULE)): 2,
+    frozenset((_GEOM.mjGEOM_CAPSULE, _GEOM.mjGEOM_BOX)): 2,
+    frozenset((_GEOM.mjGEOM_CAPSULE,)): 2,
+}
+_EQUALITY_ROWS = {mujoco.mjtEq.mjEQ_CONNECT: 3, mujoco.mjtEq.mjEQ_WELD: 6}
+_MOST_ROWS = 512  # a scene of many meshes never has all of them in touch
+_TYPICAL_CONTACTS = 32  # per world: the pool of contacts is shared by all worlds
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Room to ask for: contacts in all worlds together, and constraint rows in each."""
+
+    contacts: int
+    rows: int
+
+
+def capacity(model: mujoco.MjModel, num_envs: int) -> Capacity:
+    """Return room for everything that can touch, reach a limit or be held together in a model."""
+    contacts, rows = 0, _fixed_rows(model)
+    for first in range(model.ngeom):
+        for second in range(first + 1, model.ngeom):
+            if _can_touch(model, first, second):
+                count = _contact_count(int(model.geom_type[first]), int(model.geom_type[second]))
+                dimension = max(int(model.geom_condim[first]), int(model.geom_condim[second]))
+                contacts, rows = contacts + count, rows + count * _contact_rows(model, dimension)
+    for pair in range(model.npair):
+        contacts += _MAX_CONTACTS
+        rows += _MAX_CONTACTS * _contact_rows(model, int(model.pair_dim[pair]))
+    pool = max(contacts, num_envs * min(contacts, _TYPICAL_CONTACTS))
+    return Capacity(max(pool, 1), int(np.clip(rows, 1, _MOST_ROWS)))
+
+
+def _fixed_rows(model: mujoco.MjModel) -> int:
+    """Rows of equalities, dry friction, joint and tendon limits."""
+    equalities = sum(_EQUALITY_ROWS.get(mujoco.mjtEq(int(kind)), 1) for kind in model.eq_type)
+    friction = np.count_nonzero(model.dof_frictionloss) + np.count_nonzero(model.tendon_frictionloss)
+    limits = np.count_nonzero(model.jnt_limited) + np.count_nonzero(model.tendon_limited)
+    return int(equalities + friction + limits)
+
+
+def _can_touch(model: mujoco.MjModel, first: int, second: int) -> bool:
+    """Apply MuJoCo's filters: collision bits, the same body, parent and child, two fixed bodies."""
+    bits = (model.geom_contype[first] & model.geom_conaffinity[second]) | (
+        model.geom_contype[second] & model.geom_conaffinity[first]
+    )
+    one, other = (int(model.body_weldid[model.geom_bodyid[geom]]) for geom in (first, second))
+    if not bits or one == other:
+        return False
+    parents = [int(model.body_weldid[model.body_parentid[body]]) for body in (one, other)]
+    related = (one != 0 and parents[1] == one) or (other != 0 and parents[0] == other)
+    return not related or bool(model.opt.disableflags & mujoco.mjtDisableBit.mjDSBL_FILTERPARENT)
+
+
+def _contact_count(first: int, second: int) -> int:
+    kinds = frozenset((_GEOM(first), _GEOM(second)))
+    if kinds & frozenset(_SMOOTH):
+        return 1
+    return _CONTACTS.get(kinds, _MAX_CONTACTS)
+
+
+def _contact_rows(model: mujoco.MjModel, dimension: int) -> int:
+    """A frictionless contact is one row; a friction pyramid has two rows per direction; a cone, one per dimension."""
+    if dimension == 1 or model.opt.cone == mujoco.mjtCone.mjCONE_ELLIPTIC:
+        return dimension
+    return 2 * (dimension - 1)
+
+
+# MERGED warp_memory: Scratch memory for MuJoCo Warp that is taken once.
+#
+# Each of its steps makes and drops dozens of arrays. Recorded in a graph they become nodes that allocate and free
+# memory
+# at every replay. With this allocator a first run takes the memory, and the recording finds it there.
+
+
+_GRAIN = 512  # bytes; what torch aligns its own memory to
+
+
+class Workspace:
+    """An allocator for Warp (its ``Allocator`` protocol) that keeps what is given back, for the next of that size.
+
+    Memory is used again at once, so all work on it has to be on one stream, or in one graph.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: dict[int, list[Tensor]] = defaultdict(list)
+        self._used: dict[int, Tensor] = {}
+
+    def allocate(self, size_in_bytes: int) -> int:
+        """Return the address of free memory."""
+        size = -(-size_in_bytes // _GRAIN) * _GRAIN
+        free = self._free[size]
+        block = free.pop() if free else torch.empty(size, dtype=torch.uint8, device=self._device)
+        self._used[block.data_ptr()] = block
+        return block.data_ptr()
+
+    def deallocate(self, ptr: int, size_in_bytes: int) -> None:
+        """Take memory back."""
+        block = self._used.pop(ptr)
+        self._free[block.numel()].append(block)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes taken so far."""
+        blocks = [*self._used.values(), *(block for free in self._free.values() for block in free)]
+        return sum(block.numel() for block in blocks)
+
+
+# MERGED warp_cameras: Pictures of all worlds at once, drawn on the GPU by ray casting from what MuJoCo Warp knows of
+# the scene.
+#
+# They look like those of the CPU's renderer at quality ``lean``: no shadows, no sky. They come as tensors on the
+# device.
+
+
+class WarpCameras:
+    """The configured cameras of one simulation."""
+
+    def __init__(
+        self,
+        model: mujoco.MjModel,
+        simulation: Any,
+        cfgs: Sequence[CameraCfg],
+        stream: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """Prepare to draw; ``simulation`` has Warp's own parts, ``stream`` lets Warp work in torch's order."""
+        self._warp, self._mjw, self._model, self._data = simulation
+        self._cfgs, self._stream = list(cfgs), stream
+        self._mocap = {model.body(i).name: int(model.body_mocapid[i]) for i in range(model.nbody)}
+        with stream():
+            self._context = self._mjw.create_render_context(
+                model,
+                nworld=self._data.nworld,
+                cam_active=[mounted_name(cfg) for cfg in cfgs],
+                cam_res=[(cfg.width, cfg.height) for cfg in cfgs],
+                render_rgb=True,
+                render_depth=False,
+                render_seg=False,
+                use_shadows=False,
+            )
+        self._pixels = self._warp.to_torch(self._context.rgb_data)
+        self._markers = self._warp.to_torch(self._data.mocap_pos)
+
+    def take(self, markers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return uint8 pictures ``[num_envs, height, width, 3]`` by name; ``markers`` are positions of mocap bodies."""
+        for name, positions in markers.items():
+            self._markers[:, self._mocap[name]] = positions
+        with self._stream():
+            self._mjw.kinematics(self._model, self._data)
+            self._mjw.camlight(self._model, self._data)
+            self._mjw.refit_bvh(self._model, self._data, self._context)
+            self._mjw.render(self._model, self._data, self._context)
+        pictures, first = {}, 0
+        for cfg in self._cfgs:
+            last = first + cfg.height * cfg.width
+            pictures[cfg.name] = self._unpack(first, last).view(-1, cfg.height, cfg.width, 3)
+            first = last
+        return pictures
+
+    def _unpack(self, first: int, last: int) -> Tensor:
+        """Return the pixels of one camera; a pixel is a 32-bit number whose bytes are blue, green, red and opacity."""
+        numbers = self._pixels[:, first:last].contiguous()
+        return numbers.view(torch.uint8).view(*numbers.shape, 4)[..., :3].flip(-1)
+
 
 _LOG = logging.getLogger(__name__)
 _STATE_FIELDS = ("time", "qpos", "qvel", "act", "qacc_warmstart", "ctrl")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from embodichain.envs.action_terms import RobotActionManager, chain_of
+from embodichain.envs.actions import RobotActionManager, chain_of
 from embodichain.envs.env_cfg import GymCfg
 from embodichain.envs.kinematics import length, rotation_error
 from embodichain.envs.physics import Physics
-from embodichain.envs.robot import Robot
+from embodichain.envs.robots import Robot
 from embodichain.envs.task import Scene, Task
 
 HALF_CUBE = 0.025

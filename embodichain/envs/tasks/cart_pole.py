@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embodichain.envs.action_terms import RobotActionManager
+from embodichain.envs.actions import RobotActionManager
 from embodichain.envs.env_cfg import ActionsCfg, EffortTermCfg, EnvCfg, EventsCfg, GymCfg, JointRangeCfg, RobotCfg
 from embodichain.envs.physics import Physics
 from embodichain.envs.random import RandomStreams
-from embodichain.envs.robot import Robot
+from embodichain.envs.robots import Robot
 from embodichain.envs.task import Scene, Start, Task
 from embodichain.errors import ConfigError
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embodichain.envs.action_terms import RobotActionManager
+from embodichain.envs.actions import RobotActionManager
 from embodichain.envs.env_cfg import (
     ActionsCfg,
     EnvCfg,
@@ -21,7 +21,7 @@ from embodichain.envs.env_cfg import (
 from embodichain.envs.kinematics import dot, length, mean_square
 from embodichain.envs.physics import Physics
 from embodichain.envs.random import RandomStreams
-from embodichain.envs.robot import Robot
+from embodichain.envs.robots import Robot
 from embodichain.envs.task import Scene, Start, draw_poses
 from embodichain.envs.tasks.arm import ArmTask, place_cube, shorten
 

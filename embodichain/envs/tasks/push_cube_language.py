@@ -10,10 +10,10 @@ from torch import Tensor
 
 from embodichain.envs.env_cfg import GymCfg, LanguageCfg, PoseRangeCfg
 from embodichain.envs.kinematics import length
-from embodichain.envs.language import encode_instructions
+from embodichain.envs.observations import encode_instructions
 from embodichain.envs.physics import Physics
 from embodichain.envs.random import RandomStreams
-from embodichain.envs.robot import Robot
+from embodichain.envs.robots import Robot
 from embodichain.envs.task import Scene, Start, draw_pose
 from embodichain.envs.tasks.arm import place_cube
 from embodichain.envs.tasks.push_cube import PushCube

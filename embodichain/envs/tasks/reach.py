@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embodichain.envs.action_terms import RobotActionManager
+from embodichain.envs.actions import RobotActionManager
 from embodichain.envs.env_cfg import (
     ActionsCfg,
     EnvCfg,

@@ -24,8 +24,7 @@ from torch.utils.data import DataLoader
 
 from embodichain.agents.datasets import OnlineDataset
 from embodichain.agents.engine.data import OnlineDataEngine, OnlineDataEngineCfg
-from embodichain.envs.episodes import Episode, Summary, roll
-from embodichain.envs.footage import Footage
+from embodichain.envs.recording import Episode, Footage, Summary, roll
 from embodichain.envs.registration import make
 
 TASK = "PushCubeRL"

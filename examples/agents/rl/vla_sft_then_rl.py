@@ -24,15 +24,14 @@ import tyro
 from rich.console import Console
 
 from embodichain.agents.engine.data import OnlineDataEngine, OnlineDataEngineCfg
-from embodichain.agents.rl.algo.imitation import Imitation, ImitationCfg
+from embodichain.agents.rl.algo.imitation import Imitation, ImitationCfg, warm_up_value
 from embodichain.agents.rl.algo.ppo import PPOCfg
-from embodichain.agents.rl.algo.warm_up import warm_up_value
+from embodichain.agents.rl.config import TrainCfg, complete, override
+from embodichain.agents.rl.evaluation import Evaluation, evaluate
 from embodichain.agents.rl.models.vla import TinyVLA, save_vla_model
 from embodichain.agents.rl.models.vla_policy import VLAPolicy
+from embodichain.agents.rl.runs import RunFolder
 from embodichain.agents.rl.train import build_trainer
-from embodichain.agents.rl.training.config import TrainCfg, complete, override
-from embodichain.agents.rl.training.run_folder import RunFolder
-from embodichain.agents.rl.utils.evaluation import Evaluation, evaluate
 from embodichain.config import load_config, merge
 from embodichain.envs.registration import load_gym_config, make
 from embodichain.envs.tasks.push_cube_language import named_goal

@@ -11,16 +11,15 @@ import pytest
 import torch
 from stream_envs import stream_settings
 
+from embodichain.agents.datasets.frames import Episode, FrameLayout, Leaf
 from embodichain.agents.engine import OnlineDataEngine, OnlineDataEngineCfg
-from embodichain.agents.engine.episode import Episode
-from embodichain.agents.engine.layout import FrameLayout, Leaf
 from embodichain.errors import DatasetError
 
 pq = pytest.importorskip("pyarrow.parquet", reason="needs the extra 'data'")
 pytest.importorskip("av", reason="needs the extra 'data'")
 
 from embodichain.agents.datasets.lerobot import LeRobotReader, LeRobotWriter, RecordedEpisodes  # noqa: E402
-from embodichain.agents.datasets.lerobot import tables as tables_module  # noqa: E402
+from embodichain.agents.datasets.lerobot import format as tables_module  # noqa: E402
 from embodichain.agents.datasets.lerobot.recording import psnr, read_back, record  # noqa: E402
 
 LAYOUT = FrameLayout(

@@ -16,8 +16,8 @@ import pytest
 import torch
 from stream_envs import check_chunks, gym_config, stream_settings
 
+from embodichain.agents.datasets.frames import FrameLayout, Leaf
 from embodichain.agents.engine.data import OnlineDataEngine, OnlineDataEngineCfg
-from embodichain.agents.engine.layout import FrameLayout, Leaf
 from embodichain.agents.engine.shared_buffer import SharedBuffer, Work
 from embodichain.agents.engine.sources import open_source
 from embodichain.agents.engine.supervisor import Supervisor, check_layout

@@ -10,11 +10,9 @@ import pytest
 import torch
 from stream_envs import check_chunks, gym_config, stream_settings
 
+from embodichain.agents.datasets.frames import Episode, FrameLayout, Leaf
 from embodichain.agents.engine import OnlineDataEngine, OnlineDataEngineCfg
-from embodichain.agents.engine.episode import Episode
-from embodichain.agents.engine.layout import FrameLayout, Leaf
-from embodichain.agents.engine.mirror import DeviceMirror
-from embodichain.agents.engine.mirror_draw import draw_key, pick
+from embodichain.agents.engine.gpu_mirror import DeviceMirror, draw_key, pick
 from embodichain.agents.engine.outputs import RING_SIZE
 from embodichain.agents.engine.shared_buffer import Control, SharedBuffer, State
 from embodichain.errors import ChunkSizeError, ConfigError

@@ -8,9 +8,9 @@ import time
 import pytest
 import torch
 
+from embodichain.agents.datasets.frames import FrameLayout, Leaf
 from embodichain.agents.engine import OnlineDataEngineCfg
-from embodichain.agents.engine.layout import FrameLayout, Leaf
-from embodichain.agents.engine.readers import ReaderSlot
+from embodichain.agents.engine.reader import ReaderSlot
 from embodichain.agents.engine.refill import ContinuousRefill, ReadLimiter, RefillPolicy, ThresholdRefill
 from embodichain.agents.engine.shared_buffer import SharedBuffer, Work
 from embodichain.errors import ConfigError, StreamStalledError

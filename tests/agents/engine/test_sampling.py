@@ -10,9 +10,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from embodichain.agents.datasets.frames import Episode, FrameLayout, Leaf
 from embodichain.agents.engine import OnlineDataEngineCfg, outputs
-from embodichain.agents.engine.episode import Episode
-from embodichain.agents.engine.layout import FrameLayout, Leaf
 from embodichain.agents.engine.reader import StreamReader
 from embodichain.agents.engine.sampling import WindowSampler
 from embodichain.agents.engine.shared_buffer import Control, SharedBuffer, State

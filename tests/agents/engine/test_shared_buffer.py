@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from embodichain.agents.engine.episode import Episode
-from embodichain.agents.engine.layout import FrameLayout, Leaf
-from embodichain.agents.engine.readers import ReaderSlot
+from embodichain.agents.datasets.frames import Episode, FrameLayout, Leaf
+from embodichain.agents.engine.reader import ReaderSlot
 from embodichain.agents.engine.shared_buffer import SharedBuffer
 from embodichain.agents.processes import segment
 from embodichain.errors import SharedMemoryError, SimulationError

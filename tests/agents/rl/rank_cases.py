@@ -18,14 +18,13 @@ import torch.distributed as dist
 from tensordict import TensorDict
 
 from embodichain.agents.rl.algo import GRPO, PPO, GRPOCfg, PPOCfg
+from embodichain.agents.rl.checkpoint import save_checkpoint
 from embodichain.agents.rl.collector import SyncCollector
+from embodichain.agents.rl.config import TrainerCfg
+from embodichain.agents.rl.launch import joined_ranks, restarted_run
 from embodichain.agents.rl.train import resume_training, train_from_config
-from embodichain.agents.rl.training.agreement import restarted_run
-from embodichain.agents.rl.training.config import TrainerCfg
-from embodichain.agents.rl.training.launch import joined_ranks
-from embodichain.agents.rl.utils import ranks as ranks_module
-from embodichain.agents.rl.utils.checkpoint import save_checkpoint
-from embodichain.agents.rl.utils.ranks import Ranks
+from embodichain.agents.rl.utils import distributed as ranks_module
+from embodichain.agents.rl.utils.distributed import Ranks
 from embodichain.errors import ConfigError, EmbodiChainError
 from tests.agents.rl.helpers import ScriptedEnv, make_policy
 

@@ -11,9 +11,9 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from embodichain.envs.actions import ActionManager
-from embodichain.envs.chunks import chunked
 from embodichain.envs.registration import make
 from embodichain.envs.vec_env import StepResult, VecEnv
+from embodichain.envs.wrappers import chunked
 from tests.agents.rl.helpers import ScriptedEnv
 
 CAMERA = {"observations": {"cameras": [{"name": "side", "width": 24, "height": 16}]}}

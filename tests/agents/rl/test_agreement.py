@@ -17,14 +17,12 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from embodichain.agents.rl.checkpoint import find_checkpoint, load_checkpoint
+from embodichain.agents.rl.config import TrainerCfg
+from embodichain.agents.rl.launch import joined_ranks, meet, restarted_run
+from embodichain.agents.rl.runs import read_metrics
 from embodichain.agents.rl.train import train_from_config
-from embodichain.agents.rl.training.agreement import restarted_run
-from embodichain.agents.rl.training.config import TrainerCfg
-from embodichain.agents.rl.training.launch import joined_ranks
-from embodichain.agents.rl.training.meeting import meet
-from embodichain.agents.rl.training.run_log import read_metrics
-from embodichain.agents.rl.utils.checkpoint import find_checkpoint, load_checkpoint
-from embodichain.agents.rl.utils.ranks import Ranks
+from embodichain.agents.rl.utils.distributed import Ranks
 from embodichain.errors import ConfigError, RankError
 from tests.agents.rl import rank_cases
 from tests.agents.rl.rank_cases import run_ranks
@@ -205,7 +203,7 @@ def test_who_has_met_with_a_process_of_an_earlier_attempt_finds_out():
 
 LAUNCHER = """
 import os, subprocess, sys, time
-rank = "from embodichain.agents.rl.training.launch import joined_ranks\\nwith joined_ranks(): pass"
+rank = "from embodichain.agents.rl.launch import joined_ranks\\nwith joined_ranks(): pass"
 place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
 place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": sys.argv[1], "TORCHELASTIC_USE_AGENT_STORE": "True"}
 print(subprocess.Popen([sys.executable, "-c", rank], env={**os.environ, **place}).pid, flush=True)

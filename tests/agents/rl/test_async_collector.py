@@ -13,8 +13,8 @@ from embodichain.agents.rl.algo import PPO, PPOCfg
 from embodichain.agents.rl.buffer import VLABuffer
 from embodichain.agents.rl.collector import AsyncCfg, AsyncCollector, SyncCollector
 from embodichain.agents.rl.collector.background.pacing import Pacing
-from embodichain.agents.rl.utils.evaluation import evaluate
-from embodichain.envs.groups import GroupedEnv
+from embodichain.agents.rl.evaluation import evaluate
+from embodichain.envs.wrappers import GroupedEnv
 from embodichain.errors import CollectorError, ConfigError, EnvironmentHungError, RolloutError, WeightsError
 from tests.agents.rl.async_cases import NUM_ENVS, NUM_STEPS, Env, make_collector, make_env, make_learner
 from tests.agents.rl.helpers import make_policy

@@ -13,13 +13,11 @@ import pytest
 import torch
 
 from embodichain.agents.rl import trainer as trainer_module
+from embodichain.agents.rl.checkpoint import find_checkpoint, load_checkpoint
+from embodichain.agents.rl.config import TrainCfg, complete, override, tell_of_collection
+from embodichain.agents.rl.runs import RunFolder, read_metrics
 from embodichain.agents.rl.train import build_trainer, resume_training, train_from_config
-from embodichain.agents.rl.training.advice import tell_of_collection
-from embodichain.agents.rl.training.config import TrainCfg, complete, override
-from embodichain.agents.rl.training.run_folder import RunFolder
-from embodichain.agents.rl.training.run_log import read_metrics
-from embodichain.agents.rl.utils.checkpoint import find_checkpoint, load_checkpoint
-from embodichain.agents.rl.utils.ranks import Ranks
+from embodichain.agents.rl.utils.distributed import Ranks
 from embodichain.errors import ConfigError
 from tests.agents.rl.test_checkpoint import same
 from tests.agents.rl.training_cases import GRPO, train_config, write_config

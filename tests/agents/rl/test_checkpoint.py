@@ -14,16 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from embodichain.agents.rl.models import build_policy
-from embodichain.agents.rl.utils.checkpoint import (
+from embodichain.agents.rl.checkpoint import (
     find_checkpoint,
     load_checkpoint,
     load_policy,
     load_weights,
     save_checkpoint,
 )
+from embodichain.agents.rl.models import build_policy
+from embodichain.agents.rl.utils.observations import space_from_data, space_to_data
 from embodichain.agents.rl.utils.random_state import get_random_state, seed_everything, set_random_state
-from embodichain.agents.rl.utils.spaces import space_from_data, space_to_data
 from embodichain.agents.rl.utils.tree import put_together, take_apart
 from embodichain.errors import CheckpointError, OutputError, UntrustedModuleError
 

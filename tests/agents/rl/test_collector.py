@@ -9,8 +9,7 @@ import torch
 
 from embodichain.agents.rl.buffer import RolloutBuffer
 from embodichain.agents.rl.collector import BaseCollector, SyncCollector, bound_action
-from embodichain.agents.rl.collector.base import collection_threads
-from embodichain.agents.rl.collector.statistics import EpisodeTracker, InfoAverages
+from embodichain.agents.rl.collector.base import EpisodeTracker, InfoAverages, collection_threads
 from embodichain.errors import RolloutError
 from tests.agents.rl.helpers import LinearPolicy, ScriptedEnv, make_policy, network
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from embodichain.agents.rl.algo import GRPO, PPO, GRPOCfg, PPOCfg
-from embodichain.agents.rl.algo.decoupled import Proximal
+from embodichain.agents.rl.algo.off_policy import Proximal
 from embodichain.agents.rl.collector import SyncCollector
 from embodichain.agents.rl.collector.staleness import behaviour_kl, evaluate_rollout
-from embodichain.agents.rl.utils.ranks import Ranks
+from embodichain.agents.rl.utils.distributed import Ranks
 from embodichain.agents.rl.utils.ratios import bounded, clipped_gain, is_clipped, kl_estimate
 from embodichain.errors import ConfigError
 from tests.agents.rl.helpers import ScriptedEnv, make_policy

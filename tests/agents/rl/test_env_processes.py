@@ -15,17 +15,16 @@ import pytest
 import torch
 from rich.console import Console
 
+from embodichain.agents.rl import train as collection
 from embodichain.agents.rl.buffer import VLABuffer
 from embodichain.agents.rl.collector import AsyncCfg, AsyncCollector, SyncCollector
 from embodichain.agents.rl.collector.remote_env import RemoteEnv
 from embodichain.agents.rl.models import build_policy
-from embodichain.agents.rl.train import train_from_config
-from embodichain.agents.rl.training import collection
-from embodichain.agents.rl.training.collection import EnvMaker, in_chunks
-from embodichain.agents.rl.training.run_log import read_metrics
-from embodichain.envs.groups import GroupedEnv, RemoteGroups, arrange, make_grouped
+from embodichain.agents.rl.runs import read_metrics
+from embodichain.agents.rl.train import EnvMaker, in_chunks, train_from_config
 from embodichain.envs.physics.mujoco_cpu import available_cores
 from embodichain.envs.vec_env import VecEnv
+from embodichain.envs.wrappers import GroupedEnv, RemoteGroups, arrange, make_grouped
 from embodichain.errors import ConfigError, EnvContractError, UnknownNameError, WorkerError
 from tests.agents.rl.remote_cases import Patient, alive, assert_same, make_task
 

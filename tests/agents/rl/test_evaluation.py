@@ -10,9 +10,9 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from embodichain.agents.rl.evaluation import PolicyActor, evaluate
 from embodichain.agents.rl.models import Policy, build_policy
 from embodichain.agents.rl.train import train_from_config
-from embodichain.agents.rl.utils.evaluation import PolicyActor, evaluate
 from embodichain.agents.rl.utils.random_state import get_random_state
 from embodichain.cli.eval import main as eval_command
 from embodichain.config import load_config

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from embodichain.agents.rl.training.run_log import read_metrics
+from embodichain.agents.rl.runs import read_metrics
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "agents" / "rl" / "custom_everything.py"

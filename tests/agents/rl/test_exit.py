@@ -17,7 +17,7 @@ import torch
 
 from embodichain.agents.rl.buffer import VLABuffer
 from embodichain.agents.rl.collector import AsyncCfg, AsyncCollector
-from embodichain.envs.groups import make_grouped
+from embodichain.envs.wrappers import make_grouped
 from embodichain.envs.registration import make
 from tests.agents.rl.helpers import make_policy
 

@@ -12,10 +12,10 @@ from tensordict import TensorDict
 from torch import nn
 
 from embodichain.agents.rl import export
+from embodichain.agents.rl.checkpoint import load_policy
 from embodichain.agents.rl.export import export_onnx
 from embodichain.agents.rl.models import build_policy
 from embodichain.agents.rl.train import train_from_config
-from embodichain.agents.rl.utils.checkpoint import load_policy
 from embodichain.cli.export import main as export_command
 from embodichain.errors import ExportError, OutputError
 from tests.agents.rl.training_cases import write_config

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from embodichain.agents.rl.algo import compute_gae
-from embodichain.agents.rl.algo.gae import _backwards
+from embodichain.agents.rl.algo.advantages import _backwards
 from embodichain.errors import RolloutError
 
 

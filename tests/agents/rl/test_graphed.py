@@ -12,7 +12,7 @@ from torch import Tensor
 from embodichain.agents.rl.algo.graphed import GraphedSteps, _Store
 from embodichain.agents.rl.algo.grpo import GRPO, GRPOCfg
 from embodichain.agents.rl.algo.optimizer import LEARNING_RATE_STEP, PolicyOptimizer, adapted_rate
-from embodichain.agents.rl.buffer.minibatches import Minibatches
+from embodichain.agents.rl.buffer.rollout import Minibatches
 from embodichain.agents.rl.models import build_policy
 
 ENVS, STEPS = 6, 4

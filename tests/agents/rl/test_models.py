@@ -21,7 +21,7 @@ from embodichain.agents.rl.models import (
     get_registered_policy_names,
     register_policy,
 )
-from embodichain.agents.rl.models.activations import Tanh
+from embodichain.agents.rl.models.mlp import Tanh
 from embodichain.agents.rl.utils import flatten_dict_observation
 from embodichain.errors import ConfigError, ObservationError, UnknownNameError
 from tests.agents.rl.helpers import LinearPolicy, ScriptedEnv, box, make_policy, network

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from embodichain.agents.rl.models.critic import NormalizedCritic
+from embodichain.agents.rl.models.actor_critic import NormalizedCritic
 from embodichain.agents.rl.models.mlp import MLP
-from embodichain.agents.rl.models.normalizer import RunningNormalizer, batch_moments, merge_moments
+from embodichain.agents.rl.models.observation import RunningNormalizer, batch_moments, merge_moments
 from embodichain.errors import ConfigError
 
 

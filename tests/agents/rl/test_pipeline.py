@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from embodichain.agents.rl.collector import SyncCollector
-from embodichain.envs.groups import GroupedEnv
+from embodichain.envs.wrappers import GroupedEnv
 from embodichain.errors import ConfigError
 from tests.agents.rl.helpers import LinearPolicy, make_policy
 from tests.agents.rl.helpers import ScriptedEnv as PlainEnv

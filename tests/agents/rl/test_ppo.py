@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from embodichain.agents.rl.algo import PPO, PPOCfg, compute_gae, minibatch
+from embodichain.agents.rl.algo import PPO, PPOCfg, compute_gae
+from embodichain.agents.rl.algo import base as minibatch
 from embodichain.agents.rl.collector import SyncCollector
 from tests.agents.rl.helpers import ScriptedEnv, make_policy
 

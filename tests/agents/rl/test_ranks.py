@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from embodichain.agents.rl.algo.base import BaseAlgorithm
-from embodichain.agents.rl.buffer.minibatches import Minibatches
+from embodichain.agents.rl.buffer.rollout import Minibatches
+from embodichain.agents.rl.checkpoint import find_checkpoint, load_checkpoint
+from embodichain.agents.rl.config import TrainerCfg, num_iterations
+from embodichain.agents.rl.runs import read_metrics
 from embodichain.agents.rl.train import resume_training
-from embodichain.agents.rl.training.config import TrainerCfg, num_iterations
-from embodichain.agents.rl.training.joint import merge_statistics
-from embodichain.agents.rl.training.run_log import read_metrics
-from embodichain.agents.rl.utils.checkpoint import find_checkpoint, load_checkpoint
-from embodichain.agents.rl.utils.ranks import Ranks
+from embodichain.agents.rl.trainer import merge_statistics
+from embodichain.agents.rl.utils.distributed import Ranks
 from embodichain.errors import ConfigError
 from tests.agents.rl import rank_cases
 from tests.agents.rl.helpers import ScriptedEnv, make_policy

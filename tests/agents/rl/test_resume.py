@@ -12,11 +12,10 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from embodichain.agents.rl.checkpoint import find_checkpoint, list_checkpoints, load_checkpoint, resume_note
 from embodichain.agents.rl.collector.config import AsyncCfg
+from embodichain.agents.rl.runs import read_metrics
 from embodichain.agents.rl.train import resume_training, train_from_config
-from embodichain.agents.rl.training.run_log import read_metrics
-from embodichain.agents.rl.training.state import resume_note
-from embodichain.agents.rl.utils.checkpoint import find_checkpoint, list_checkpoints, load_checkpoint
 from embodichain.errors import CheckpointError, TrainingStateError
 from tests.agents.rl.test_checkpoint import same
 from tests.agents.rl.training_cases import GRPO, train_config, write_config
@@ -160,9 +159,9 @@ def test_what_becomes_of_the_episodes_is_told(collector, others, words):
 def test_environment_without_a_state_goes_on_with_new_episodes(tmp_path):
     environment = {"id": "Acrobot-v1", "kwargs": {"render_mode": "rgb_array"}, "max_episode_steps": 30}
     config = train_config(tmp_path / "run", trainer={"gym_config": environment, "iterations": 2})
+    from embodichain.agents.rl.config import TrainCfg, complete, override
+    from embodichain.agents.rl.runs import RunFolder
     from embodichain.agents.rl.train import build_trainer  # the pieces, so that the env can be made to forget
-    from embodichain.agents.rl.training.config import TrainCfg, complete, override
-    from embodichain.agents.rl.training.run_folder import RunFolder
 
     cfg = override(complete(TrainCfg.from_dict(config)), [])
     trainer = build_trainer(cfg, RunFolder.create(cfg))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from embodichain.agents.rl.collector import AsyncCfg
-from embodichain.agents.rl.training.config import TrainCfg
-from embodichain.agents.rl.training.run_folder import RunFolder
+from embodichain.agents.rl.config import TrainCfg
+from embodichain.agents.rl.runs import RunFolder
 
 
 def test_workers_are_called_like_the_run_and_as_no_other(tmp_path: Path) -> None:

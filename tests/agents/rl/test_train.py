@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from embodichain.agents.rl.checkpoint import find_checkpoint, load_checkpoint
+from embodichain.agents.rl.config import TrainCfg, complete, load_train_config, num_iterations, override
 from embodichain.agents.rl.models import get_registered_policy_names
 from embodichain.agents.rl.train import main, make_eval_env, parse_args, report, train_from_config
 from embodichain.agents.rl.trainer import TrainingResult
-from embodichain.agents.rl.training.config import TrainCfg, complete, load_train_config, num_iterations, override
-from embodichain.agents.rl.utils.checkpoint import find_checkpoint, load_checkpoint
-from embodichain.agents.utils.modules import check_trusted, import_trusted
 from embodichain.config import load_config
 from embodichain.errors import ConfigError, UnknownNameError, UntrustedModuleError
+from embodichain.extras import check_trusted, import_trusted
 from tests.agents.rl.training_cases import train_config, write_config
 
 ROOT = Path(__file__).parents[3]

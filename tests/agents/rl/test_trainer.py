@@ -17,21 +17,16 @@ from rich.console import Console
 from torch import nn
 
 from embodichain.agents.rl.algo.base import BaseAlgorithm
+from embodichain.agents.rl.checkpoint import Counters, find_checkpoint, list_checkpoints, load_checkpoint
 from embodichain.agents.rl.collector.sync_collector import SyncCollector
+from embodichain.agents.rl.config import TrainCfg, complete, override
+from embodichain.agents.rl.runs import ProgressView, RunFolder, RunLog, Standing, read_metrics
 from embodichain.agents.rl.train import build_trainer, resume_training, train_from_config
-from embodichain.agents.rl.trainer import Trainer
-from embodichain.agents.rl.training.config import TrainCfg, complete, override
-from embodichain.agents.rl.training.progress import ProgressView, Standing
-from embodichain.agents.rl.training.run_folder import RunFolder
-from embodichain.agents.rl.training.run_log import RunLog, read_metrics
-from embodichain.agents.rl.training.schedule import Every
-from embodichain.agents.rl.training.state import Counters
-from embodichain.agents.rl.training.threads import update_threads
-from embodichain.agents.rl.utils.checkpoint import find_checkpoint, list_checkpoints, load_checkpoint
-from embodichain.agents.rl.utils.threads import torch_threads
+from embodichain.agents.rl.trainer import Every, Trainer
 from embodichain.envs.registration import load_gym_config, make
 from embodichain.errors import ConfigError, MissingExtraError, NotFiniteError, OutputError, WorkerError
 from embodichain.extras import available
+from embodichain.utils.threads import torch_threads, update_threads
 from tests.agents.rl.test_checkpoint import same
 from tests.agents.rl.training_cases import GRPO, train_config, write_config
 

@@ -7,8 +7,9 @@ import torch
 from tensordict import TensorDict
 
 from embodichain.agents.rl.buffer import RolloutBuffer
-from embodichain.agents.rl.collector import SyncCollector, valuing
-from embodichain.agents.rl.collector.valuing import Valuing
+from embodichain.agents.rl.collector import SyncCollector
+from embodichain.agents.rl.collector import sync_collector as valuing
+from embodichain.agents.rl.collector.sync_collector import Valuing
 from embodichain.agents.rl.models import ActorCritic
 from embodichain.errors import RolloutError
 from tests.agents.rl.helpers import LinearPolicy, ScriptedEnv, make_policy

@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict
 
 from embodichain.agents.rl.algo import GRPO, PPO, GRPOCfg, PPOCfg, compute_gae
-from embodichain.agents.rl.algo.chunks import (
+from embodichain.agents.rl.algo.advantages import (
     decision_entropy,
     like,
     log_ratio,

@@ -10,10 +10,10 @@ from torch import nn
 
 from embodichain.agents.rl.models import build_policy
 from embodichain.agents.rl.models.vla import TinyVLA, register_vla_model
-from embodichain.agents.rl.models.vla.tokenizer import ByteTokenizer
+from embodichain.agents.rl.models.vla.tiny_vla import ByteTokenizer
 from embodichain.agents.rl.models.vla_policy import VLAPolicy
-from embodichain.envs.chunks import ChunkedEnv
-from embodichain.envs.language import encode_instructions
+from embodichain.envs.observations import encode_instructions
+from embodichain.envs.wrappers import ChunkedEnv
 from embodichain.errors import ConfigError, ObservationError, UnknownNameError, UntrustedModuleError
 from tests.agents.rl.vla_cases import CAMERA, language_env, vla_block, vla_policy
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from embodichain.agents.rl.algo.decoupled import next_values
-from embodichain.agents.rl.algo.gae import compute_gae
-from embodichain.agents.rl.algo.vtrace import compute_vtrace
+from embodichain.agents.rl.algo.advantages import compute_gae, compute_vtrace
+from embodichain.agents.rl.algo.off_policy import next_values
 
 ENVS, STEPS, GAMMA, LAMBDA = 3, 7, 0.9, 0.8
 ORDER = ("reward", "value", "now", "next_value", "log_importance", "terminated", "done")

@@ -6,9 +6,9 @@ from typing import Any
 
 from embodichain.agents.rl.models import Policy, build_policy
 from embodichain.config import merge
-from embodichain.envs.chunks import chunked
 from embodichain.envs.registration import make
 from embodichain.envs.vec_env import VecEnv
+from embodichain.envs.wrappers import chunked
 
 CAMERA = {
     "name": "front",

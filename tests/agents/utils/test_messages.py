@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 from rich.live import Live
 
-from embodichain.agents.utils.messages import shown_messages
+from embodichain.utils.console import shown_messages
 
 LOG = logging.getLogger("embodichain.some.part")
 

@@ -10,12 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodichain.agents.datasets.lerobot import features as names
-from embodichain.agents.datasets.lerobot.features import Feature, features_of, foreign_features
-from embodichain.agents.datasets.lerobot.tables import from_column
-from embodichain.agents.datasets.lerobot.video import read_pictures
-from embodichain.agents.engine.episode import Episode
-from embodichain.agents.engine.layout import FrameLayout, Key, Leaf
+from embodichain.agents.datasets.frames import Episode, FrameLayout, Key, Leaf
+from embodichain.agents.datasets.lerobot import format as names
+from embodichain.agents.datasets.lerobot.format import (
+    Feature,
+    features_of,
+    foreign_features,
+    from_column,
+    read_pictures,
+)
 from embodichain.errors import DatasetError
 from embodichain.extras import require
 

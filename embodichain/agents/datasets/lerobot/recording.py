@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from embodichain.agents.datasets.lerobot.features import features_of
+from embodichain.agents.datasets.frames import Episode, Key
+from embodichain.agents.datasets.lerobot.format import features_of
 from embodichain.agents.datasets.lerobot.reader import LeRobotReader
 from embodichain.agents.datasets.lerobot.writer import LeRobotWriter
-from embodichain.agents.engine.episode import Episode
-from embodichain.agents.engine.layout import Key
 from embodichain.errors import DatasetError
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from embodichain.agents.rl.algo.optimizer import PolicyOptimizer
-from embodichain.agents.rl.buffer.minibatches import Minibatches
+from embodichain.agents.rl.buffer.rollout import Minibatches
 from embodichain.agents.rl.utils.observations import sorted_leaves
-from embodichain.envs.graphed import recording, refusing_to_wait
+from embodichain.utils.cuda_graphs import recording, refusing_to_wait
 
 _LOG = logging.getLogger(__name__)
 _WARM_UP = 3  # ordinary steps before recording: libraries load and Adam makes its moments in them

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -9,8 +10,9 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from embodichain.agents.rl.algo.chunks import (
+from embodichain.agents.rl.algo.advantages import (
     Level,
+    compute_gae,
     decision_entropy,
     like,
     log_ratio,
@@ -18,21 +20,46 @@ from embodichain.agents.rl.algo.chunks import (
     per_decision,
     reward_and_discount,
 )
-from embodichain.agents.rl.algo.decoupled import Proximal, decouple, scalars
-from embodichain.agents.rl.algo.gae import compute_gae
-from embodichain.agents.rl.algo.minibatch import Meter, MinibatchAlgorithm
+from embodichain.agents.rl.algo.base import Meter, MinibatchAlgorithm
+from embodichain.agents.rl.algo.off_policy import Proximal, decouple, scalars
 from embodichain.agents.rl.algo.optimizer import Precision
-from embodichain.agents.rl.algo.reference import FrozenReference
-from embodichain.agents.rl.buffer.minibatches import Minibatches
+from embodichain.agents.rl.buffer.rollout import Minibatches, episode_starts, flatten_time_major
 from embodichain.agents.rl.collector.sync_collector import RolloutStart
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils.config import AlgorithmCfg, Count, NotNegative, Positive
+from embodichain.agents.rl.utils.distributed import Ranks
 from embodichain.agents.rl.utils.observations import Observation
-from embodichain.agents.rl.utils.ranks import Ranks
 from embodichain.agents.rl.utils.ratios import clipped_gain, is_clipped, kl_estimate
 from embodichain.config import configclass
 from embodichain.envs.vec_env import VecEnv
 from embodichain.errors import ConfigError
+
+# MERGED reference: A frozen copy of a policy, to measure how far the trained one has moved.
+
+
+ROWS = 65_536
+"""Transitions evaluated at a time, which bounds the memory for it."""
+
+
+class FrozenReference:
+    """The policy as it was when this object was made."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = copy.deepcopy(policy).eval().requires_grad_(False)
+
+    @torch.no_grad()
+    def log_prob(self, rollout: TensorDictBase) -> Tensor:
+        """Return the log-probability ``[num_envs, num_steps]`` of a rollout's actions; of chunks one per action."""
+        num_envs, num_steps = rollout.batch_size
+        if not self.policy.is_recurrent:
+            rows = flatten_time_major(rollout.select("observation", "action"))
+            parts = [self.policy.evaluate(part)[0] for part in rows.split(ROWS)]
+            return torch.cat(parts).unflatten(0, (num_steps, num_envs)).transpose(0, 1)
+        data = rollout.select("observation", "action", "hidden")
+        data["start"] = episode_starts(rollout["done"])
+        sequences = data.split(max(1, ROWS // num_steps))
+        return torch.cat([self.policy.evaluate(part.transpose(0, 1))[0].t() for part in sequences])
+
 
 KEYS = ("observation", "action", "reward", "done", "sample_log_prob")
 

@@ -8,8 +8,10 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from embodichain.agents.rl.algo.chunks import (
+from embodichain.agents.rl.algo.advantages import (
     Level,
+    compute_gae,
+    compute_vtrace,
     decision_entropy,
     like,
     log_ratio,
@@ -17,19 +19,16 @@ from embodichain.agents.rl.algo.chunks import (
     per_decision,
     reward_and_discount,
 )
-from embodichain.agents.rl.algo.decoupled import Proximal, decouple, scalars
-from embodichain.agents.rl.algo.gae import compute_gae
-from embodichain.agents.rl.algo.minibatch import Meter, MinibatchAlgorithm
+from embodichain.agents.rl.algo.base import Meter, MinibatchAlgorithm
+from embodichain.agents.rl.algo.off_policy import Proximal, decouple, scalars
 from embodichain.agents.rl.algo.optimizer import Precision
-from embodichain.agents.rl.algo.vtrace import compute_vtrace
-from embodichain.agents.rl.buffer.layout import ROLLOUT_KEYS
-from embodichain.agents.rl.buffer.minibatches import Minibatches
+from embodichain.agents.rl.buffer.rollout import ROLLOUT_KEYS, Minibatches
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils.config import AlgorithmCfg, Count, NotNegative, Positive
-from embodichain.agents.rl.utils.ranks import Ranks
+from embodichain.agents.rl.utils.distributed import Ranks
 from embodichain.agents.rl.utils.ratios import clipped_gain, is_clipped, kl_estimate
-from embodichain.agents.utils.kernels import kernels_work
 from embodichain.config import configclass
+from embodichain.utils.cuda_graphs import kernels_work
 
 
 @configclass
@@ -148,7 +147,7 @@ class PPO(MinibatchAlgorithm):
         advantage, return_, old_value = batch["advantage"], batch["return"], batch["value"]
         mean_entropy = decision_entropy(entropy, batch, cfg.log_prob_per).mean()
         if log_prob.ndim == batch.batch_dims == 1 and kernels_work(value.device):
-            from embodichain.agents.rl.algo.ppo_kernel import clipped_loss
+            from embodichain.agents.rl.algo.kernels import clipped_loss
 
             new, old = (log_prob, value), (batch["sample_log_prob"], old_value)
             settings = (cfg.clip_coef, cfg.vf_coef, cfg.clip_value_loss)

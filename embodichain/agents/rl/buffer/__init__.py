@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from embodichain.agents.rl.buffer.layout import ROLLOUT_KEYS, check_rollout, count_transitions, flatten_time_major
-from embodichain.agents.rl.buffer.minibatches import Minibatches
+from embodichain.agents.rl.buffer.rollout import (
+    ROLLOUT_KEYS,
+    Minibatches,
+    check_rollout,
+    count_transitions,
+    flatten_time_major,
+)
 from embodichain.agents.rl.buffer.rollout_buffer import RolloutBuffer
 from embodichain.agents.rl.buffer.vla_buffer import VLABuffer
 

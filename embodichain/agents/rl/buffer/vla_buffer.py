@@ -2,17 +2,224 @@
 
 from __future__ import annotations
 
+import fcntl
+import math
 import os
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import reduction
+from types import TracebackType
+from typing import Any, Protocol, Self
 
+import numpy as np
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
 
-from embodichain.agents.rl.buffer.guards import Guard, ProcessGuard, ThreadGuard
-from embodichain.agents.rl.buffer.shelves import LocalShelf, SharedShelf, Shelf
+from embodichain.agents.processes.segment import Segment
+from embodichain.agents.rl.utils.observations import sorted_leaves
 from embodichain.errors import BufferWaitError, RolloutError
+
+# MERGED guards: Mutual exclusion with waiting, for threads and for processes that may be killed at any moment.
+
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.005
+"""Seconds between two looks at what another process may have changed."""
+
+
+class Guard(Protocol):
+    """A lock (``with guard:``) whose holder can wait for something that others have to bring about."""
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None: ...
+
+    def wait_for(self, is_so: Callable[[], bool], timeout: float | None) -> bool:
+        """Give the lock up until ``is_so()`` holds; return whether it does, within ``timeout`` seconds."""
+
+    def notify_all(self) -> None:
+        """Let those who wait look again."""
+
+
+class ThreadGuard(threading.Condition):
+    """A guard between the threads of one process."""
+
+
+class ProcessGuard:
+    """A guard between processes; the kernel releases it when its holder dies, even of ``kill -9``.
+
+    It is a record lock on a file that exists in memory only, and a thread lock for the threads of each process. Those
+    who wait look again every few milliseconds: no wake-up can be lost with a process that was to send it.
+    """
+
+    def __init__(self, fd: int | None = None) -> None:
+        self._fd = os.memfd_create("embodichain-guard", os.MFD_CLOEXEC) if fd is None else fd
+        self._threads, self._pid = threading.Lock(), os.getpid()
+
+    def __enter__(self) -> Self:
+        if self._pid != os.getpid():  # forked: a thread that held the lock does not exist here
+            self._threads, self._pid = threading.Lock(), os.getpid()
+        self._threads.acquire()
+        fcntl.lockf(self._fd, fcntl.LOCK_EX)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None:
+        self._release()
+
+    def _release(self) -> None:
+        fcntl.lockf(self._fd, fcntl.LOCK_UN)
+        self._threads.release()
+
+    def wait_for(self, is_so: Callable[[], bool], timeout: float | None) -> bool:
+        """Give the lock up until ``is_so()`` holds; return whether it does, within ``timeout`` seconds."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        pause = _FIRST_PAUSE
+        while not is_so():
+            if deadline is not None and time.monotonic() >= deadline:
+                return False
+            self._release()
+            time.sleep(pause)
+            pause = min(2.0 * pause, _LONGEST_PAUSE)
+            self.__enter__()
+        return True
+
+    def notify_all(self) -> None:
+        """Do nothing: those who wait look by themselves."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _attach, (reduction.DupFd(self._fd),)
+
+    def __del__(self) -> None:
+        fd, self._fd = getattr(self, "_fd", -1), -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def _attach(duplicate: Any) -> ProcessGuard:
+    return ProcessGuard(duplicate.detach())
+
+
+# MERGED shelves: Where the entries of a queue lie: in this process, by reference, or in memory that several processes
+# share.
+
+
+_ALIGNMENT = 64
+Counts = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class Shelf(Protocol):
+    """Keeps entries by their numbers; whoever uses it makes sure that only one does at a time."""
+
+    counts: Counts
+    """Room for counters, int64, that lie beside the entries."""
+
+    def put(self, number: int, entry: TensorDictBase) -> None:
+        """Store an entry."""
+
+    def look(self, number: int) -> TensorDictBase:
+        """Return an entry as it lies there; see ``take`` for one that stays valid."""
+
+    def take(self, number: int) -> TensorDictBase:
+        """Remove an entry and return it; it belongs to the caller."""
+
+    def total(self, numbers: range) -> int:
+        """Return the number of transitions in these entries."""
+
+
+class LocalShelf:
+    """Entries of any shape, by reference."""
+
+    def __init__(self, num_counts: int) -> None:
+        self.counts: Counts = np.zeros(num_counts, dtype=np.int64)
+        self._entries: dict[int, TensorDictBase] = {}
+        self._total = 0
+
+    def put(self, number: int, entry: TensorDictBase) -> None:
+        """Store an entry."""
+        self._entries[number] = entry
+        self._total += entry.numel()
+
+    def look(self, number: int) -> TensorDictBase:
+        """Return an entry."""
+        return self._entries[number]
+
+    def take(self, number: int) -> TensorDictBase:
+        """Remove an entry and return it."""
+        entry = self._entries.pop(number)
+        self._total -= entry.numel()
+        return entry
+
+    def total(self, numbers: range) -> int:
+        """Return the number of transitions in these entries, which are all there are."""
+        return self._total
+
+
+class SharedShelf:
+    """A ring of places for entries that all look like an example, in shared memory known by its descriptor alone."""
+
+    def __init__(self, num_counts: int, example: TensorDictBase, num_places: int) -> None:
+        self.batch_size = list(example.batch_size)
+        self.num_places = num_places
+        self._leaves = [(path, leaf.dtype, tuple(leaf.shape)) for path, leaf in sorted_leaves(example)]
+        self._offsets = []
+        end = _aligned(8 * num_counts)
+        for _, dtype, shape in self._leaves:
+            self._offsets.append(end)
+            end += _aligned(num_places * math.prod(shape) * dtype.itemsize)
+        self._num_counts = num_counts
+        self._attach(Segment.create(max(end, _ALIGNMENT), "a shared VLABuffer"))
+
+    def _attach(self, segment: Segment) -> None:
+        self._segment = segment
+        self.counts: Counts = segment.view(0, torch.int64, (self._num_counts,)).numpy()
+        self._places: dict[tuple[str, ...], Tensor] = {
+            path: segment.view(offset, dtype, (self.num_places, *shape))
+            for (path, dtype, shape), offset in zip(self._leaves, self._offsets, strict=True)
+        }
+
+    def put(self, number: int, entry: TensorDictBase) -> None:
+        """Copy an entry in; it must look like the example."""
+        given = [(path, leaf.dtype, tuple(leaf.shape)) for path, leaf in sorted_leaves(entry)]
+        if given != self._leaves or list(entry.batch_size) != self.batch_size:
+            wrong = next(
+                (f"{'/'.join(mine[0])} is {mine}" for mine in given if mine not in self._leaves), "keys differ"
+            )
+            raise RolloutError(f"a shared buffer takes entries like its example, {self.batch_size}; here {wrong}")
+        for path, place in self._places.items():
+            place[number % self.num_places].copy_(entry.get(path))
+
+    def look(self, number: int) -> TensorDictBase:
+        """Return an entry where it lies, valid until its place is used again."""
+        entry = TensorDict({}, batch_size=self.batch_size)
+        for path, place in self._places.items():
+            entry.set(path, place[number % self.num_places])
+        return entry
+
+    def take(self, number: int) -> TensorDictBase:
+        """Return a copy of an entry, whose place may then be used again."""
+        return self.look(number).clone()
+
+    def total(self, numbers: range) -> int:
+        """Return the number of transitions in these entries."""
+        return len(numbers) * math.prod(self.batch_size)
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = ("batch_size", "num_places", "_leaves", "_offsets", "_num_counts", "_segment")
+        return {name: self.__dict__[name] for name in kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._attach(self._segment)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
 
 # The counters that lie beside the entries: numbers of the oldest and of the next entry, transitions that went out on
 # either way, the size of the last entry, and microseconds of waiting. What is inside follows from the first two alone,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from embodichain.agents.rl.utils.observations import Observation
@@ -86,3 +89,114 @@ def collection_threads(policy: nn.Module, num_envs: int) -> int | None:
     """Return 1 if the policy's work per step is too small to share between threads, ``None`` for torch's own choice."""
     size = sum(parameter.numel() for parameter in policy.parameters())
     return 1 if size * num_envs < LARGE_STEP else None
+
+
+# MERGED statistics: Episode returns and averages of what environments report, kept on the device without waiting for
+# it.
+
+
+class EpisodeTracker:
+    """Follows returns and lengths of episodes across rollouts.
+
+    ``episode_return`` (float64) and ``episode_length`` (int64), each ``[num_envs]``, are those of the episodes under
+    way.
+    """
+
+    def __init__(self, num_envs: int, device: torch.device) -> None:
+        self.episode_return = torch.zeros(num_envs, dtype=torch.float64, device=device)
+        self.episode_length = torch.zeros(num_envs, dtype=torch.int64, device=device)
+        self._sums: tuple[Tensor, Tensor, Tensor] | None = None
+        self._ended: TensorDict | None = None
+
+    def restart(self) -> None:
+        """Forget the episodes under way: all envs have been reset."""
+        self.episode_return.zero_()
+        self.episode_length.zero_()
+
+    def update(self, reward: Tensor, done: Tensor, num_actions: Tensor | None = None) -> None:
+        """Take in a rollout's ``[num_steps, num_envs]``; lengths count actions: one per step, or ``num_actions``."""
+        counted = torch.arange(1, reward.shape[0] + 1, device=reward.device).unsqueeze(1)
+        returns = reward.double().cumsum(0) + self.episode_return
+        lengths = self.episode_length + (counted if num_actions is None else num_actions.cumsum(0))
+        last = (done * counted).amax(dim=0, keepdim=True)  # the step at whose end an env last ended; 0: none
+        row, has_ended = (last - 1).clamp_min(0), last > 0
+        self.episode_return = returns[-1] - torch.where(has_ended, returns.gather(0, row), 0.0)[0]
+        self.episode_length = lengths[-1] - torch.where(has_ended, lengths.gather(0, row), 0)[0]
+        self._sums, self._ended = (returns, lengths, done.clone()), None
+
+    @property
+    def ended(self) -> TensorDict:
+        """``return`` and ``length`` of the episodes that ended in the last rollout, in the order in which they ended.
+
+        Finding them waits for the device, once.
+        """
+        if self._ended is None:
+            self._ended = _ended_episodes(*self._sums) if self._sums is not None else _none_ended()
+            self._sums = None
+        return self._ended
+
+
+def _none_ended() -> TensorDict:
+    return TensorDict({"return": torch.zeros(0), "length": torch.zeros(0)}, batch_size=[0])
+
+
+def _ended_episodes(returns: Tensor, lengths: Tensor, done: Tensor) -> TensorDict:
+    """Return the episodes of a rollout in which returns and lengths were added up, whatever ended on the way."""
+    env, step = done.t().nonzero(as_tuple=True)  # sorted by env, then by step
+    totals = torch.stack([returns[step, env], lengths[step, env].double()])
+    same_env = torch.zeros_like(env, dtype=torch.bool)
+    same_env[1:] = env[1:] == env[:-1]
+    before = torch.where(same_env, totals.roll(1, dims=1), 0.0)  # what belongs to the env's episodes until then
+    own = (totals - before)[:, step.argsort(stable=True)]
+    return TensorDict({"return": own[0], "length": own[1].long()}, batch_size=[own.shape[1]])
+
+
+class InfoAverages:
+    """Averages ``info["rewards"]`` and ``info["metrics"]`` over a rollout.
+
+    What steps report is kept as it is, and added up when it is asked for: a few operations per name instead of as many
+    per name and step.
+    """
+
+    def __init__(self) -> None:
+        self._infos: list[tuple[Mapping[str, Tensor], Mapping[str, Tensor], Tensor]] = []
+
+    def add(self, info: Mapping[str, Any], done: Tensor) -> None:
+        """Take in one step's info and which envs ended an episode, ``[num_envs]``; neither may be changed later."""
+        self._infos.append((info.get("rewards", {}), info.get("metrics", {}), done))
+
+    def means(self) -> dict[str, Tensor]:
+        """Return the mean of every part over steps and envs, and of every metric at the end of finished episodes."""
+        rewards: dict[str, list[Tensor]] = defaultdict(list)
+        metrics: dict[str, list[Tensor]] = defaultdict(list)
+        dones: dict[str, list[Tensor]] = defaultdict(list)
+        ended: list[Tensor] = []
+        for reward_parts, measures, done in self._infos:
+            for name, part in reward_parts.items():
+                rewards[name].append(part)
+            for name, part in measures.items():
+                metrics[name].append(part)
+                dones[name].append(done)
+            ended += [done] if measures else []
+        count = len(self._infos) * self._infos[0][2].numel() if self._infos else 1
+        means = {f"rewards/{name}": torch.cat(parts).sum() / count for name, parts in rewards.items()}
+        if not ended:
+            return means
+        episodes = torch.cat(ended).sum()
+        for name, parts in metrics.items():
+            measured = torch.cat(parts)
+            means[f"metrics/{name}"] = measured.sum() / count
+            means[f"episode/{name}"] = torch.where(torch.cat(dones[name]), measured, 0).sum() / episodes
+        return means
+
+
+def summarize(averages: InfoAverages, episodes: TensorDict) -> dict[str, float]:
+    """Return the averages of a rollout and of the episodes that ended in it; this waits for the device once."""
+    means = averages.means()  # where the simulation is
+    if len(episodes):
+        means["episode/return"] = episodes["return"].mean()
+        means["episode/length"] = episodes["length"].double().mean()
+    here = episodes["return"].device  # where the rollout is
+    values = torch.stack([mean.to(here, torch.float64) for mean in means.values()]).tolist() if means else []
+    known = {name: value for name, value in zip(means, values, strict=True) if not math.isnan(value)}
+    return known | {"episode/count": float(len(episodes))}

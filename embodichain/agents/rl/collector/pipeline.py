@@ -22,8 +22,8 @@ from torch import Tensor
 
 from embodichain.agents.rl.collector.base import Decision, bound_action, result_to
 from embodichain.agents.rl.utils.observations import Observation
-from embodichain.envs.groups import GroupedEnv
 from embodichain.envs.vec_env import StepResult, StepsInHalves, VecEnv
+from embodichain.envs.wrappers import GroupedEnv
 from embodichain.errors import ConfigError, EmbodiChainError, RolloutError
 
 
@@ -53,7 +53,7 @@ class Pipeline:
             got = f"{len(env.groups)} groups" if isinstance(env, GroupedEnv) else type(env).__name__
             raise ConfigError(
                 f"pipeline_stages={stages} needs an environment of {stages} groups: GroupedEnv([...]) of "
-                f"embodichain.envs.groups, or arrange(environments, {stages}) of those in processes; got {got}",
+                f"embodichain.envs.wrappers, or arrange(environments, {stages}) of those in processes; got {got}",
                 "collector",
             )
         self.env, self.device = env, device

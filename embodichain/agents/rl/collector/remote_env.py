@@ -29,11 +29,11 @@ from torch import Tensor
 from embodichain.agents.processes.failure import FailureReport
 from embodichain.agents.rl.collector.background.child_process import ChildProcess, begin_as_child
 from embodichain.agents.rl.collector.background.mail import Mail
+from embodichain.agents.rl.utils.observations import space_from_data, space_to_data
 from embodichain.agents.rl.utils.random_state import seed_everything
-from embodichain.agents.rl.utils.spaces import space_from_data, space_to_data
 from embodichain.envs.actions import ActionManager
-from embodichain.envs.chunks import chunked
 from embodichain.envs.vec_env import Action, EnvIds, StepResult, StepsInHalves, VecEnv
+from embodichain.envs.wrappers import chunked
 from embodichain.errors import ActionError, EnvContractError, WorkerError
 
 _GRACE_SECONDS = 1.0
@@ -141,7 +141,7 @@ class RemoteEnv(StepsInHalves):
         return obs, reward, terminated, truncated, info
 
     def in_chunks(self, chunk_size: int) -> RemoteEnv:
-        """Let a decision be so many actions from now on (see ``embodichain.envs.chunks``), and return this."""
+        """Let a decision be so many actions from now on (see ``embodichain.envs.wrappers``), and return this."""
         self._describe(self._ask("in_chunks", chunk_size))
         return self
 

@@ -8,8 +8,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from embodichain.agents.rl.buffer.layout import flatten_time_major
-from embodichain.agents.rl.buffer.minibatches import episode_starts
+from embodichain.agents.rl.buffer.rollout import episode_starts, flatten_time_major
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils.ratios import kl_estimate
 from embodichain.errors import WeightsError

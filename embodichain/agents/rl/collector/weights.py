@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from embodichain.agents.processes.segment import Segment
 from embodichain.agents.rl.models.policy import Policy
-from embodichain.envs.graphed import copy_together
 from embodichain.envs.random import mix
 from embodichain.errors import WeightsError
+from embodichain.utils.cuda_graphs import copy_together
 
 _ALIGNMENT = 64
 _STRIDE = -7046029254386353131

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from embodichain.agents.rl.models.actor_critic import ActorCritic, ActorCriticCfg
-from embodichain.agents.rl.models.actor_only import ActorOnly
+from embodichain.agents.rl.models.actor_critic import ActorCritic, ActorCriticCfg, ActorOnly, PolicyCfg
 from embodichain.agents.rl.models.distributions import DistributionCfg
-from embodichain.agents.rl.models.image_encoder import ImageEncoderCfg
-from embodichain.agents.rl.models.memory import MemoryCfg
-from embodichain.agents.rl.models.mlp import MLP, NetworkCfg, build_mlp_from_cfg
-from embodichain.agents.rl.models.network_policy import PolicyCfg
-from embodichain.agents.rl.models.normalizer import RunningNormalizer
+from embodichain.agents.rl.models.mlp import MLP, ImageEncoderCfg, NetworkCfg, build_mlp_from_cfg
+from embodichain.agents.rl.models.observation import RunningNormalizer
 from embodichain.agents.rl.models.policy import Policy
+from embodichain.agents.rl.models.recurrent import MemoryCfg
 from embodichain.agents.rl.models.registry import (
     build_policy,
     get_policy_class,

@@ -9,8 +9,7 @@ import gymnasium as gym
 import torch
 from torch import nn
 
-from embodichain.agents.rl.models.actor_critic import ActorCritic
-from embodichain.agents.rl.models.actor_only import ActorOnly
+from embodichain.agents.rl.models.actor_critic import ActorCritic, ActorOnly
 from embodichain.agents.rl.models.distributions import action_dimension
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.models.vla_policy import VLAPolicy

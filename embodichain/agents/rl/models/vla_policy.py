@@ -14,11 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from embodichain.agents.rl.models.policy import Policy
-from embodichain.agents.rl.models.vla.freezing import freeze_but
+from embodichain.agents.rl.models.vla.finetuning import LoRACfg, apply_lora, freeze_but
 from embodichain.agents.rl.models.vla.loading import load_vla_model, saved_model_config
-from embodichain.agents.rl.models.vla.lora import LoRACfg, apply_lora
-from embodichain.agents.rl.models.vla.model import ActsOnObservations, VLAModel
-from embodichain.agents.rl.models.vla.registry import get_vla_model_class
+from embodichain.agents.rl.models.vla.model import ActsOnObservations, VLAModel, get_vla_model_class
 from embodichain.agents.rl.utils.config import Count
 from embodichain.agents.rl.utils.observations import Observation
 from embodichain.config import Config, configclass

@@ -6,11 +6,12 @@ vision-language model of the transformers library, ``loading.py`` reads and writ
 
 from __future__ import annotations
 
+from embodichain.agents.rl.models.vla.finetuning import LoRACfg, apply_lora, merge_lora
 from embodichain.agents.rl.models.vla.hf_backbone import HFBackboneVLA, HFBackboneVLACfg
 from embodichain.agents.rl.models.vla.loading import load_vla_model, save_vla_model
-from embodichain.agents.rl.models.vla.lora import LoRACfg, apply_lora, merge_lora
-from embodichain.agents.rl.models.vla.model import VLAModel, VLAModelCfg
-from embodichain.agents.rl.models.vla.registry import (
+from embodichain.agents.rl.models.vla.model import (
+    VLAModel,
+    VLAModelCfg,
     get_registered_vla_model_names,
     get_vla_model_class,
     register_vla_model,

@@ -16,10 +16,9 @@ import torch.nn.functional as F
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from embodichain.agents.rl.models.vla.model import Decoded, VLAModel, VLAModelCfg
-from embodichain.agents.rl.models.vla.registry import register_vla_model
+from embodichain.agents.rl.models.vla.model import Decoded, VLAModel, VLAModelCfg, register_vla_model
 from embodichain.config import configclass
-from embodichain.envs.language import decode_instructions
+from embodichain.envs.observations import decode_instructions
 from embodichain.errors import CheckpointError, ConfigError, UnknownNameError, nearest
 from embodichain.extras import require
 

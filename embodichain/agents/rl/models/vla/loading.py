@@ -19,8 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from embodichain.agents.rl.models.vla.model import VLAModel
-from embodichain.agents.rl.models.vla.registry import get_vla_model_class, registered_name
+from embodichain.agents.rl.models.vla.model import VLAModel, get_vla_model_class, registered_name
 from embodichain.errors import CheckpointError, ConfigError
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"

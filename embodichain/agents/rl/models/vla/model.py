@@ -7,9 +7,11 @@ an author who writes ``decode`` alone, and knows how to take shapes from an envi
 
 from __future__ import annotations
 
+import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, NamedTuple, Protocol, Self, runtime_checkable
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import Annotated, Any, ClassVar, NamedTuple, Protocol, Self, TypeVar, overload, runtime_checkable
 
 import gymnasium as gym
 import torch
@@ -17,12 +19,151 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from embodichain.agents.rl.models.distributions import DistributionCfg, GaussianHead
-from embodichain.agents.rl.models.normalizer import RunningNormalizer
-from embodichain.agents.rl.models.vla.spaces import inputs_from_space, leaf_of
+from embodichain.agents.rl.models.observation import Leaf, RunningNormalizer, space_leaves
 from embodichain.agents.rl.utils.config import Count
-from embodichain.agents.rl.utils.observations import Observation
+from embodichain.agents.rl.utils.observations import Observation, sorted_leaves
 from embodichain.config import MISSING, Config, Field, configclass
-from embodichain.errors import ConfigError, ObservationError
+from embodichain.errors import ConfigError, ObservationError, UnknownNameError, nearest
+from embodichain.extras import allowed_modules, check_trusted
+
+# MERGED spaces: From an environment's spaces to what a model has to know of its inputs and outputs.
+
+
+def inputs_from_space(
+    given: Mapping[str, Any], obs_space: gym.Space[Any], action_space: gym.Space[Any]
+) -> dict[str, Any]:
+    """Return ``cameras``, ``proprio``, ``instruction_length`` and ``action_dim`` for a pair of spaces.
+
+    ``given`` may choose cameras and vectors by name (default: all cameras, and the group ``robot``), and says how long
+    chunks are, which is checked against an action space of chunks.
+    """
+    if not isinstance(obs_space, gym.spaces.Dict):
+        raise ConfigError(f"expected nested observations with pictures, got {obs_space}", "observation_space")
+    leaves = {leaf.name: leaf for leaf in space_leaves(obs_space)}
+    pictures = {name.removeprefix("image/"): leaf for name, leaf in leaves.items() if leaf.is_image}
+    instruction = leaves.get("instruction")
+    return {
+        "cameras": _cameras(given.get("cameras"), pictures),
+        "proprio": _proprio(given.get("proprio"), leaves),
+        "instruction_length": 0 if instruction is None else instruction.size,
+        "action_dim": _action_dim(action_space, given.get("chunk_size")),
+    }
+
+
+def leaf_of(obs: Observation, name: str, remedy: str) -> Tensor:
+    """Return the tensor ``name`` of a nested observation, or say what is there and what to add."""
+    if not isinstance(obs, TensorDictBase):
+        raise ObservationError(f"{name!r} cannot be found in a flat tensor: pass the nested TensorDict")
+    path = tuple(name.split("/"))
+    value = obs.get(path, None)
+    if not isinstance(value, Tensor):
+        names = ["/".join(keys) for keys, _ in sorted_leaves(obs)]
+        raise ObservationError(f"the observation lacks {name!r}.{nearest(name, names)} Add {remedy}.")
+    return value
+
+
+def _cameras(given: Any, pictures: Mapping[str, Leaf]) -> dict[str, list[int]]:
+    chosen = list(pictures) if given is None else list(given)
+    unknown = [name for name in chosen if name not in pictures]
+    if unknown or not chosen:
+        wanted = f"no camera {unknown[0]!r}" if unknown else "no camera"
+        known = nearest(unknown[0] if unknown else "", pictures)
+        raise ObservationError(f"the observations have {wanted}.{known} Add it to env.observations.cameras.")
+    shapes = {name: list(pictures[name].shape) for name in chosen}
+    if isinstance(given, Mapping) and any(list(given[name]) != shapes[name] for name in chosen):
+        raise ConfigError(f"cameras: expected {shapes}, as the environment has them, got {dict(given)}", "model_config")
+    return shapes
+
+
+def _proprio(given: Any, leaves: Mapping[str, Leaf]) -> dict[str, int]:
+    names = [leaf.name for leaf in leaves.values() if not leaf.is_image and leaf.name != "instruction"]
+    if given is None:
+        wanted = ["robot"] if any(name.startswith("robot/") for name in names) else []
+    else:
+        wanted = list(given)
+    chosen: dict[str, int] = {}
+    for entry in wanted:
+        found = [name for name in names if name == entry or name.startswith(f"{entry}/")]
+        if not found:
+            raise ConfigError(f"proprio: the observations have no {entry!r}.{nearest(entry, names)}", "model_config")
+        chosen |= {name: leaves[name].size for name in found}
+    return chosen
+
+
+def _action_dim(action_space: gym.Space[Any], chunk_size: Any) -> int:
+    shape = action_space.shape if isinstance(action_space, gym.spaces.Box) else None
+    if shape is None or len(shape) not in (1, 2):
+        raise ConfigError(
+            f"expected a Box [action_dim] or [chunk_size, action_dim], got {action_space}", "action_space"
+        )
+    if len(shape) == 2 and chunk_size is not None and shape[0] != chunk_size:
+        raise ConfigError(
+            f"chunk_size: the environment takes chunks of {shape[0]} actions, got {chunk_size}", "model_config"
+        )
+    return int(shape[-1])
+
+
+# MERGED registry: Vision-language-action models by name; a class of the user's own only from a module that was allowed.
+
+
+M = TypeVar("M", bound=type[nn.Module])
+
+_MODELS: dict[str, type[nn.Module]] = {}
+
+
+@overload
+def register_vla_model(name: str, model_cls: M) -> M: ...
+@overload
+def register_vla_model(name: str) -> Callable[[M], M]: ...
+def register_vla_model(name: str, model_cls: Any = None) -> Any:
+    """Make a model class available to configs: ``register_vla_model("mine", Mine)``, or as a decorator."""
+    if model_cls is None:
+        return partial(register_vla_model, name)
+    _check_module(name, model_cls)
+    if _MODELS.get(name, model_cls) is not model_cls:
+        raise ConfigError(f"the model name {name!r} is taken by {_MODELS[name].__name__}", "register_vla_model")
+    _MODELS[name] = model_cls
+    return model_cls
+
+
+def get_registered_vla_model_names() -> list[str]:
+    """Return the names that a config may use, sorted."""
+    return sorted(_MODELS)
+
+
+def registered_name(model_cls: type[nn.Module]) -> str:
+    """Return the name under which a class is registered, else its dotted path."""
+    for name, known in _MODELS.items():
+        if known is model_cls:
+            return name
+    return f"{model_cls.__module__}.{model_cls.__qualname__}"
+
+
+def get_vla_model_class(name: str, trusted_modules: Collection[str] = ()) -> type[nn.Module]:
+    """Return the class registered under a name, or ``module.Class`` of a module that may be imported.
+
+    A module may be imported if it is among ``trusted_modules``, or was allowed when the program started (``--trust``).
+    """
+    if name in _MODELS:
+        return _MODELS[name]
+    module_name, _, class_name = name.rpartition(".")
+    if not module_name:
+        hint = "a class of your own is named by its module, as in my_module.MyVLA, or registered by it"
+        raise UnknownNameError(f"unknown model class {name!r}.{nearest(name, _MODELS)} {hint.capitalize()}.")
+    check_trusted([module_name], {*trusted_modules, *allowed_modules()}, "model_class")
+    module = importlib.import_module(module_name)
+    found = vars(module).get(class_name)
+    if found is None:
+        classes = [key for key, value in vars(module).items() if isinstance(value, type)]
+        raise UnknownNameError(f"module {module_name!r} has no class {class_name!r}.{nearest(class_name, classes)}")
+    _check_module(name, found)
+    return found
+
+
+def _check_module(name: str, model_cls: object) -> None:
+    if not isinstance(model_cls, type) or not issubclass(model_cls, nn.Module):
+        raise ConfigError(f"{name!r}: expected a subclass of torch.nn.Module, got {model_cls!r}", "model_class")
+
 
 Outcome = tuple[Tensor, Tensor, Tensor]
 

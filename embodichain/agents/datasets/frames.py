@@ -1,0 +1,172 @@
+"""An episode on its way into the buffer, and what the buffer remembers about one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from embodichain.errors import EnvContractError, SimulationError
+
+# MERGED layout: What one frame of an episode consists of, and where its parts lie in the shared segment.
+
+
+Key = tuple[str, ...]
+Frames = dict[Key, Tensor]
+
+ALIGNMENT = 64
+"""Every array starts on a cache line of its own."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One array of a frame: its nested key, element type and shape."""
+
+    key: Key
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @cached_property
+    def elements(self) -> int:
+        """Number of elements in one frame."""
+        return math.prod(self.shape)
+
+    @cached_property
+    def strides(self) -> tuple[int, ...]:
+        """How many elements lie between neighbours along each axis: first of a sequence of frames, then of one."""
+        return tuple(math.prod(self.shape[axis:]) for axis in range(len(self.shape) + 1))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in one frame."""
+        return self.elements * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class FrameLayout:
+    """All arrays of a frame, in the order in which they are stored."""
+
+    leaves: tuple[Leaf, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in one frame."""
+        return sum(leaf.nbytes for leaf in self.leaves)
+
+    def shape_of(self, *key: str) -> tuple[int, ...] | None:
+        """Return the shape stored under a key, or None if there is no such key."""
+        return next((leaf.shape for leaf in self.leaves if leaf.key == key), None)
+
+    def to_json(self) -> list[list[Any]]:
+        """Return plain data that ``from_json`` turns back into this layout."""
+        return [[list(leaf.key), str(leaf.dtype).removeprefix("torch."), list(leaf.shape)] for leaf in self.leaves]
+
+    @classmethod
+    def from_json(cls, data: Iterable[Iterable[Any]]) -> FrameLayout:
+        """Build the layout that ``to_json`` described."""
+        return cls(tuple(Leaf(tuple(key), getattr(torch, dtype), tuple(shape)) for key, dtype, shape in data))
+
+    @classmethod
+    def of_step(cls, observation: TensorDictBase, action: Tensor) -> FrameLayout:
+        """Derive the layout from one batched step: observation and action of ``[num_envs, ...]``."""
+        sample: Frames = {("observation", *key): value for key, value in flatten(observation).items()}
+        sample[("action",)] = action
+        leaves = [Leaf(key, value.dtype, tuple(value.shape[1:])) for key, value in sample.items()]
+        leaves += [Leaf(("reward",), torch.float32, ())]
+        leaves += [Leaf((name,), torch.bool, ()) for name in ("terminated", "truncated")]
+        return cls(tuple(leaves))
+
+
+def flatten(nested: TensorDictBase) -> Frames:
+    """Return the tensors of a nested TensorDict by their full keys, sorted."""
+    flat: Frames = {}
+    for name, value in nested.items(include_nested=True, leaves_only=True):
+        key = (name,) if isinstance(name, str) else tuple(name)
+        if not isinstance(value, Tensor):
+            raise EnvContractError(f"observation {'/'.join(key)} must be a tensor, got {type(value).__name__}")
+        flat[key] = value
+    return dict(sorted(flat.items()))
+
+
+def unflatten(flat: Mapping[Key, Any]) -> dict[str, Any]:
+    """Return nested dicts of what ``flat`` maps full keys to."""
+    nested: dict[str, Any] = {}
+    for key, value in flat.items():
+        inner = nested
+        for name in key[:-1]:
+            inner = inner.setdefault(name, {})
+        inner[key[-1]] = value
+    return nested
+
+
+class Allocator:
+    """Hands out aligned byte ranges one after another; the order of the requests is the format."""
+
+    def __init__(self) -> None:
+        self.size = 0
+
+    def take(self, nbytes: int) -> int:
+        """Return the offset of a new range of ``nbytes``."""
+        offset = self.size
+        self.size += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        return offset
+
+
+@dataclass
+class Episode:
+    """One finished episode; its frames belong to whoever made it and are valid until that one goes on."""
+
+    frames: dict[Key, tuple[Tensor, ...]]
+    """For each key the frames in order, as consecutive pieces ``[n, ...]``."""
+    length: int
+    seed: int = -1
+    """Episode seed with which the environment can start it again; -1 where there is none."""
+    success: bool | None = None
+    """Whether the task was solved; None if the environment does not say."""
+    policy_version: int = -1
+
+    def check_finite(self) -> None:
+        """Raise if any number of the episode is NaN or infinite."""
+        for key, pieces in self.frames.items():
+            if not pieces[0].is_floating_point():
+                continue
+            offset = 0
+            for piece in pieces:
+                # A sum is not finite if any term is not; looking at every number is only needed then.
+                if not math.isfinite(piece.sum(dtype=torch.float64)):
+                    self._find_not_finite(key, piece, offset)
+                offset += len(piece)
+
+    def _find_not_finite(self, key: Key, piece: Tensor, offset: int) -> None:
+        bad = torch.nonzero(~torch.isfinite(piece).reshape(len(piece), -1).all(dim=1)).reshape(-1)
+        if bad.numel():
+            step = int(bad[0])
+            raise SimulationError(
+                f"{'/'.join(key)} is not finite at step {offset + step} of the episode with seed {self.seed}: "
+                f"{piece[step].reshape(-1)[:8].tolist()}"
+            )
+
+
+@dataclass(frozen=True)
+class EpisodeInfo:
+    """Where the episode in a row of the buffer came from."""
+
+    row: int
+    length: int
+    """Number of frames; 0 while nothing was written to the row yet."""
+    sequence: int
+    """Grows by two with every write to the row: two equal numbers mean the same episode."""
+    worker: int
+    seed: int
+    """Episode seed: ``env.reset(seed=torch.tensor([seed]))`` starts the same episode; -1 if unknown."""
+    policy_version: int
+    """How many updates had shaped the policy that acted; -1 for experts and random actions."""
+    success: bool | None
+    time: float
+    """Unix time at which the episode was written."""

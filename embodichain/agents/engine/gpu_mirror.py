@@ -1,0 +1,385 @@
+"""The buffer once more, on a GPU: rows follow as they are written, and batches are gathered there.
+
+A thread takes every row that has changed to pinned memory (checking its sequence number like any reader), and from
+there to the device on a stream of its own, while training goes on. The copy into the mirror itself happens on the
+stream of whoever samples, between two of its gathers: no gather ever sees half a row, and nobody waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from embodichain.agents.datasets.frames import Key, Leaf, unflatten
+from embodichain.agents.engine.ordering import fence
+from embodichain.agents.engine.outputs import RING_SIZE
+from embodichain.agents.engine.shared_buffer import Control, Ints, SharedBuffer, State
+from embodichain.envs.random import combine
+from embodichain.errors import ChunkSizeError, StreamStalledError
+from embodichain.utils.cuda_graphs import kernels_work, recording
+
+if TYPE_CHECKING:
+    from embodichain.agents.engine.mirror_kernel import WindowKernel
+
+# MERGED mirror_draw: What to draw from a mirrored buffer, and how the windows are copied.
+#
+# A key, one number of the caller's generator, decides a whole batch: item ``i`` takes the hashes ``2i`` and ``2i + 1``
+# of
+# it, for its episode and for its start. A GPU computes them where they are used, so that nothing but the key is sent to
+# it; the CPU can compute the same.
+
+
+def draw_key(generator: np.random.Generator) -> int:
+    """Return the key of the next batch."""
+    return int(generator.bit_generator.random_raw()) - 2**63  # any 64 bits, as a signed number
+
+
+def pick(key: int, batch_size: int, rows: Ints, length: Ints, chunk_size: int) -> tuple[Ints, Ints]:
+    """Return the row and the start of every window: a row uniformly among ``rows``, a start uniformly within it."""
+    numbers = torch.arange(2 * batch_size)
+    bits = combine(torch.full_like(numbers, key), numbers).numpy().view(np.uint64) >> np.uint64(11)
+    unit = (bits * 2.0**-53).reshape(batch_size, 2)  # 53 bits fill a double
+    chosen = rows[(unit[:, 0] * len(rows)).astype(np.int64)]
+    return chosen, (unit[:, 1] * (length[chosen] - (chunk_size - 1))).astype(np.int64)
+
+
+@dataclass
+class Table:
+    """The rows that are long enough for chunks of one size, here and on the device."""
+
+    chunk_size: int
+    rows: Ints
+    length: Ints
+    """Length of every row; never written to, so that what was drawn can be told later."""
+    on_device: tuple[Tensor, Tensor, Tensor]
+    """``rows``, their number ``[1]``, and ``length``; the same memory for as long as the table lives."""
+
+    @classmethod
+    def of(cls, length: Ints, chunk_size: int, device: torch.device) -> Table:
+        """Make the table for chunks of a size."""
+        sizes = (len(length), 1, len(length))
+        room = tuple(torch.zeros(size, dtype=torch.int64, device=device) for size in sizes)
+        table = cls(chunk_size, length[:0], length[:0], (room[0], room[1], room[2]))
+        table.refresh(length)
+        return table
+
+    def refresh(self, length: Ints) -> None:
+        """Take in new lengths, unless they are those already known; a GPU is not waited for."""
+        if length is self.length:
+            return
+        rows = np.flatnonzero(length >= self.chunk_size)
+        if not len(rows):
+            longest = int(length.max())
+            raise ChunkSizeError(f"chunk_size is {self.chunk_size}, but the longest stored episode has {longest} steps")
+        self.rows, self.length = rows, length
+        for memory, values in zip(self.on_device, (rows, np.array([len(rows)]), length), strict=True):
+            source = torch.from_numpy(values)
+            source = source.pin_memory() if memory.is_cuda else source
+            memory[: len(values)].copy_(source, non_blocking=True)
+
+
+class WindowCopier:
+    """Copies drawn windows of all keys on a device: by one kernel per key on a GPU, else by ``index_select``."""
+
+    def __init__(self, frames: dict[Key, Tensor], leaves: tuple[Leaf, ...], device: torch.device) -> None:
+        self._frames, self._leaves, self._device = frames, leaves, device
+        self._key = torch.zeros(1, dtype=torch.int64, device=device)
+        self.in_kernels = kernels_work(device)
+        """Whether the draws, too, happen on the device: what is launched then depends on no number of the host."""
+        self._kernels = _kernels(frames, leaves) if self.in_kernels else {}
+
+    def room(self, batch_size: int, chunk_size: int) -> dict[Key, Tensor]:
+        """Return fresh memory ``[batch_size, chunk_size, ...]`` for every key."""
+        return {
+            leaf.key: torch.empty((batch_size, chunk_size, *leaf.shape), dtype=leaf.dtype, device=self._device)
+            for leaf in self._leaves
+        }
+
+    def set_key(self, key: int) -> None:
+        """Say what ``launch`` is to draw."""
+        self._key.fill_(key)
+
+    def launch(self, table: Table, out: dict[Key, Tensor]) -> None:
+        """Draw and copy in kernels."""
+        with torch.cuda.device(self._device):
+            for name, kernel in self._kernels.items():
+                kernel(out[name], self._key, table.on_device, table.chunk_size)
+
+    def fill(self, key: int, table: Table, out: dict[Key, Tensor]) -> None:
+        """Draw and copy a batch."""
+        if self.in_kernels:
+            self.set_key(key)
+            self.launch(table, out)
+            return
+        batch_size = next(iter(out.values())).shape[0]
+        rows, starts = pick(key, batch_size, table.rows, table.length, table.chunk_size)
+        max_steps = next(iter(self._frames.values())).shape[1]
+        index = torch.from_numpy(rows * max_steps + starts).to(self._device)
+        count = len(table.length) * max_steps - table.chunk_size + 1
+        for leaf in self._leaves:  # all windows of a key, overlapping in memory; see ``sampling``
+            size = table.chunk_size * leaf.elements
+            windows = self._frames[leaf.key].as_strided((count, size), (leaf.elements, 1))
+            torch.index_select(windows, 0, index, out=out[leaf.key].view(batch_size, size))
+
+
+def _kernels(frames: dict[Key, Tensor], leaves: tuple[Leaf, ...]) -> dict[Key, WindowKernel]:
+    from embodichain.agents.engine.mirror_kernel import WindowKernel  # triton is there on a GPU alone
+
+    return {leaf.key: WindowKernel(frames[leaf.key], leaf.nbytes) for leaf in leaves if leaf.elements}
+
+
+# MERGED mirror_ring: Batches on a device that are filled again and again: the draws and copies of each are one CUDA
+# graph.
+
+
+_LOG = logging.getLogger(__name__)
+_RING_SHAPES = 8
+"""Shapes of batches that are kept; a new one takes the place of the oldest, as each may be large."""
+
+
+@dataclass
+class _Entry:
+    out: dict[Key, Tensor]
+    batch: TensorDict
+    is_used: bool = False
+    graph: torch.cuda.CUDAGraph | None = None
+
+
+class BatchRing:
+    """The same ``RING_SIZE`` batches per shape, in turn; one ring per thread."""
+
+    def __init__(self, copier: WindowCopier, device: torch.device) -> None:
+        self._copier, self._device = copier, device
+        self._records = copier.in_kernels
+        self._rings: dict[tuple[int, int], list[_Entry]] = {}
+
+    def fill(self, key: int, batch_size: int, table: Table) -> TensorDict:
+        """Draw into the batch of this shape that was given out longest ago."""
+        shape = (batch_size, table.chunk_size)
+        ring = self._rings.get(shape)
+        if ring is None:
+            if len(self._rings) == _RING_SHAPES:
+                self._rings.pop(next(iter(self._rings)))
+            ring = self._rings[shape] = [self._new(*shape) for _ in range(RING_SIZE)]
+        entry = ring.pop(0)
+        ring.append(entry)
+        if entry.graph is not None:
+            self._copier.set_key(key)
+            entry.graph.replay()
+        else:
+            self._copier.fill(key, table, entry.out)
+            if entry.is_used and self._records:
+                self._record(entry, table)
+            entry.is_used = True
+        return entry.batch
+
+    def _new(self, batch_size: int, chunk_size: int) -> _Entry:
+        out = self._copier.room(batch_size, chunk_size)
+        return _Entry(out, nested(unflatten(out), torch.Size([batch_size, chunk_size]), self._device))
+
+    def _record(self, entry: _Entry, table: Table) -> None:
+        """Record what was just done for the second time, and will be done again; its kernels are compiled by now."""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.device(self._device), recording(graph):
+                self._copier.launch(table, entry.out)
+        except RuntimeError as error:
+            self._records = False
+            _LOG.warning("batches are drawn without CUDA graphs, which costs speed: %s", str(error).splitlines()[0])
+        else:
+            entry.graph = graph
+
+
+def nested(tree: dict[str, Any], batch_size: torch.Size, device: torch.device) -> TensorDict:
+    """Build nested TensorDicts; the shapes are ours, and the public constructor's checks take longer than the rest."""
+    source = {
+        key: nested(value, batch_size, device) if isinstance(value, dict) else value for key, value in tree.items()
+    }
+    return TensorDict._new_unsafe(source, batch_size=batch_size, device=device)
+
+
+_SLOTS = 4
+_IDLE_SECONDS = 0.002
+_FIRST_SECONDS = 60.0
+
+
+@dataclass
+class _Slot:
+    """One row on its way: in pinned memory, then on the device."""
+
+    host: dict[Key, Tensor]
+    device: dict[Key, Tensor]
+    row: int = -1
+    length: int = 0
+    sequence: int = 0
+    free: torch.cuda.Event | None = None
+    """When the device no longer reads this slot."""
+
+
+class DeviceMirror:
+    """A copy of the shared buffer on a device, kept up to date in the background; belongs to one process."""
+
+    def __init__(self, buffer: SharedBuffer, device: torch.device) -> None:
+        self._buffer, self._device = buffer, device
+        self._frames = {key: torch.empty_like(value, device=device) for key, value in buffer.frames.items()}
+        self._length: Ints = np.zeros(buffer.num_rows, np.int64)
+        self._taken: Ints = np.zeros(buffer.num_rows, np.int64)
+        """Sequence number of each row that was last sent on its way."""
+        self._is_cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if self._is_cuda else None
+        self._last_stream: torch.cuda.Stream | None = None
+        self._copier = WindowCopier(self._frames, buffer.layout.leaves, device)
+        self._tables: dict[int, Table] = {}
+        self._local = threading.local()
+        self._complete = False
+        self._empty: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
+        self._arrived: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
+        for _ in range(_SLOTS):
+            self._empty.put(self._new_slot())
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._follow, name="embodichain-stream-mirror", daemon=True)
+        self._thread.start()
+
+    def sample(
+        self, generator: np.random.Generator, batch_size: int, chunk_size: int, reuse_outputs: bool = False
+    ) -> tuple[TensorDict, Callable[[], Ints]]:
+        """Return a batch ``[batch_size, chunk_size]`` on the device, and what tells the rows it was drawn from.
+
+        With ``reuse_outputs`` the same few batches are filled in turn, by CUDA graphs.
+        """
+        with self._lock:
+            self._follow_stream()
+            self._take_in()
+            table = self._table(chunk_size)
+            key = draw_key(generator)
+            if reuse_outputs:
+                batch = self._ring().fill(key, batch_size, table)
+            else:
+                out = self._copier.room(batch_size, chunk_size)
+                self._copier.fill(key, table, out)
+                batch = nested(unflatten(out), torch.Size([batch_size, chunk_size]), self._device)
+            drawn = (key, batch_size, table.rows, table.length, chunk_size)
+        return batch, lambda: pick(*drawn)[0]
+
+    def _table(self, chunk_size: int) -> Table:
+        """Return which rows are long enough."""
+        table = self._tables.get(chunk_size)
+        if table is None:
+            table = self._tables[chunk_size] = Table.of(self._length, chunk_size, self._device)
+        table.refresh(self._length)
+        return table
+
+    def _ring(self) -> BatchRing:
+        ring: BatchRing | None = getattr(self._local, "ring", None)
+        if ring is None:
+            ring = self._local.ring = BatchRing(self._copier, self._device)
+        return ring
+
+    def _follow_stream(self) -> None:
+        """Order what comes after what was done before, should another thread have used another stream."""
+        if not self._is_cuda:
+            return
+        stream = torch.cuda.current_stream(self._device)
+        if self._last_stream is not None and stream != self._last_stream:
+            stream.wait_stream(self._last_stream)
+        self._last_stream = stream
+
+    def close(self) -> None:
+        """Stop following the buffer."""
+        self._closing.set()
+        self._thread.join()
+
+    def _take_in(self) -> None:
+        """Put the rows that have arrived into the mirror; the first time, wait until all have."""
+        if self._complete and self._arrived.empty() and self._error is None:
+            return
+        deadline = time.monotonic() + _FIRST_SECONDS
+        while True:
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    self._place(self._arrived.get_nowait())
+            if self._error is not None:
+                raise self._error
+            if self._length.all():
+                self._complete = True
+                return
+            if time.monotonic() > deadline:
+                missing = int((self._length == 0).sum())
+                raise StreamStalledError(f"{missing} rows did not reach {self._device} in {_FIRST_SECONDS:g} s")
+            time.sleep(_IDLE_SECONDS)
+
+    def _place(self, slot: _Slot) -> None:
+        for key, value in slot.device.items():
+            self._frames[key][slot.row, : slot.length].copy_(value[: slot.length], non_blocking=True)
+        self._length = self._length.copy()  # what was drawn before still refers to the old lengths
+        self._length[slot.row] = slot.length
+        if self._is_cuda:
+            slot.free = torch.cuda.Event()
+            slot.free.record(torch.cuda.current_stream(self._device))
+        self._empty.put(slot)
+
+    def _follow(self) -> None:
+        """Send changed rows on their way, until the engine ends."""
+        try:
+            with torch.cuda.stream(self._stream) if self._is_cuda else contextlib.nullcontext():
+                for row in self._changed_rows():
+                    slot = self._next_slot()
+                    if slot is not None:
+                        self._arrived.put(slot) if self._send(row, slot) else self._empty.put(slot)
+        except RuntimeError as error:  # the device failed: whoever samples next must hear of it
+            self._error = error
+
+    def _next_slot(self) -> _Slot | None:
+        """Return a slot that is free, or None if nobody frees one because the mirror is being closed."""
+        while not self._closing.is_set():
+            with contextlib.suppress(queue.Empty):
+                slot = self._empty.get(timeout=0.1)
+                if slot.free is not None:
+                    slot.free.synchronize()
+                return slot
+        return None
+
+    def _changed_rows(self) -> Iterator[int]:
+        while not self._closing.is_set() and self._buffer.control[Control.STATE] in (State.STARTING, State.RUNNING):
+            sequence = self._buffer.sequence.copy()
+            changed = np.flatnonzero((sequence != self._taken) & (sequence & 1 == 0)).tolist()
+            yield from changed
+            if not changed:
+                time.sleep(_IDLE_SECONDS)
+
+    def _send(self, row: int, slot: _Slot) -> bool:
+        """Copy one row to the device; tell whether it stayed the same meanwhile."""
+        sequence = int(self._buffer.sequence[row])
+        fence()
+        slot.row, slot.sequence, slot.length = row, sequence, int(self._buffer.length[row])
+        for key, value in slot.host.items():
+            value[: slot.length].copy_(self._buffer.frames[key][row, : slot.length])
+        fence()
+        if sequence % 2 or sequence != int(self._buffer.sequence[row]):
+            return False  # it was rewritten while we copied: it comes again
+        for key, value in slot.device.items():
+            value[: slot.length].copy_(slot.host[key][: slot.length], non_blocking=True)
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._taken[row] = sequence
+        return True
+
+    def _new_slot(self) -> _Slot:
+        shapes = {leaf.key: (self._buffer.max_steps, *leaf.shape) for leaf in self._buffer.layout.leaves}
+        dtypes = {leaf.key: leaf.dtype for leaf in self._buffer.layout.leaves}
+        host = {k: torch.empty(shape, dtype=dtypes[k], pin_memory=self._is_cuda) for k, shape in shapes.items()}
+        device = {k: torch.empty(shape, dtype=dtypes[k], device=self._device) for k, shape in shapes.items()}
+        return _Slot(host, device)

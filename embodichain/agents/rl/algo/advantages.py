@@ -1,0 +1,228 @@
+"""What a learner has to know of action chunks: the reward, the discount and the probability of a decision.
+
+A decision is one action, or a chunk of them (``envs/chunks.py``). Rollouts of chunks have two more keys:
+``num_actions`` ``[num_envs, num_steps]``, the actions really taken, and ``chunk_reward`` ``[num_envs, num_steps,
+chunk_size]``, the reward of each. Log-probabilities of chunks are ``[..., chunk_size]``, one per action. Everything
+here leaves rollouts of single actions exactly as they are.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from embodichain.errors import RolloutError
+from embodichain.utils.cuda_graphs import kernels_work
+
+# MERGED gae: Generalised advantage estimation, always along the time axis.
+
+
+class Backwards(Protocol):
+    """Accumulates over rows of ``[num_steps, num_envs]``, from the last step to the first."""
+
+    def __call__(
+        self,
+        rewards: Tensor,
+        values: Tensor,
+        next_values: Tensor,
+        terminations: Tensor,
+        dones: Tensor,
+        gamma: float | Tensor,
+        decay: float | Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Return advantages and returns."""
+
+
+def compute_gae(
+    reward: Tensor,
+    value: Tensor,
+    next_value: Tensor,
+    terminated: Tensor,
+    done: Tensor,
+    gamma: float | Tensor,
+    gae_lambda: float,
+) -> tuple[Tensor, Tensor]:
+    """Return ``(advantage, return_)``; everything is ``[num_envs, num_steps]``.
+
+    ``next_value`` is the value of the state that was really reached: of ``final_observation`` where ``done``, of the
+    next observation elsewhere. So a time limit bootstraps and a termination does not:
+
+        delta_t = reward_t + gamma * next_value_t * (1 - terminated_t) - value_t
+        advantage_t = delta_t + gamma * gae_lambda * (1 - done_t) * advantage_{t+1}
+        return_t = advantage_t + value_t
+
+    ``gamma`` is one number, or one for each transition ``[num_envs, num_steps]`` where they last differently long.
+    """
+    inputs = {"reward": reward, "value": value, "next_value": next_value, "terminated": terminated, "done": done}
+    for name, tensor in inputs.items():
+        if tensor.ndim != 2 or tensor.shape != reward.shape:
+            expected = f"[num_envs, num_steps] = {list(reward.shape)}" if reward.ndim == 2 else "[num_envs, num_steps]"
+            raise RolloutError(f"{name}: expected {expected}, got {list(tensor.shape)}")
+    rewards, values, next_values = (x.detach().t().float().contiguous() for x in (reward, value, next_value))
+    terminations, dones = (x.t().bool().contiguous() for x in (terminated, done))
+    discount = gamma.t().float().contiguous() if isinstance(gamma, Tensor) else gamma
+    advantage, returns = _backwards_on(reward.device)(
+        rewards, values, next_values, terminations, dones, discount, discount * gae_lambda
+    )
+    return advantage.t(), returns.t()
+
+
+@cache
+def _backwards_on(device: torch.device) -> Backwards:
+    """Return the fastest way for a device: numpy, one kernel, or a loop of kernels where that cannot be compiled."""
+    if device.type == "cpu":
+        return _backwards_cpu
+    if not kernels_work(device):
+        return _backwards
+    from embodichain.agents.rl.algo.kernels import backwards_kernel
+
+    return backwards_kernel
+
+
+def _backwards(
+    rewards: Tensor,
+    values: Tensor,
+    next_values: Tensor,
+    terminations: Tensor,
+    dones: Tensor,
+    gamma: float | Tensor,
+    decay: float | Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Accumulate over rows of ``[num_steps, num_envs]``, two kernels per step and none that waits."""
+    if isinstance(gamma, Tensor):
+        advantage = (rewards - values).addcmul_(next_values, (~terminations) * gamma)
+    else:
+        advantage = (rewards - values).addcmul_(next_values, (~terminations).float(), value=gamma)
+    keep = (~dones).float().mul_(decay)
+    rows, weights = advantage.unbind(0), keep.unbind(0)
+    for t in range(len(rows) - 2, -1, -1):
+        rows[t].addcmul_(weights[t], rows[t + 1])
+    return advantage, advantage + values
+
+
+def _backwards_cpu(
+    rewards: Tensor,
+    values: Tensor,
+    next_values: Tensor,
+    terminations: Tensor,
+    dones: Tensor,
+    gamma: float | Tensor,
+    decay: float | Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Do the same with numpy, whose calls on short rows and on booleans cost a third of torch's."""
+    r, v, next_v, terminated, done = (x.numpy() for x in (rewards, values, next_values, terminations, dones))
+    discount, keep = (x.numpy() if isinstance(x, Tensor) else np.float32(x) for x in (gamma, decay))
+    advantage = np.multiply(~terminated, discount)
+    advantage *= next_v
+    advantage += r
+    advantage -= v
+    rows, weights = list(advantage), list(np.multiply(~done, keep))
+    scratch = np.empty_like(rows[-1])
+    for t in range(len(rows) - 2, -1, -1):
+        np.multiply(weights[t], rows[t + 1], out=scratch)
+        np.add(rows[t], scratch, out=rows[t])
+    return torch.from_numpy(advantage), torch.from_numpy(advantage + v)
+
+
+# MERGED vtrace: V-trace: advantages of a policy from what another, slightly older one did.
+
+
+def compute_vtrace(
+    rollout: TensorDictBase,
+    log_importance: Tensor,
+    reward: Tensor,
+    gamma: float | Tensor,
+    trace_lambda: float,
+    clip: tuple[float, float] = (1.0, 1.0),
+) -> tuple[Tensor, Tensor]:
+    """Return ``(advantage, return_)``; everything is ``[num_envs, num_steps]``.
+
+    ``value`` and ``next_value`` of the rollout are the present policy's (``Proximal.values``), ``log_importance`` is
+    ``log pi / mu`` of its actions, mu being the policy that collected it. With ``(rho_max, c_max) = clip``:
+
+        rho_t = min(rho_max, pi/mu),  c_t = lambda * min(c_max, pi/mu)
+        delta_t = rho_t * (reward_t + gamma * next_value_t * (1 - terminated_t) - value_t)
+        x_t = delta_t + gamma * c_t * (1 - done_t) * x_{t+1}
+        return_t = value_t + x_t
+        advantage_t = reward_t + gamma * (next_value_t + lambda * x_{t+1} * (1 - done_t)) * (1 - terminated_t) - value_t
+
+    For ``pi = mu`` this is GAE. The advantage is not weighted by rho: the loss, with its probability ratio, does that.
+    """
+    ratio = log_importance.exp()
+    rho, trace = ratio.clamp(max=clip[0]), trace_lambda * ratio.clamp(max=clip[1])
+    value, terminated, done = rollout["value"], rollout["terminated"], rollout["done"]
+    target = reward + gamma * rollout["next_value"] * ~terminated
+    nothing = torch.zeros_like(reward)
+    # x_t = delta_t + decay_t (1 - done_t) x_{t+1} is what GAE computes of a reward delta_t without any values.
+    x = compute_gae(rho * (target - value), nothing, nothing, terminated, done, gamma * trace, 1.0)[0]
+    following = torch.zeros_like(x)
+    following[:, :-1] = x[:, 1:]
+    return target - value + gamma * trace_lambda * following * ~done, value + x
+
+
+Level = Literal["chunk", "action"]
+"""Whether the probability ratio is that of a whole chunk, or one for each action in it."""
+
+
+def reward_and_discount(rollout: TensorDictBase, gamma: float) -> tuple[Tensor, float | Tensor]:
+    """Return the reward of every decision ``[num_envs, num_steps]`` and the discount of what follows it.
+
+    For a chunk of which n actions were taken: ``r = sum_{i < n} gamma^i r_i``, and what follows counts ``gamma^n``.
+    """
+    if "chunk_reward" not in rollout.keys():  # noqa: SIM118 - a TensorDict iterates over its rows
+        return rollout["reward"], gamma
+    rewards = rollout["chunk_reward"]
+    powers = gamma ** torch.arange(rewards.shape[-1], device=rewards.device, dtype=rewards.dtype)
+    return rewards @ powers, gamma ** rollout["num_actions"].to(rewards.dtype)
+
+
+def loss_keys(rollout: TensorDictBase) -> tuple[str, ...]:
+    """Return the keys of a rollout that a loss needs besides the usual ones."""
+    return ("num_actions",) if "num_actions" in rollout.keys() else ()  # noqa: SIM118
+
+
+def log_ratio(log_prob: Tensor, old_log_prob: Tensor, batch: TensorDictBase, level: Level) -> Tensor:
+    """Return ``log pi / pi_old`` ``[rows]`` of a minibatch, or ``[rows, chunk_size]`` at the level of actions.
+
+    Actions of a chunk that were never taken do not count: their ratio is 1.
+    """
+    difference = log_prob - old_log_prob
+    if difference.ndim == batch.batch_dims:
+        return difference
+    difference = torch.where(_taken(difference, batch), difference, 0.0)
+    return difference if level == "action" else difference.sum(-1)
+
+
+def per_decision(values: Tensor, batch: TensorDictBase) -> Tensor:
+    """Return ``[rows]``: the mean over the actions taken, where there is a value for each of them."""
+    if values.ndim == batch.batch_dims:
+        return values
+    taken = _taken(values, batch)
+    return torch.where(taken, values, 0.0).sum(-1) / taken.sum(-1)
+
+
+def decision_entropy(entropy: Tensor, batch: TensorDictBase, level: Level) -> Tensor:
+    """Return the entropy ``[rows]`` of decisions: of a chunk the sum over its actions taken, or their mean."""
+    if entropy.ndim == batch.batch_dims:
+        return entropy
+    if level == "action":
+        return per_decision(entropy, batch)
+    return torch.where(_taken(entropy, batch), entropy, 0.0).sum(-1)
+
+
+def like(values: Tensor, ratio: Tensor) -> Tensor:
+    """Return ``values`` ``[rows]`` so that they broadcast against a ratio ``[rows]`` or ``[rows, chunk_size]``."""
+    return values.unsqueeze(-1) if ratio.ndim > values.ndim else values
+
+
+def _taken(values: Tensor, batch: TensorDictBase) -> Tensor:
+    """Tell which actions were taken, ``[rows, chunk_size]``."""
+    if "num_actions" not in batch.keys():  # noqa: SIM118
+        return torch.ones_like(values, dtype=torch.bool)
+    order = torch.arange(values.shape[-1], device=values.device)
+    return order < batch["num_actions"].unsqueeze(-1)

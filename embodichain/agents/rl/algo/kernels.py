@@ -1,0 +1,247 @@
+"""PPO's loss and its gradient as one GPU kernel: in torch it is some fifty, which take a microsecond or two each.
+
+The equations are those of ``PPO._loss``, for one probability ratio per transition.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from embodichain.agents.rl.utils.ratios import MAX_LOG_RATIO
+
+# MERGED gae_kernel: Generalised advantage estimation as one GPU kernel: each thread walks back through the steps of one
+# env.
+#
+# It does the CPU's operations in the CPU's order, each rounded on its own, so its numbers are the CPU's to the bit.
+
+
+BLOCK = 32
+"""Envs of one program: few, because steps follow each other and only envs run side by side."""
+
+
+@triton.jit
+def _walk_back(  # type: ignore[no-untyped-def]  # noqa: ANN202
+    reward,  # noqa: ANN001
+    value,  # noqa: ANN001
+    next_value,  # noqa: ANN001
+    terminated,  # noqa: ANN001
+    done,  # noqa: ANN001
+    gammas,  # noqa: ANN001
+    decays,  # noqa: ANN001
+    advantage,  # noqa: ANN001
+    returns,  # noqa: ANN001
+    gamma,  # noqa: ANN001
+    decay,  # noqa: ANN001
+    num_steps,  # noqa: ANN001
+    num_envs,  # noqa: ANN001
+    per_step: tl.constexpr,
+    block: tl.constexpr,
+):
+    env = tl.program_id(0) * block + tl.arange(0, block)
+    here = env < num_envs
+    following = tl.zeros([block], tl.float32)
+    for back in range(num_steps):
+        at = (num_steps - 1 - back).to(tl.int64) * num_envs + env
+        goes_on = 1.0 - tl.load(terminated + at, mask=here, other=0).to(tl.float32)
+        keeps = 1.0 - tl.load(done + at, mask=here, other=0).to(tl.float32)
+        if per_step:
+            goes_on *= tl.load(gammas + at, mask=here, other=0.0)
+            keeps *= tl.load(decays + at, mask=here, other=0.0)
+        else:
+            goes_on *= gamma
+            keeps *= decay
+        v = tl.load(value + at, mask=here, other=0.0)
+        delta = goes_on * tl.load(next_value + at, mask=here, other=0.0)
+        delta = delta + tl.load(reward + at, mask=here, other=0.0)
+        delta = delta - v
+        following = delta + keeps * following
+        tl.store(advantage + at, following, mask=here)
+        tl.store(returns + at, following + v, mask=here)
+
+
+def backwards_kernel(
+    rewards: Tensor,
+    values: Tensor,
+    next_values: Tensor,
+    terminations: Tensor,
+    dones: Tensor,
+    gamma: float | Tensor,
+    decay: float | Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return advantages and returns for contiguous rows ``[num_steps, num_envs]`` on a GPU."""
+    num_steps, num_envs = rewards.shape
+    advantage, returns = torch.empty_like(rewards), torch.empty_like(rewards)
+    per_step = isinstance(gamma, Tensor)
+    numbers: tuple[Any, Any] = (0.0, 0.0) if per_step else (gamma, decay)
+    fields: tuple[Any, Any] = (gamma, decay) if per_step else (rewards, rewards)
+    with torch.cuda.device(rewards.device):
+        _walk_back[(triton.cdiv(num_envs, BLOCK),)](
+            rewards,
+            values,
+            next_values,
+            terminations.view(torch.uint8),
+            dones.view(torch.uint8),
+            *fields,
+            advantage,
+            returns,
+            *numbers,
+            num_steps,
+            num_envs,
+            per_step=per_step,
+            block=BLOCK,
+            num_warps=1,
+            enable_fp_fusion=False,
+        )
+    return advantage, returns
+
+
+BLOCK_PPO_KERNEL = 256
+_SIZES = [
+    "count",
+    "clip",
+    "vf_coef",
+    "new_log_prob_stride",
+    "log_prob_stride",
+    "advantage_stride",
+    "new_value_stride",
+    "value_stride",
+    "return_stride",
+]
+"""Numbers for which nothing is compiled anew: minibatches of one rollout may differ in size by one."""
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def _clipped_loss(  # type: ignore[no-untyped-def]  # noqa: ANN202
+    new_log_prob,  # noqa: ANN001
+    log_prob,  # noqa: ANN001
+    advantage,  # noqa: ANN001
+    new_value,  # noqa: ANN001
+    value,  # noqa: ANN001
+    returns,  # noqa: ANN001
+    scale,  # noqa: ANN001
+    log_prob_grad,  # noqa: ANN001
+    value_grad,  # noqa: ANN001
+    sums,  # noqa: ANN001
+    new_log_prob_stride,  # noqa: ANN001
+    log_prob_stride,  # noqa: ANN001
+    advantage_stride,  # noqa: ANN001
+    new_value_stride,  # noqa: ANN001
+    value_stride,  # noqa: ANN001
+    return_stride,  # noqa: ANN001
+    count,  # noqa: ANN001
+    clip,  # noqa: ANN001
+    vf_coef,  # noqa: ANN001
+    max_log_r: tl.constexpr,
+    clip_value: tl.constexpr,
+    scaled: tl.constexpr,
+    block: tl.constexpr,
+):
+    at = tl.program_id(0) * block + tl.arange(0, block)
+    here = at < count
+    share = 1.0 / count
+
+    # ratio = pi(a|s) / pi_old(a|s);  L_policy = -E min(ratio A, clip(ratio, 1 - c, 1 + c) A)
+    gain = tl.load(advantage + at * advantage_stride, mask=here, other=0.0)
+    log_r = tl.load(new_log_prob + at * new_log_prob_stride, mask=here, other=0.0)
+    log_r -= tl.load(log_prob + at * log_prob_stride, mask=here, other=0.0)
+    within = ~(log_r > max_log_r)
+    log_r = tl.where(within, log_r, max_log_r)  # NaN stays, which the smaller of two would not be here
+    ratio = tl.exp(log_r)
+    clipped = tl.minimum(tl.maximum(ratio, 1.0 - clip), 1.0 + clip) * gain
+    policy_loss = -tl.minimum(ratio * gain, clipped)
+    # Where the clipped side is the smaller, the ratio is outside and the gradient zero, and so it is beyond the bound.
+    log_prob_slope = tl.where((ratio * gain <= clipped) & within, -gain * ratio, 0.0)
+
+    # L_value = E (V - R)^2; with clipping the larger of it and that of V_old + clip(V - V_old, -c, c)
+    unit = 1.0
+    if scaled:
+        unit = tl.load(scale)
+    now = tl.load(new_value + at * new_value_stride, mask=here, other=0.0) / unit
+    target = tl.load(returns + at * return_stride, mask=here, other=0.0) / unit
+    error = now - target
+    value_loss = error * error
+    value_slope = 2.0 * error / unit
+    if clip_value:
+        before = tl.load(value + at * value_stride, mask=here, other=0.0) / unit
+        step = now - before
+        bounded = before + tl.minimum(tl.maximum(step, -clip), clip) - target
+        larger = bounded * bounded > value_loss
+        moves = tl.where((step >= -clip) & (step <= clip), 2.0 * bounded / unit, 0.0)
+        value_slope = tl.where(larger, moves, value_slope)
+        value_loss = tl.where(larger, bounded * bounded, value_loss)
+
+    tl.store(log_prob_grad + at, log_prob_slope * share, mask=here)
+    tl.store(value_grad + at, value_slope * (vf_coef * share), mask=here)
+
+    # KL(pi_old || pi) = E[ratio - 1 - log ratio]
+    kl = ratio - 1.0 - log_r
+    is_clipped = (tl.abs(ratio - 1.0) > clip).to(tl.float32)
+    row = sums + tl.program_id(0) * 5
+    tl.store(row, tl.sum(tl.where(here, policy_loss + vf_coef * value_loss, 0.0)) * share)
+    tl.store(row + 1, tl.sum(tl.where(here, policy_loss, 0.0)) * share)
+    tl.store(row + 2, tl.sum(tl.where(here, value_loss, 0.0)) * share)
+    tl.store(row + 3, tl.sum(tl.where(here, kl, 0.0)) * share)
+    tl.store(row + 4, tl.sum(tl.where(here, is_clipped, 0.0)) * share)
+
+
+class _Loss(torch.autograd.Function):
+    """The kernel computes the gradient on its way; backwards it is only scaled."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
+        new_log_prob, new_value, log_prob, value, advantage, returns, scale, clip, vf_coef, clip_value = given
+        count = new_log_prob.numel()
+        log_prob_grad, value_grad = torch.empty_like(new_log_prob), torch.empty_like(new_value)
+        blocks = triton.cdiv(count, BLOCK_PPO_KERNEL)
+        sums = torch.empty(blocks, 5, device=new_value.device)
+        read = (new_log_prob, log_prob, advantage, new_value, value, returns)
+        scaled = isinstance(scale, Tensor)
+        with torch.cuda.device(new_value.device):
+            _clipped_loss[(blocks,)](
+                *read,
+                scale if scaled else new_value,
+                log_prob_grad,
+                value_grad,
+                sums,
+                *(tensor.stride(0) for tensor in read),
+                count,
+                clip,
+                vf_coef,
+                max_log_r=MAX_LOG_RATIO,
+                clip_value=clip_value,
+                scaled=scaled,
+                block=BLOCK_PPO_KERNEL,
+                num_warps=4,
+            )
+        totals = sums.sum(0)
+        ctx.save_for_backward(log_prob_grad, value_grad)
+        ctx.mark_non_differentiable(totals)
+        return totals[0].clone(), totals
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        log_prob_grad, value_grad = ctx.saved_tensors
+        return (log_prob_grad * grads[0], value_grad * grads[0], *[None] * 8)
+
+
+def clipped_loss(
+    new: tuple[Tensor, Tensor],
+    old: tuple[Tensor, Tensor],
+    advantage: Tensor,
+    returns: Tensor,
+    scale: Tensor | float,
+    coefficients: tuple[float, float, bool],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return ``L_policy + c_value L_value`` ``[]`` and its parts, of transitions ``[rows]`` on a GPU.
+
+    ``new`` and ``old`` are log-probabilities and values, the new ones with gradients; ``coefficients`` are PPO's
+    ``clip_coef``, ``vf_coef`` and ``clip_value_loss``.
+    """
+    loss, totals = _Loss.apply(*new, *old, advantage, returns, scale, *coefficients)
+    names = ("policy_loss", "value_loss", "approx_kl", "clip_fraction")
+    return loss, dict(zip(names, totals[1:].unbind(), strict=True))

@@ -1,0 +1,464 @@
+"""Stopping at the first NaN or infinity, with everything saved that is needed to find its cause."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import zlib
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor, nn
+
+from embodichain.agents.rl.algo.base import BaseAlgorithm
+from embodichain.agents.rl.collector.config import AsyncCfg
+from embodichain.agents.rl.config import TrainCfg
+from embodichain.agents.rl.models.policy import Policy
+from embodichain.agents.rl.models.registry import build_policy
+from embodichain.agents.rl.utils.observations import space_from_data, space_to_data
+from embodichain.agents.rl.utils.random_state import get_random_state, seed_everything, set_random_state
+from embodichain.agents.rl.utils.tree import put_together, take_apart
+from embodichain.envs.vec_env import VecEnv
+from embodichain.errors import CheckpointError, NotFiniteError, OutputError
+from embodichain.extras import check_trusted, import_trusted
+
+# MERGED checkpoint: Checkpoints: one folder with ``state.json`` and ``tensors.safetensors``, written whole or not at
+# all.
+#  ``state.json`` is ``{"format": "embodichain-checkpoint", "version": 1, "tensors": {"bytes", "crc32"}, "crc32",
+# "state"}``. ``state`` is nested data as ``tree.py`` describes it, which names the tensors of the other file; the first
+# ``crc32`` is that of the tensor file, the second that of ``state`` written without blanks. Any change of a byte is
+# noticed.
+#
+# A run's checkpoints hold ``config`` (the resolved config), ``spaces``, ``policy`` (its normaliser included),
+# ``algorithm`` (optimiser and schedules), ``collector``, ``env`` (the simulation), ``random`` (all generators) and
+# ``trainer`` (counters and schedules): everything the next iteration depends on. In a data-parallel run,
+# ``collector``, ``env`` and ``random`` are the first rank's, and ``other_ranks`` lists those of the others.
+
+
+FORMAT, VERSION = "embodichain-checkpoint", 1
+STATE_FILE, TENSOR_FILE = "state.json", "tensors.safetensors"
+CHECKPOINTS, BEST = "checkpoints", "best"
+
+PathLike = str | os.PathLike[str]
+
+
+def save_checkpoint(path: PathLike, state: Mapping[str, Any]) -> Path:
+    """Write nested data as a checkpoint folder; it appears complete, and replaces one of the same name."""
+    target = Path(path)
+    data, tensors = take_apart(dict(state))
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        _write(partial, data, tensors)
+        _take_place(partial, target)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise OutputError(f"cannot write the checkpoint {target}: {error}") from error
+    return target
+
+
+def load_checkpoint(path: PathLike) -> dict[str, Any]:
+    """Read a checkpoint folder, tensors on the CPU; ``CheckpointError`` if anything in it is not as it was written."""
+    folder = Path(path)
+    document = _read_document(folder / STATE_FILE)
+    tensors = _read_tensors(folder / TENSOR_FILE, document["tensors"])
+    try:
+        state: dict[str, Any] = put_together(document["state"], tensors)
+    except (KeyError, ValueError) as error:
+        raise CheckpointError(f"{folder}: {STATE_FILE} and {TENSOR_FILE} do not belong together: {error}") from None
+    return state
+
+
+def find_checkpoint(path: PathLike, which: Literal["best", "latest"] = "latest") -> Path:
+    """Return a checkpoint's folder, given that folder or the folder of a run; without a best one, it is the latest."""
+    given = Path(path)
+    if (given / STATE_FILE).is_file():
+        return given
+    folder = given / CHECKPOINTS
+    if which == "best" and (folder / BEST / STATE_FILE).is_file():
+        return folder / BEST
+    steps = list_checkpoints(folder)
+    if not steps:
+        raise CheckpointError(f"{given}: expected a checkpoint or a run with a checkpoint in it, found neither")
+    return steps[-1]
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Return the complete checkpoints ``step_000000001234`` of a folder, the oldest first."""
+    return sorted(file.parent for file in folder.glob(f"step_*/{STATE_FILE}"))
+
+
+def load_weights(module: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
+    """Load weights into a module; ``CheckpointError`` names the first parameter that does not fit."""
+    own = module.state_dict()
+    for name, tensor in own.items():
+        if name not in weights:
+            raise CheckpointError(f"{source} is of another architecture: it lacks {name} {list(tensor.shape)}")
+        if weights[name].shape != tensor.shape:
+            raise CheckpointError(
+                f"{source} is of another architecture: {name} is {list(weights[name].shape)} there and "
+                f"{list(tensor.shape)} here"
+            )
+    extra = next((name for name in weights if name not in own), None)
+    if extra is not None:
+        raise CheckpointError(f"{source} is of another architecture: it has {extra}, which does not exist here")
+    module.load_state_dict(weights)
+
+
+def load_policy(
+    path: PathLike,
+    env: VecEnv | None = None,
+    device: torch.device | str = "cpu",
+    which: Literal["best", "latest"] = "best",
+    trusted_modules: Collection[str] = (),
+) -> Policy:
+    """Return the trained policy of a run or checkpoint, in evaluation mode.
+
+    It is built for the spaces of ``env`` where one is given, else for those it was trained with. A policy class of the
+    user's own needs its module among ``trusted_modules``.
+    """
+    folder = find_checkpoint(path, which)
+    state = load_checkpoint(folder)
+    named = state["config"]["trainer"].get("import_modules", [])
+    check_trusted(named, trusted_modules, str(folder))
+    import_trusted(trusted_modules, [Path.cwd()])
+    spaces = state["spaces"]
+    observation_space = env.observation_space if env is not None else space_from_data(spaces["observation"])
+    action_space = env.action_space if env is not None else space_from_data(spaces["action"])
+    policy = build_policy(state["config"]["policy"], observation_space, action_space, device)
+    load_weights(policy, state["policy"], str(folder))
+    return policy.eval()
+
+
+def _write(folder: Path, data: Any, tensors: dict[str, Tensor]) -> None:
+    save_file(tensors, folder / TENSOR_FILE)
+    about = {"bytes": (folder / TENSOR_FILE).stat().st_size, "crc32": _file_crc(folder / TENSOR_FILE)}
+    document = {"format": FORMAT, "version": VERSION, "tensors": about, "crc32": _data_crc(data), "state": data}
+    (folder / STATE_FILE).write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    for written in (folder / TENSOR_FILE, folder / STATE_FILE, folder):
+        _sync(written)
+
+
+def _read_document(file: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{file.parent} is no checkpoint: there is no {file.name} in it") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} is damaged or truncated: {error}") from None
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise CheckpointError(f"{file} is no checkpoint of this package")
+    version = document.get("version")
+    if not isinstance(version, int) or version > VERSION:
+        raise CheckpointError(
+            f"{file} has format version {version}; this version of the package reads up to {VERSION}. Upgrade it."
+        )
+    if not isinstance(document.get("tensors"), dict) or _data_crc(document.get("state")) != document.get("crc32"):
+        raise CheckpointError(f"{file} is damaged: its content does not match its checksum")
+    return document
+
+
+def _read_tensors(file: Path, about: Mapping[str, Any]) -> dict[str, Tensor]:
+    try:
+        size = file.stat().st_size
+        if size != about.get("bytes"):
+            raise CheckpointError(f"{file} is truncated: expected {about.get('bytes')} bytes, found {size}")
+        if _file_crc(file) != about.get("crc32"):
+            raise CheckpointError(f"{file} is damaged: its content does not match its checksum")
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from None
+
+
+def _data_crc(data: Any) -> int:
+    return zlib.crc32(json.dumps(data, separators=(",", ":")).encode())
+
+
+def _file_crc(file: Path) -> int:
+    crc = 0
+    with file.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            crc = zlib.crc32(block, crc)
+    return crc
+
+
+def _sync(path: Path) -> None:
+    """Have the operating system write a file, or the entries of a folder, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _take_place(partial: Path, target: Path) -> None:
+    """Give a finished folder its name; an older one of that name goes away only then."""
+    former = target.with_name(f".{target.name}.{os.getpid()}.former")
+    if target.exists():
+        target.rename(former)
+    partial.rename(target)
+    _sync(target.parent)
+    shutil.rmtree(former, ignore_errors=True)
+
+
+# MERGED state: Everything that the next iteration of a run depends on, taken out of its parts and put back into them.
+
+
+_RECENT = 100
+"""Episodes that say how good a policy is at present."""
+
+
+@dataclass
+class Counters:
+    """How far a run has come."""
+
+    global_step: int = 0
+    """Environment transitions of all envs."""
+    iteration: int = 0
+    """Rollouts learned from."""
+    seconds: float = 0.0
+    """Time spent training, evaluations and checkpoints included."""
+    best_score: tuple[float, float] | None = None
+    """Score of the best evaluation."""
+    evaluated_at: int = -1
+    """Step of the last evaluation."""
+    recent: deque[tuple[int, float, float | None]] = field(default_factory=deque)
+    """Of recent rollouts: number of episodes that ended, their mean return, and their success rate if it is known."""
+
+    @property
+    def mean_return(self) -> float | None:
+        """Mean return of recent episodes."""
+        return _weighted([(count, value) for count, value, _ in self.recent])
+
+    @property
+    def success_rate(self) -> float | None:
+        """Share of recent episodes that ended in success, where the task tells."""
+        return _weighted([(count, value) for count, _, value in self.recent if value is not None])
+
+    def note(self, statistics: Mapping[str, float]) -> None:
+        """Take in the episodes that ended in a rollout."""
+        if "episode/return" not in statistics:
+            return
+        count = int(statistics["episode/count"])
+        self.recent.append((count, statistics["episode/return"], statistics.get("episode/success")))
+        while sum(number for number, *_ in self.recent) - self.recent[0][0] >= _RECENT:
+            self.recent.popleft()
+
+    def to_data(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {**vars(self), "recent": list(self.recent)}
+
+    @staticmethod
+    def from_data(data: Mapping[str, Any]) -> Counters:
+        """Return the counters that ``to_data`` was called on."""
+        return Counters(**{**data, "recent": deque(data["recent"])})
+
+
+class Collector(Protocol):
+    """What a run needs of a collector."""
+
+    def collect(self, num_steps: int) -> TensorDictBase:
+        """Return a rollout ``[num_envs, num_steps]``."""
+
+    def statistics(self) -> dict[str, float]:
+        """Return averages of the last rollout."""
+
+    def reset(self, seed: int | None = None) -> None:
+        """Begin with new episodes in all envs."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the next rollout depends on."""
+
+    def env_state(self) -> TensorDict | None:
+        """Return the environment's state, ``None`` where it cannot be saved."""
+
+    def load_state_dict(self, state: Mapping[str, Any], env_state: TensorDictBase | None = None) -> None:
+        """Go on from what ``state_dict`` and ``env_state`` returned."""
+
+    def publish(self) -> None:
+        """Learn that the policy was updated."""
+
+    def hold(self) -> AbstractContextManager[None]:
+        """Keep still while the state is saved."""
+
+    def stop(self) -> None:
+        """Stop whatever goes on in the background."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """The parts of a run that have a state."""
+
+    cfg: TrainCfg
+    env: VecEnv
+    algorithm: BaseAlgorithm
+    collector: Collector
+
+    def state(self, counters: Counters) -> dict[str, Any] | None:
+        """Return the content of a checkpoint, on the first rank; see ``utils/checkpoint.py``."""
+        env = self.env
+        with self.collector.hold():
+            own = {
+                "collector": self.collector.state_dict(),
+                "env": self.collector.env_state(),
+                "random": get_random_state(),
+            }
+            everybody = self.algorithm.ranks.to_first(own)
+            if not everybody:
+                return None
+            return {
+                "config": self.cfg.to_dict(),
+                "spaces": {
+                    "observation": space_to_data(env.observation_space),
+                    "action": space_to_data(env.action_space),
+                },
+                "policy": self.algorithm.policy.state_dict(),
+                "algorithm": self.algorithm.state_dict(),
+                **everybody[0],
+                "other_ranks": everybody[1:],
+                "trainer": counters.to_data(),
+            }
+
+    def restore(self, state: Mapping[str, Any]) -> Counters:
+        """Put a checkpoint's content back and return its counters.
+
+        An environment that cannot be saved begins new episodes, and so do all if the number of ranks is another one.
+        The random generators come last, as everything else may draw from them.
+        """
+        ranks, counters = self.algorithm.ranks, Counters.from_data(state["trainer"])
+        if saved_ranks(state) != ranks.count:
+            return self._restore_learner(state, counters)
+        own = state if ranks.is_first else state["other_ranks"][ranks.rank - 1]
+        saved = own["env"]
+        if saved is not None and saved.batch_size[0] != self.env.num_envs:
+            raise CheckpointError(
+                f"the checkpoint holds {saved.batch_size[0]} environments, this run has {self.env.num_envs}: resume it "
+                "with as many"
+            )
+        load_weights(self.algorithm.policy, state["policy"], "the checkpoint")
+        self.algorithm.load_state_dict(state["algorithm"])
+        self.collector.load_state_dict(own["collector"], saved)
+        if saved is None:
+            self.collector.reset(seed=self._later_seed(counters))
+        set_random_state(own["random"])
+        return counters
+
+    def _restore_learner(self, state: Mapping[str, Any], counters: Counters) -> Counters:
+        """Put back what all ranks have in common; environments and random generators start anew."""
+        load_weights(self.algorithm.policy, state["policy"], "the checkpoint")
+        self.algorithm.load_state_dict(state["algorithm"])
+        self.collector.reset(seed=self._later_seed(counters))
+        seed_everything(self._later_seed(counters))
+        return counters
+
+    def _later_seed(self, counters: Counters) -> int:
+        """Return a seed for new episodes, which are not those that the run began with."""
+        return self.algorithm.ranks.seed(self.cfg.trainer.seed + counters.iteration)
+
+
+def saved_ranks(state: Mapping[str, Any]) -> int:
+    """Return how many ranks a checkpoint was saved by."""
+    return 1 + len(state.get("other_ranks", ()))
+
+
+def resume_note(state: Mapping[str, Any], collector: AsyncCfg, ranks: int) -> str | None:
+    """Return what a person has to know about the episodes of a run that goes on; ``None`` if they all do."""
+    if saved_ranks(state) != ranks:
+        return f"saved by {saved_ranks(state)} rank(s), resumed by {ranks}: all environments begin new episodes"
+    if state["env"] is not None:
+        return None
+    if collector.worker != "ray":
+        return "this environment cannot be saved: the run goes on with new episodes"
+    if collector.address is None:
+        return "a Ray of its own ends with the program: the run goes on with new workers and new episodes"
+    return (
+        "environments are in the cluster: workers that are still there go on with their episodes, others begin new ones"
+    )
+
+
+def _weighted(counted: list[tuple[int, float]]) -> float | None:
+    total = sum(count for count, _ in counted)
+    return sum(count * value for count, value in counted) / total if total else None
+
+
+class NanGuard:
+    """Looks at every rollout and every update.
+
+    What it saves is a checkpoint folder with ``rollout`` (the failing batch ``[num_envs, num_steps]``), ``env_before``
+    (the simulation before the rollout: ``env.set_state`` and the rollout's actions repeat it), ``env_after`` and
+    ``policy``; ``load_checkpoint`` reads it.
+    """
+
+    def __init__(self, env: VecEnv | None, policy: Policy, folder: Path) -> None:
+        """Watch a policy; ``env`` is saved as well, unless it is ``None`` because somebody else is using it."""
+        self.env, self.policy, self.folder = env, policy, folder
+        self._before: TensorDict | None = None
+
+    def before_rollout(self) -> None:
+        """Remember the simulation, so that a failing rollout can be repeated."""
+        self._before = self._simulation()
+
+    def check_rollout(self, rollout: TensorDictBase, step: int) -> None:
+        """Raise ``NotFiniteError`` if anything in a rollout is not finite."""
+        leaves = list(_floating(rollout))
+        if not leaves or bool(_sums([leaf for _, leaf in leaves]).isfinite().all()):
+            return
+        for name, leaf in leaves:
+            wrong = ~leaf.isfinite()
+            if bool(wrong.any()):  # a sum may overflow without any number being infinite
+                env, when = (
+                    wrong.flatten(2).any(-1).nonzero()[0].tolist() if leaf.ndim > 2 else wrong.nonzero()[0].tolist()
+                )
+                where = f"{name} of env {env} in step {when} of the rollout that began at step {step}"
+                self._fail(f"{where} is {leaf[env, when].flatten()[:8].tolist()}", rollout)
+
+    def check_update(self, measures: Mapping[str, float], rollout: TensorDictBase, step: int) -> None:
+        """Raise ``NotFiniteError`` if an update gave a loss or a parameter that is not finite."""
+        bad = next((name for name, value in measures.items() if not math.isfinite(value)), None)
+        if bad is not None:
+            self._fail(f"{bad} is {measures[bad]} after the update at step {step}", rollout)
+        named = [(name, p.detach()) for name, p in self.policy.named_parameters() if p.is_floating_point()]
+        if named and not bool(_sums([p for _, p in named]).isfinite().all()):
+            for name, parameter in named:
+                if not bool(parameter.isfinite().all()):
+                    self._fail(f"the parameter {name} is not finite after the update at step {step}", rollout)
+
+    def _simulation(self) -> TensorDict | None:
+        return self.env.get_state() if self.env is not None and self.env.supports_state else None
+
+    def _fail(self, what: str, rollout: TensorDictBase) -> None:
+        state = {
+            "message": what,
+            "rollout": rollout,
+            "env_before": self._before,
+            "env_after": self._simulation(),
+            "policy": self.policy.state_dict(),
+        }
+        saved = save_checkpoint(self.folder, state)
+        raise NotFiniteError(
+            f"{what}. The rollout, the simulation before and after it, and the policy are saved in {saved}; lower the "
+            "learning rate or look for what produced it. trainer.nan_guard=false trains on regardless."
+        )
+
+
+def _floating(rollout: TensorDictBase) -> Iterator[tuple[str, Tensor]]:
+    """Yield the floating-point leaves of a rollout with their names."""
+    for key, leaf in rollout.items(include_nested=True, leaves_only=True):
+        if leaf.is_floating_point():
+            yield "/".join(key) if isinstance(key, tuple) else key, leaf
+
+
+def _sums(tensors: list[Tensor]) -> Tensor:
+    """Return one number per tensor that is finite only if all of its numbers are; nothing is allocated for it."""
+    return torch.stack([tensor.sum(dtype=torch.float64) for tensor in tensors])

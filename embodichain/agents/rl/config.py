@@ -1,0 +1,263 @@
+"""What to say about how a config collects: rollouts that are old when they are learned from, settings nobody heeds."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+
+from embodichain.agents.rl.algo.registry import get_algo_class
+from embodichain.agents.rl.collector.config import AsyncCfg, CollectorBlock
+from embodichain.agents.rl.models.registry import get_policy_class
+from embodichain.agents.rl.utils.config import Count, Fraction, Positive
+from embodichain.config import MISSING, Config, Field, configclass, load_config, parse_overrides
+from embodichain.envs.registration import list_envs, load_gym_config
+from embodichain.errors import ConfigError
+from embodichain.extras import check_trusted, import_trusted
+
+# MERGED config: The shape of a ``train_config.json``: the blocks ``trainer``, ``policy`` and ``algorithm``.
+
+
+Steps = Annotated[int, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, lt=2**31)]
+_FILE_SUFFIXES = (".json", ".yaml", ".yml")
+
+
+@configclass
+class TrainerCfg(Config):
+    """The block ``trainer``: how long, how much at a time, and what is kept. Steps are those of all envs and ranks."""
+
+    exp_name: Annotated[str, Field(pattern=r"^[\w.+-]+$")] = "run"
+    """Name of the experiment; the run's folder begins with it."""
+    seed: Seed = 0
+    """Seed of networks, actions, minibatches and of the environments."""
+    device: str = "cpu"
+    """Where the policy acts and is trained."""
+    gym_config: str | dict[str, Any] = MISSING
+    """The environment: a file (relative to this one), an id, or the settings themselves."""
+    eval_gym_config: dict[str, Any] = {}
+    """What is different about the environment in evaluations."""
+    num_envs: Count | None = None
+    """Number of environments stepped together, on each rank; default: what gym_config says."""
+    buffer_size: Count = 32
+    """Steps per environment and rollout."""
+    iterations: Count | None = None
+    """Training ends after this many rollouts."""
+    total_steps: Count | None = None
+    """Training ends after this many environment steps."""
+    max_seconds: Positive | None = None
+    """Training ends after this time, in seconds."""
+    target_return: float | None = None
+    """Training ends when an evaluation's mean return reaches this."""
+    target_success: Fraction | None = None
+    """Training ends when an evaluation's success rate reaches this."""
+    model_type: Literal["standard", "vla"] = "standard"
+    """How experience is collected: standard collects and learns in turn, vla does both at once, for slow policies."""
+    collector: CollectorBlock = AsyncCfg()
+    """How vla collects; of these settings standard knows pipeline_stages and env_processes alone. ``ray`` collects in a
+    cluster, whatever the model_type."""
+    enable_eval: bool = True
+    """Whether the policy is evaluated, in environments of its own."""
+    eval_freq: Steps = 200_000
+    """Steps between evaluations; 0 evaluates at the end only."""
+    num_eval_episodes: Count = 32
+    """Episodes per evaluation."""
+    num_eval_envs: Count = 32
+    """Environments that share these episodes."""
+    eval_seed: Seed = 1_000_003
+    """Seed of the evaluation episodes, which are the same every time."""
+    eval_video: bool = True
+    """Whether one episode of each evaluation is filmed."""
+    save_freq: Steps = 200_000
+    """Steps between checkpoints; 0 saves at the end only."""
+    keep_checkpoints: Count = 2
+    """Latest checkpoints that are kept; the best one is kept besides."""
+    nan_guard: bool = True
+    """Whether training stops at the first NaN or infinity, with the batch and the simulation saved."""
+    collect_threads: Count | None = None
+    """Torch's threads while collecting; default: one for small policies."""
+    update_threads: Count | None = None
+    """Torch's threads while learning; default: one for small minibatches."""
+    use_wandb: bool = False
+    """Whether to log to Weights & Biases as well."""
+    wandb_project: str = "embodichain"
+    """Project there."""
+    output_dir: str = "runs"
+    """Folder for the folders of runs."""
+    run_dir: str | None = None
+    """Folder of this run; default: a new one in output_dir, named after exp_name and the time."""
+    import_modules: list[str] = []
+    """Modules that define the policy, algorithm or task; each must be allowed with --trust."""
+
+    @property
+    def collects_apart(self) -> bool:
+        """Whether rollouts are collected while others are learned from, or elsewhere."""
+        return self.model_type == "vla" or self.collector.worker == "ray"
+
+
+@configclass
+class AlgorithmBlock(Config):
+    """The block ``algorithm``."""
+
+    name: str = "ppo"
+    """Registered name."""
+    cfg: dict[str, Any] = {}
+    """Its settings."""
+
+
+@configclass
+class TrainCfg(Config):
+    """A whole ``train_config.json``."""
+
+    trainer: TrainerCfg = TrainerCfg()
+    """Loop, evaluation and output."""
+    policy: dict[str, Any] = {"name": "actor_critic"}
+    """Name and settings of the policy."""
+    algorithm: AlgorithmBlock = AlgorithmBlock()
+    """Name and settings of the algorithm."""
+
+
+def load_train_config(path: str | os.PathLike[str], trusted_modules: Collection[str] = ()) -> TrainCfg:
+    """Read a training config, put its environment's settings into it, and add the defaults of its algorithm."""
+    file = Path(path)
+    cfg = TrainCfg.from_dict(load_config(file), source=str(file))
+    return complete(cfg, trusted_modules, str(file), file.parent)
+
+
+def complete(
+    cfg: TrainCfg, trusted_modules: Collection[str] = (), source: str = "config", folder: Path | None = None
+) -> TrainCfg:
+    """Import what is trusted, then fill in what other files and defaults say; paths are relative to ``folder``."""
+    folder = Path.cwd() if folder is None else folder
+    check_trusted(cfg.trainer.import_modules, trusted_modules, source)
+    import_trusted(trusted_modules, [folder, Path.cwd()])
+    if cfg.validate():
+        raise ConfigError([f"{name}: expected a value, got none" for name in cfg.validate()], source)
+    trainer = cfg.trainer.replace(gym_config=_environment(cfg.trainer.gym_config, folder))
+    settings = {"device": trainer.device, **cfg.algorithm.cfg}
+    checked = get_algo_class(cfg.algorithm.name).cfg_type.from_dict(settings, source=f"{source}: algorithm.cfg")
+    return cfg.replace(trainer=trainer, algorithm=cfg.algorithm.replace(cfg=checked.to_dict()))
+
+
+def override(cfg: TrainCfg, words: list[str], prog: str = "embodichain train") -> TrainCfg:
+    """Return a completed config with flags such as ``--trainer.num_envs 128`` applied, ready to be run."""
+    changed = parse_overrides(cfg, words, prog=prog, description="Train a policy.") if words else cfg
+    device, before = changed.trainer.device, cfg.trainer.device
+    if device != before and changed.algorithm.cfg["device"] == before and not _is_set("algorithm.cfg.device", words):
+        algorithm = changed.algorithm.replace(cfg=changed.algorithm.cfg | {"device": device})  # it learns where it acts
+        changed = changed.replace(algorithm=algorithm)
+    return _checked(changed)
+
+
+def _is_set(name: str, words: list[str]) -> bool:
+    return any(word.partition("=")[0] == f"--{name}" for word in words)
+
+
+def check_devices(cfg: TrainCfg) -> None:
+    """Raise ConfigError for a device that this machine does not have, before anything is made."""
+    for name, given in (("trainer.device", cfg.trainer.device), ("algorithm.cfg.device", cfg.algorithm.cfg["device"])):
+        try:
+            device = torch.device(given)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"{name}: expected a device of torch's, such as 'cpu' or 'cuda', got {given!r}"
+            ) from error
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if device.type == "cuda" and (device.index or 0) >= count:
+            raise ConfigError(f"{name}: expected a device of this machine, got {given!r}, but torch finds {count} GPUs")
+
+
+def num_iterations(trainer: TrainerCfg, ranks: int = 1, iteration: int = 0, global_step: int = 0) -> int | None:
+    """Return after how many rollouts training ends, ``None`` if only the clock or a target ends it.
+
+    The steps that are left after ``iteration`` are made on so many ``ranks``; it may have been another number before.
+    """
+    limits = [] if trainer.iterations is None else [trainer.iterations]
+    if trainer.total_steps is not None:
+        per_rollout = ranks * (trainer.num_envs or 1) * trainer.buffer_size
+        limits.append(iteration + math.ceil(max(0, trainer.total_steps - global_step) / per_rollout))
+    return min(limits) if limits else None
+
+
+def _environment(given: str | Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return an environment's settings as a mapping; those of our own tasks complete with all defaults."""
+    if isinstance(given, str):
+        given = load_config(folder / given) if given.endswith(_FILE_SUFFIXES) else {"id": given}
+    checked = load_gym_config(given)
+    # A Gymnasium id brings defaults of its own, such as its time limit: only what was said is said again.
+    return checked.to_dict() if checked.id in {spec.id for spec in list_envs()} else dict(given)
+
+
+def _checked(cfg: TrainCfg) -> TrainCfg:
+    """Check what can be checked before anything is built, and settle what is said in two places."""
+    trainer = cfg.trainer
+    environment = _environment(trainer.gym_config, Path.cwd())
+    num_envs = trainer.num_envs or environment.get("num_envs", 1)
+    settled = trainer.replace(num_envs=num_envs, gym_config=environment | {"num_envs": num_envs, "seed": trainer.seed})
+    problems = []
+    if trainer.iterations is None and trainer.total_steps is None and trainer.max_seconds is None:
+        problems.append("trainer: expected iterations, total_steps or max_seconds, got none of them")
+    if (trainer.target_return is not None or trainer.target_success is not None) and not trainer.enable_eval:
+        problems.append("trainer.enable_eval: expected true, as a target is judged by evaluations, got false")
+    if trainer.collects_apart:
+        problems += [f"trainer.collector.{problem}" for problem in trainer.collector.problems()]
+    problems += [f"trainer.{problem}" for problem in trainer.collector.group_problems(num_envs)]
+    simulated = str(environment.get("device", "cpu"))
+    if trainer.collector.env_processes and simulated != "cpu":
+        problems.append(
+            f"trainer.collector.env_processes: expected 0, as processes of their own simulate on the CPU, and "
+            f"gym_config.device is {simulated!r}; got {trainer.collector.env_processes}"
+        )
+    if problems:
+        raise ConfigError(problems)
+    algorithm = get_algo_class(cfg.algorithm.name).cfg_type.from_dict(cfg.algorithm.cfg, source="algorithm.cfg")
+    get_policy_class(str(cfg.policy.get("name")))
+    return cfg.replace(trainer=settled, algorithm=cfg.algorithm.replace(cfg=algorithm.to_dict()))
+
+
+_LOG = logging.getLogger(__name__)
+_ALWAYS_HEEDED = ("pipeline_stages", "env_processes")
+
+
+def tell_of_collection(cfg: TrainCfg) -> None:
+    """Say where rollouts come from, if not from here, and warn of settings that do less than they could, or nothing."""
+    trainer = cfg.trainer
+    collector = trainer.collector
+    if trainer.collects_apart:
+        where = {"thread": "a thread", "process": "a process of its own", "ray": "a cluster"}[collector.worker]
+        lag = collector.max_policy_lag
+        _LOG.info("collecting in %s, by weights that are at most %d update(s) old", where, lag)
+        if lag > 0 and cfg.algorithm.cfg.get("correction") == "none":
+            _warn_of_lag(lag, cfg.algorithm.cfg)
+        return
+    usual = AsyncCfg().to_dict()
+    changed = [name for name, value in collector.to_dict().items() if value != usual[name]]
+    ignored = [name for name in changed if name not in _ALWAYS_HEEDED]
+    if ignored:
+        _LOG.warning(
+            "this run collects and learns in turn, and does not heed trainer.collector.%s: add "
+            "--trainer.model_type vla to do both at once (docs/async.md)",
+            ", ".join(ignored),
+        )
+
+
+def _warn_of_lag(lag: int, settings: Mapping[str, Any]) -> None:
+    """Warn of settings that learn less from old rollouts than they could."""
+    kl_bounds = {
+        "lr_schedule: adaptive": settings.get("lr_schedule") == "adaptive",
+        "target_kl": settings.get("target_kl") is not None,
+    }
+    named = [name for name, is_set in kl_bounds.items() if is_set]
+    if not named and settings.get("advantage_estimator") == "vtrace":
+        return
+    _LOG.warning(
+        "rollouts may be %d update(s) old (max_policy_lag): %s mistakes what those updates changed for its own step, "
+        "and the policy may learn far less. Add --algorithm.cfg.correction decoupled (docs/async.md)",
+        lag,
+        named[0] if named else "the clip",
+    )

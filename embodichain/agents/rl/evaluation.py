@@ -1,0 +1,99 @@
+"""Evaluating a policy: whole episodes of given seeds, most likely actions, and a film of one of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from embodichain.agents.rl.collector.base import bound_action, collection_threads
+from embodichain.agents.rl.models.policy import Policy
+from embodichain.agents.rl.utils.random_state import get_random_state, set_random_state
+from embodichain.envs.recording import Episode, Summary, roll
+from embodichain.envs.vec_env import VecEnv
+from embodichain.envs.wrappers import chunked
+from embodichain.utils.threads import torch_threads
+
+FILM_SIZE = (240, 320)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How a policy did."""
+
+    summary: Summary
+    """Averages over the episodes."""
+    episodes: list[Episode]
+    """The episodes themselves, in the order in which they ended."""
+    files: list[Path]
+    """The video, or the picture in its place."""
+    problem: str | None
+    """Why there is no video although one was asked for."""
+
+    def scalars(self) -> dict[str, float]:
+        """Return what is logged."""
+        values = {"eval/return": self.summary.mean_return, "eval/length": self.summary.mean_length}
+        success = {} if self.summary.success_rate is None else {"eval/success": self.summary.success_rate}
+        return values | {"eval/return_std": self.summary.std_return} | success
+
+    @property
+    def score(self) -> tuple[float, float]:
+        """What makes one policy better than another: success first, where the task tells, then return."""
+        return self.summary.success_rate or 0.0, self.summary.mean_return
+
+    def __str__(self) -> str:
+        success = "" if self.summary.success_rate is None else f", success {self.summary.success_rate:.0%}"
+        return f"return {self.summary.mean_return:.2f}{success} over {self.summary.episodes} episodes"
+
+
+class PolicyActor:
+    """Lets a policy act on observations one after the other, keeping its memory between them."""
+
+    def __init__(self, policy: Policy, env: VecEnv, deterministic: bool = True) -> None:
+        self.policy, self.env, self.deterministic = policy, env, deterministic
+        self.state = policy.initial_state(env.num_envs)
+
+    def __call__(self, obs: TensorDict) -> Tensor:
+        """Return the action that the environment is given."""
+        seen = obs.to(self.policy.device)
+        action, _, _, self.state = self.policy.act(seen, self.state, self.deterministic)
+        return bound_action(action).to(self.env.device)
+
+    def forget(self, env_ids: list[int]) -> None:
+        """Clear the memory of envs whose episode ended."""
+        initial = self.policy.initial_state(len(env_ids))
+        if self.state is not None and initial is not None and env_ids:
+            self.state = self.state.index_copy(0, torch.tensor(env_ids, device=self.state.device), initial)
+
+
+@torch.no_grad()
+def evaluate(
+    policy: Policy, env: VecEnv, episodes: int, seed: int, video: Path | None = None, deterministic: bool = True
+) -> Evaluation:
+    """Run episodes with a policy in evaluation mode; random generators and the policy are left as they were."""
+    from embodichain.envs.recording import Footage
+
+    env = chunked(env, policy.chunk_size)
+    was_training, random_state = policy.training, get_random_state()
+    policy.eval()
+    torch.manual_seed(seed)
+    actor = PolicyActor(policy, env, deterministic)
+    footage = None if video is None else Footage(env, video, episodes=1, size=FILM_SIZE)
+    ended: list[Episode] = []
+    try:
+        with torch_threads(collection_threads(policy, env.num_envs)):
+            for step in roll(env, actor, episodes, seed):
+                ended += step.ended
+                actor.forget([episode.env for episode in step.ended])
+                if footage is not None:
+                    footage.watch(step)
+        files = footage.finish() if footage is not None else []
+    finally:
+        if footage is not None:
+            footage.close()
+        policy.train(was_training)
+        set_random_state(random_state)
+    return Evaluation(Summary.of(ended), ended, files, footage.problem if footage is not None else None)

@@ -1,0 +1,402 @@
+"""Ending a run when somebody asks for it, between two iterations instead of somewhere inside one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from embodichain.agents.rl.checkpoint import BEST, CHECKPOINTS, list_checkpoints, save_checkpoint
+from embodichain.agents.rl.collector.ray_names import name_of_rank
+from embodichain.agents.rl.config import TrainCfg
+from embodichain.config import save_config
+from embodichain.errors import OutputError, TrainingStateError
+from embodichain.extras import require
+
+# MERGED run_folder: The folder of one run.
+#
+# ::
+#
+#     train_config.json           the resolved config: it starts the same run again
+#     run_id                      what no other run is called; workers that stay in a cluster are found again by it
+#     metrics.jsonl               every logged scalar, one line per iteration or evaluation
+#     events.out.tfevents...      the same for TensorBoard
+#     checkpoints/step_.../       the latest checkpoints; the links ``latest`` and ``best`` name two of them
+#     videos/step_....mp4         one episode of each evaluation
+#     failure/                    batch, policy and simulation at the first NaN (of other ranks: failure_rank_...)
+
+
+CONFIG_FILE = "train_config.json"
+ID_FILE = "run_id"
+LATEST = "latest"
+
+
+class RunFolder:
+    """Where a run's files are, and which checkpoints stay."""
+
+    def __init__(self, path: Path, keep: int = 2, run_id: str = "") -> None:
+        self.path = path
+        self.run_id = run_id
+        self.keep = keep
+        self.checkpoints = path / CHECKPOINTS
+        self.metrics = path / "metrics.jsonl"
+        self.videos = path / "videos"
+        self.failure = path / "failure"
+
+    @classmethod
+    def create(cls, cfg: TrainCfg) -> RunFolder:
+        """Make the folder of a new run; ``TrainingStateError`` if there is a run in it already."""
+        trainer = cfg.trainer
+        if trainer.run_dir is not None:
+            path = Path(trainer.run_dir)
+        else:
+            path = _unused(Path(trainer.output_dir) / f"{trainer.exp_name}_{time.strftime('%Y%m%d-%H%M%S')}")
+        if (path / CONFIG_FILE).exists():
+            raise TrainingStateError(
+                f"{path} holds a run already: continue it with --resume {path}, or choose another --trainer.run_dir"
+            )
+        return cls.open(path, cfg)
+
+    @classmethod
+    def open(cls, path: Path, cfg: TrainCfg) -> RunFolder:
+        """Use a folder and write the config into it."""
+        try:
+            save_config(cfg, path / CONFIG_FILE)
+            run_id = _run_id(path / ID_FILE)
+        except OSError as error:
+            raise OutputError(
+                f"cannot write to the run's folder {path}: {error.strerror}. Choose another one."
+            ) from error
+        return cls(path, cfg.trainer.keep_checkpoints, run_id)
+
+    @classmethod
+    def begin_anew(cls, path: Path, cfg: TrainCfg) -> RunFolder:
+        """Use the folder of a run that ended before its first checkpoint; what it logged will be logged again."""
+        folder = cls.open(path, cfg)
+        for old in (folder.metrics, *path.glob("events.out.tfevents.*")):
+            old.unlink(missing_ok=True)
+        return folder
+
+    def name_of(self, rank: int, ranks: int) -> str:
+        """Return what the workers of a rank are called in a cluster: like the folder, but as no other run's."""
+        name = re.sub(r"[^\w.+-]", "_", f"{self.path.resolve().name}-{self.run_id}")
+        return name_of_rank(name, rank, ranks)
+
+    def save(self, step: int, state: Mapping[str, Any], best: bool = False) -> Path:
+        """Write a checkpoint, let ``latest`` (and ``best``) point at it, and remove those that nothing points at."""
+        saved = save_checkpoint(self.checkpoints / f"step_{step:012d}", state)
+        self._point(LATEST, saved)
+        if best:
+            self._point(BEST, saved)
+        self._prune()
+        return saved
+
+    def forget_after(self, step: int) -> None:
+        """Remove what an interrupted run left unfinished, and checkpoints of steps that are about to be made again."""
+        for partial in self.checkpoints.glob(".step_*"):
+            shutil.rmtree(partial, ignore_errors=True)
+        for checkpoint in list_checkpoints(self.checkpoints):
+            if int(checkpoint.name.removeprefix("step_")) > step:
+                shutil.rmtree(checkpoint)
+
+    def failure_of(self, rank: int) -> Path:
+        """Return where a rank leaves what it met at the first NaN."""
+        return self.failure if rank == 0 else self.path / f"failure_rank_{rank}"
+
+    def video(self, step: int) -> Path:
+        """Return the path of the video of an evaluation."""
+        return self.videos / f"step_{step:012d}.mp4"
+
+    def _point(self, name: str, checkpoint: Path) -> None:
+        """Let a link point at a checkpoint; at every moment it points at the old one or at the new one."""
+        fresh = self.checkpoints / f".{name}.{os.getpid()}"
+        fresh.unlink(missing_ok=True)
+        fresh.symlink_to(checkpoint.name)
+        os.replace(fresh, self.checkpoints / name)
+
+    def _prune(self) -> None:
+        best = self.checkpoints / BEST
+        kept = best.resolve() if best.exists() else None
+        for old in list_checkpoints(self.checkpoints)[: -self.keep]:
+            if old.resolve() != kept:
+                shutil.rmtree(old)
+
+
+def _run_id(file: Path) -> str:
+    """Return what a run is called since it was created: a folder's path may be that of another run elsewhere."""
+    if not file.exists():
+        file.write_text(uuid.uuid4().hex[:12])
+    return file.read_text().strip()
+
+
+def _unused(path: Path) -> Path:
+    """Return the path, with a number if somebody started a run of this name in the same second."""
+    candidate, number = path, 1
+    while candidate.exists():
+        number += 1
+        candidate = path.with_name(f"{path.name}-{number}")
+    return candidate
+
+
+# MERGED run_log: Where scalars go: TensorBoard, a file with one JSON object per line, and Weights & Biases if wanted.
+
+
+WANDB_FILE = "wandb_run.txt"
+
+
+class RunLog:
+    """Writes scalars under the step they belong to; a resumed run goes on behind the step it was saved at."""
+
+    def __init__(self, run: RunFolder, cfg: TrainCfg, resumed_at: int | None = None) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # takes a moment to import
+
+        if resumed_at is not None:
+            _cut(run.metrics, resumed_at)
+        self._file = run.metrics
+        self._lines = run.metrics.open("a", encoding="utf-8")
+        purge = None if resumed_at is None else resumed_at + 1
+        self._tensorboard = SummaryWriter(str(run.path), purge_step=purge)
+        self._wandb = _start_wandb(run, cfg) if cfg.trainer.use_wandb else None
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Log named numbers; NaN and infinity become ``null`` in the JSON lines."""
+        finite = {name: value if math.isfinite(value) else None for name, value in scalars.items()}
+        with self._writing():
+            for name, value in scalars.items():
+                self._tensorboard.add_scalar(name, value, step)
+            self._lines.write(json.dumps({"step": step, **finite}) + "\n")
+            self._lines.flush()
+        if self._wandb is not None:
+            self._wandb.log(dict(scalars), step=step)
+
+    def video(self, step: int, file: Path) -> None:
+        """Log a video where that is possible; it is in the run's folder in any case."""
+        if self._wandb is not None:
+            wandb = require("wandb", extra="track")
+            self._wandb.log({"eval/video": wandb.Video(str(file), format="mp4")}, step=step)
+
+    def flush(self) -> None:
+        """Have everything on the disk that was written so far, as it must be before a checkpoint is."""
+        with self._writing():
+            self._tensorboard.flush()
+            self._lines.flush()
+            os.fsync(self._lines.fileno())
+
+    def close(self) -> None:
+        """Write out everything; calling it twice is fine."""
+        try:
+            with self._writing():
+                self._lines.close()
+        finally:
+            self._tensorboard.close()
+            if self._wandb is not None:
+                self._wandb.finish()
+                self._wandb = None
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Turn what the disk says into an error that tells what to do."""
+        try:
+            yield
+        except OSError as error:
+            raise OutputError(
+                f"cannot write to {self._file}: {error.strerror or error}. Once that is mended, the run can go on from "
+                f"its latest checkpoint: --resume {self._file.parent}"
+            ) from error
+
+
+class SilentLog(RunLog):
+    """Writes nothing: all ranks know the same numbers, and the first one logs them."""
+
+    def __init__(self) -> None:
+        """Open nothing."""
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Do nothing."""
+
+    def video(self, step: int, file: Path) -> None:
+        """Do nothing."""
+
+    def flush(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def read_metrics(file: Path) -> list[dict[str, Any]]:
+    """Return the lines of a ``metrics.jsonl``; a last one that was cut short is left out."""
+    return [json.loads(line) for line in _whole_lines(file)]
+
+
+def _whole_lines(file: Path) -> Iterator[str]:
+    if not file.exists():
+        return
+    lines = file.read_text(encoding="utf-8").split("\n")
+    yield from (line for line in lines[:-1] if line)  # what follows the last line break was not finished
+
+
+def _cut(file: Path, step: int) -> None:
+    """Drop lines of later steps: they are about to be made again."""
+    try:
+        kept = [line for line in _whole_lines(file) if json.loads(line)["step"] <= step]
+    except (ValueError, KeyError, TypeError) as error:
+        raise TrainingStateError(f"{file} is damaged: {error!r}. Move it away to resume without it.") from None
+    partial = file.with_name(f".{file.name}.{os.getpid()}")
+    partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    partial.replace(file)
+
+
+def _start_wandb(run: RunFolder, cfg: TrainCfg) -> Any:
+    """Open the run at Weights & Biases, the same one when resumed."""
+    wandb = require("wandb", extra="track")
+    note = run.path / WANDB_FILE
+    known = note.read_text().strip() if note.exists() else wandb.util.generate_id()
+    note.write_text(f"{known}\n")
+    return wandb.init(
+        project=cfg.trainer.wandb_project,
+        name=run.path.name,
+        id=known,
+        resume="allow",
+        dir=str(run.path),
+        config=cfg.to_dict(),
+    )
+
+
+# MERGED progress: What a person sees while a run is going on: a bar on a terminal, a line now and then elsewhere.
+
+
+_LINE_SECONDS = 10.0
+_SPEED_WINDOW = 20
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How far training has come."""
+
+    step: int
+    """Environment steps so far."""
+    done: float
+    """Share of the training that is over."""
+    mean_return: float | None
+    """Mean return of recent episodes."""
+    success: float | None
+    """Their success rate, where the task tells."""
+
+
+class ProgressView:
+    """Shows return, success, steps per second and the time left."""
+
+    def __init__(self, name: str, console: Console | None = None) -> None:
+        self.console = console or Console(stderr=True)
+        self._name = name
+        self._marks: deque[tuple[float, int, float]] = deque(maxlen=_SPEED_WINDOW)  # time, step, share done
+        self._last_line = 0.0
+        self._bar: Progress | None = None
+
+    def __enter__(self) -> Self:
+        if self.console.is_terminal:
+            columns = TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[text]}")
+            self._bar = Progress(*columns, console=self.console, transient=True)
+            self._task = self._bar.add_task(self._name, total=1.0, text="")
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def show(self, now: Standing) -> None:
+        """Show where training stands."""
+        self._marks.append((time.monotonic(), now.step, now.done))
+        text = self._text(now)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=now.done, text=text)
+        elif time.monotonic() - self._last_line > _LINE_SECONDS:
+            self._last_line = time.monotonic()
+            self.say(f"{self._name}: {text}")
+
+    def say(self, text: str) -> None:
+        """Print a line for good."""
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def _text(self, now: Standing) -> str:
+        parts = [f"{_short(now.step)} steps"]
+        if now.mean_return is not None:
+            parts.append(f"return {now.mean_return:.2f}")
+        if now.success is not None:
+            parts.append(f"success {now.success:.0%}")
+        (begin, first, share), (end, last, done) = self._marks[0], self._marks[-1]
+        if end > begin:
+            parts.append(f"{_short(round((last - first) / (end - begin)))} steps/s")
+            if done > share:
+                parts.append(f"{_clock((1.0 - done) * (end - begin) / (done - share))} left")
+        return " | ".join(parts)
+
+
+def _short(number: int) -> str:
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{letter}"
+    return str(number)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+_STDERR = 2
+
+
+class StopSignals:
+    """While active, the first Ctrl-C (or SIGTERM) asks the loop to stop; the second one interrupts it at once."""
+
+    def __init__(self, aloud: bool = True) -> None:
+        """``aloud`` says at once that a signal was heard."""
+        self._aloud = aloud
+        self.received: int | None = None
+        """Number of the signal that asked to stop."""
+        self._former: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():  # Python handles signals nowhere else
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._former[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+        self._former.clear()
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None:
+            raise KeyboardInterrupt
+        self.received = number
+        if self._aloud:  # past all streams and locks: the program may be in the middle of writing to one
+            with contextlib.suppress(OSError):
+                clear = "\r\x1b[2K" if os.isatty(_STDERR) else ""
+                os.write(_STDERR, f"{clear}stopping after this iteration; a second signal stops at once\n".encode())

@@ -1,0 +1,46 @@
+"""Former module paths that documents and programs still use: importing one gives the module of today."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+_RL = "embodichain.agents.rl"
+_ENVS = "embodichain.envs"
+
+ALIASES = {
+    f"{_RL}.algo.warm_up": f"{_RL}.algo.imitation",
+    f"{_RL}.training": "",
+    f"{_RL}.training.config": f"{_RL}.config",
+    f"{_RL}.training.run_folder": f"{_RL}.runs",
+    f"{_RL}.utils.checkpoint": f"{_RL}.checkpoint",
+    f"{_RL}.utils.evaluation": f"{_RL}.evaluation",
+    f"{_ENVS}.episodes": f"{_ENVS}.recording",
+    f"{_ENVS}.footage": f"{_ENVS}.recording",
+    f"{_ENVS}.groups": f"{_ENVS}.wrappers",
+}
+"""Former path and the module that replaces it; an empty one stands for a package that is gone."""
+
+
+class _AliasFinder(MetaPathFinder, Loader):
+    """Finds modules of this package, and no others, by their former paths."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return ModuleSpec(fullname, self, is_package=not ALIASES[fullname]) if fullname in ALIASES else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Let the module of today take the place of the empty one that was made for the import."""
+        if name := ALIASES[module.__name__]:
+            sys.modules[module.__name__] = importlib.import_module(name)
+
+
+def install() -> None:
+    """Make the former paths importable."""
+    if not any(isinstance(finder, _AliasFinder) for finder in sys.meta_path):
+        sys.meta_path.append(_AliasFinder())

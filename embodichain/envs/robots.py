@@ -1,0 +1,120 @@
+"""Robots: which joints and motors of the model belong to one, and how scene, arm and tool become one model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import mujoco
+import torch
+
+from embodichain.envs.env_cfg import RobotCfg
+from embodichain.envs.kinematics import SerialChain
+from embodichain.envs.rendering import CameraCfg, mount_cameras
+from embodichain.errors import AssetError, ConfigError, UnknownNameError, nearest
+
+ASSETS = Path(__file__).parent / "assets"
+_PREFIX, _TOOL_PREFIX = "robot/", "robot/tool/"
+
+
+@dataclass(frozen=True)
+class RobotSpec:
+    """The file and the parts of one kind of robot."""
+
+    asset: str
+    joints: tuple[str, ...]
+    flange: str | None = None
+
+
+@dataclass(frozen=True)
+class ToolSpec:
+    """The file and the parts of one kind of tool; a tool with fingers adds one action, open (1) to closed (-1)."""
+
+    asset: str
+    site: str = "tool"
+    fingers: tuple[str, ...] = ()
+
+
+ROBOTS = {
+    "ur5": RobotSpec(
+        "ur5.xml", ("shoulder_pan", "shoulder_lift", "elbow", "wrist_1", "wrist_2", "wrist_3"), flange="flange"
+    ),
+    "cart": RobotSpec("cart.xml", ("slider",)),
+}
+TOOLS = {"pusher": ToolSpec("pusher.xml"), "gripper": ToolSpec("gripper.xml", fingers=("left_finger", "right_finger"))}
+
+
+def read_spec(path: Path) -> mujoco.MjSpec:
+    """Parse an MJCF file, or say what is wrong with it."""
+    try:
+        return mujoco.MjSpec.from_file(str(path))
+    except (ValueError, OSError) as error:
+        raise AssetError(f"{path.name} is no valid MJCF model: {error}") from error
+
+
+def build_model(scene: str | Path, robot: RobotCfg, cameras: Sequence[CameraCfg] = ()) -> mujoco.MjModel:
+    """Put the robot with its tool into the scene (a file of ``assets/``, or a path) and compile the model.
+
+    ``cameras`` become cameras of the model, for renderers that know no others.
+    """
+    spec, arm = read_spec(ASSETS / scene), read_spec(ASSETS / _robot_spec(robot).asset)
+    flange = _robot_spec(robot).flange
+    if robot.tool is not None:
+        if flange is None:
+            raise ConfigError(f"robot.tool: the robot {robot.uid!r} cannot hold a tool, set it to null")
+        arm.attach(read_spec(ASSETS / _tool_spec(robot.tool).asset), site=flange, prefix="tool/")
+    spec.attach(arm, frame=spec.worldbody.add_frame(), prefix=_PREFIX)
+    try:
+        return mount_cameras(spec, cameras) if cameras else spec.compile()
+    except ValueError as error:
+        raise AssetError(
+            f"{scene} with robot {robot.uid!r} and tool {robot.tool!r} does not compile: {error}"
+        ) from error
+
+
+def _robot_spec(cfg: RobotCfg) -> RobotSpec:
+    if cfg.uid not in ROBOTS:
+        raise UnknownNameError(f"unknown robot {cfg.uid!r}.{nearest(cfg.uid, ROBOTS)}")
+    return ROBOTS[cfg.uid]
+
+
+def _tool_spec(name: str) -> ToolSpec:
+    if name not in TOOLS:
+        raise UnknownNameError(f"unknown tool {name!r}.{nearest(name, TOOLS)}")
+    return TOOLS[name]
+
+
+class Robot:
+    """The part of a compiled model that is the robot: where its joints and motors lie in the state."""
+
+    def __init__(self, model: mujoco.MjModel, cfg: RobotCfg, device: torch.device | str = "cpu") -> None:
+        spec = _robot_spec(cfg)
+        tool = _tool_spec(cfg.tool) if cfg.tool else None
+        joints = [_PREFIX + name for name in spec.joints]
+        fingers = [_TOOL_PREFIX + name for name in tool.fingers] if tool else []
+        self.num_joints, self.num_fingers = len(joints), len(fingers)
+        self.dofs = self.num_joints + self.num_fingers
+        first = model.joint(joints[0])
+        # An attached robot's joints follow each other in the model, arm first, so both ranges are slices.
+        self.qpos = slice(int(first.qposadr[0]), int(first.qposadr[0]) + self.dofs)
+        self.qvel = slice(int(first.dofadr[0]), int(first.dofadr[0]) + self.dofs)
+        self.lower = torch.tensor([model.joint(j).range[0] for j in joints], dtype=torch.float32, device=device)
+        self.upper = torch.tensor([model.joint(j).range[1] for j in joints], dtype=torch.float32, device=device)
+        self.finger_open = torch.tensor([model.joint(f).range[1] for f in fingers], dtype=torch.float32, device=device)
+        self.finger_closed = torch.tensor(
+            [model.joint(f).range[0] for f in fingers], dtype=torch.float32, device=device
+        )
+        # A position servo pulls towards its command (an affine bias); a motor takes the command for a force.
+        driven = {model.joint(j).id for j in joints}
+        motors = [i for i in range(model.nu) if int(model.actuator_trnid[i, 0]) in driven]
+        self.has_servos = all(int(model.actuator_biastype[i]) == int(mujoco.mjtBias.mjBIAS_AFFINE) for i in motors)
+        limits = [model.actuator_ctrlrange[i, 1] if model.actuator_ctrllimited[i] else 1.0 for i in motors]
+        self.max_control = torch.tensor(limits, dtype=torch.float32, device=device)
+        self.chain = SerialChain(model, _TOOL_PREFIX + tool.site, joints, device) if tool else None
+        if cfg.init_qpos and len(cfg.init_qpos) != self.dofs:
+            raise ConfigError(
+                f"robot.init_qpos: expected {self.num_joints} joints and {self.num_fingers} fingers, "
+                f"got {len(cfg.init_qpos)} numbers"
+            )
+        self.init_qpos = torch.tensor(cfg.init_qpos or [0.0] * self.dofs, dtype=torch.float64, device=device)

@@ -1,0 +1,429 @@
+"""Several environments that look like one, and can still be stepped one after the other.
+
+A collector that lets groups of envs take turns simulates one of them while the policy decides for another; everybody
+else sees an ordinary environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, Self, runtime_checkable
+
+import gymnasium as gym
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from embodichain.envs.random import combine
+from embodichain.envs.vec_env import Action, EnvIds, StepResult, StepsInHalves, VecEnv
+from embodichain.errors import ActionError, ChunkSizeError, ConfigError, EmbodiChainError, EnvContractError
+
+# MERGED chunks: Action chunks: one decision is several actions, taken one after the other without looking.
+#
+# ``ChunkedEnv`` makes an environment of decisions out of one of actions. A step of it takes ``[num_envs, chunk_size,
+# action_dim]`` and observes once, at the end. An env that ends inside a chunk takes no further action: it keeps the
+# reward of its last step and ``final_observation`` is what it saw there, and its next episode begins with the next
+# chunk.
+#
+# ``info["chunk"]`` says what the decision came to: ``num_actions`` (int64 ``[num_envs]``, actions really taken) and
+# ``chunk_reward`` (``[num_envs, chunk_size]``, the reward of each, zero for those not taken). ``reward`` is their plain
+# sum; whoever learns discounts inside the chunk by its own factor.
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What one step came to, before anything is observed or restarted; each part is ``[num_envs]``."""
+
+    parts: dict[str, Tensor]
+    """Named parts of the reward."""
+    reward: Tensor
+    """Their sum."""
+    terminated: Tensor
+    """Where the task ended."""
+    truncated: Tensor
+    """Where time ran out."""
+    metrics: dict[str, Tensor]
+    """Measures of the state reached."""
+
+
+class ChunkTally:
+    """Adds up the steps of one chunk; an env that has ended stays as it was at its end."""
+
+    def __init__(self, num_envs: int, chunk_size: int, device: torch.device) -> None:
+        self.active = torch.ones(num_envs, dtype=torch.bool, device=device)
+        """Envs that have not ended in this chunk, ``[num_envs]``."""
+        self.num_actions = torch.zeros(num_envs, dtype=torch.int64, device=device)
+        self.rewards = torch.zeros(num_envs, chunk_size, device=device)
+        self.terminated = torch.zeros_like(self.active)
+        self.truncated = torch.zeros_like(self.active)
+        self._parts: dict[str, Tensor] = {}
+        self._metrics: dict[str, Tensor] = {}
+        self._step = 0
+
+    def add(self, moment: Moment) -> Tensor:
+        """Take in one step and return which envs ended with it, ``[num_envs]``."""
+        active = self.active
+        self.rewards[:, self._step] = torch.where(active, moment.reward, 0.0)
+        self._step += 1
+        self.num_actions += active
+        for name, part in moment.parts.items():
+            taken = torch.where(active, part, 0.0)
+            self._parts[name] = self._parts[name] + taken if name in self._parts else taken
+        for name, metric in moment.metrics.items():
+            self._metrics[name] = torch.where(active, metric, self._metrics[name]) if name in self._metrics else metric
+        self.terminated |= moment.terminated & active
+        self.truncated |= moment.truncated & active
+        ended = active & (moment.terminated | moment.truncated)
+        self.active = active & ~ended
+        return ended
+
+    def result(self, obs: TensorDict, final: TensorDict, episode_seed: Tensor) -> StepResult:
+        """Return the chunk as one step, for the observations after it and at the envs' ends."""
+        info = {
+            "final_observation": final,
+            "rewards": self._parts,
+            "metrics": self._metrics,
+            "episode_seed": episode_seed,
+            "chunk": {"num_actions": self.num_actions, "chunk_reward": self.rewards},
+        }
+        return obs, self.rewards.sum(1), self.terminated, self.truncated, info
+
+
+@runtime_checkable
+class StepsChunks(Protocol):
+    """An environment that can take several actions and observe once, which saves drawing what nobody sees."""
+
+    def step_chunk(self, actions: Tensor) -> StepResult:
+        """Take actions ``[num_envs, chunk_size, action_dim]``; see the module's docstring for what is returned."""
+
+
+class ChunkedEnv(VecEnv):
+    """An environment whose actions are chunks ``[num_envs, chunk_size, action_dim]`` of another's."""
+
+    def __init__(self, env: VecEnv, chunk_size: int) -> None:
+        if not isinstance(env.action_space, gym.spaces.Box) or len(env.action_space.shape) != 1:
+            raise ChunkSizeError(f"chunks are made of actions [action_dim], got the action space {env.action_space}")
+        if chunk_size < 1 or chunk_size > env.max_episode_steps:
+            raise ChunkSizeError(
+                f"chunk_size must lie in [1, {env.max_episode_steps}], the longest episode there is, got {chunk_size}"
+            )
+        self.env, self.chunk_size = env, chunk_size
+        self.num_envs, self.device = env.num_envs, env.device
+        self.max_episode_steps = -(-env.max_episode_steps // chunk_size)
+        self.observation_space = env.observation_space
+        low, high = (np.tile(bound, (chunk_size, 1)) for bound in (env.action_space.low, env.action_space.high))
+        self.action_space = gym.spaces.Box(low, high, dtype=np.float32)
+        self.action_manager = env.action_manager
+        self.supports_state = env.supports_state
+
+    def reset(self, seed: int | Tensor | None = None, env_ids: EnvIds = None) -> tuple[TensorDict, dict[str, Any]]:
+        return self.env.reset(seed, env_ids)
+
+    def step(self, action: Action) -> StepResult:
+        actions = self._checked(action)
+        if isinstance(self.env, StepsChunks):
+            return self.env.step_chunk(actions)
+        return step_one_by_one(self.env, actions)
+
+    def get_state(self) -> TensorDict:
+        return self.env.get_state()
+
+    def set_state(self, state: TensorDictBase, env_ids: EnvIds = None) -> TensorDict:
+        return self.env.set_state(state, env_ids)
+
+    def render(
+        self, env_ids: EnvIds = None, camera: str | None = None, size: tuple[int, int] = (240, 320)
+    ) -> np.ndarray:
+        return self.env.render(env_ids, camera, size)
+
+    def prepare(self) -> None:
+        self.env.prepare()
+
+    def close(self) -> None:
+        self.env.close()
+
+    def _checked(self, action: Action) -> Tensor:
+        """Look at the whole chunk before the first of its actions is taken."""
+        name = self.action_manager.action_type
+        if isinstance(action, (Mapping, TensorDictBase)):
+            keys = [str(key) for key in action.keys()]  # noqa: SIM118 - a TensorDict iterates over its rows
+            if keys != [name]:
+                raise ActionError(f"an action dict has the one key {name!r}, got {keys}")
+            action = action[name]
+        expected = [self.num_envs, *(self.action_space.shape or ())]
+        actions = torch.as_tensor(action)
+        if list(actions.shape) != expected:
+            raise ActionError(f"a chunk of {name!r} must have shape {expected}, envs first, got {list(actions.shape)}")
+        actions = actions.detach().to(self.device, torch.float32)
+        if actions.device.type == "cpu" and not bool(torch.isfinite(actions).all()):
+            env = int(torch.nonzero(~torch.isfinite(actions))[0, 0])
+            raise ActionError(f"the chunk of env {env} is not finite: {actions[env].tolist()}; nothing was simulated")
+        return actions
+
+
+def step_one_by_one(env: VecEnv, actions: Tensor) -> StepResult:
+    """Take a chunk of actions in an environment that knows steps alone.
+
+    It resets itself as soon as an episode ends, so the actions left over reach the next episode; that one is started
+    again from its seed when the chunk is over.
+    """
+    tally = ChunkTally(env.num_envs, actions.shape[1], env.device)
+    ends: list[tuple[Tensor, TensorDict, Tensor]] = []
+    for action in actions.unbind(1):
+        obs, reward, terminated, truncated, info = env.step(action)
+        ended = tally.add(Moment(info["rewards"], reward, terminated, truncated, info["metrics"]))
+        ids = torch.nonzero(ended).reshape(-1)
+        if ids.numel():
+            ends.append((ids, info["final_observation"][ids], info["episode_seed"][ids]))
+        if not bool(tally.active.any()):
+            break
+    final = obs
+    if ends:
+        ids, seeds = torch.cat([end[0] for end in ends]), torch.cat([end[2] for end in ends])
+        final = replace_rows(obs, torch.cat([end[1] for end in ends]), ids)
+        obs, info = env.reset(seed=seeds, env_ids=ids)
+    return tally.result(obs, final, info["episode_seed"])
+
+
+def replace_rows(obs: TensorDict, rows: TensorDict, ids: Tensor) -> TensorDict:
+    """Return an observation that is ``rows`` at ``ids`` and ``obs`` elsewhere."""
+    replaced = obs.clone()
+    replaced[ids] = rows
+    return replaced
+
+
+def chunked(env: VecEnv, chunk_size: int) -> VecEnv:
+    """Return the environment for decisions of so many actions: itself for one, or if it is chunked so already."""
+    present = env.chunk_size if isinstance(env, ChunkedEnv) else 1
+    if present == chunk_size:
+        return env
+    if present != 1:
+        raise ChunkSizeError(f"the environment takes chunks of {present} actions, the policy chooses {chunk_size}")
+    return ChunkedEnv(env, chunk_size)
+
+
+_SEED_BITS = 31
+
+
+class GroupedEnv(VecEnv):
+    """Environments of the same kind, side by side: group ``g`` holds the envs ``slices[g]``.
+
+    The first group draws the random numbers that it would draw alone; every other group has a seed of its own, derived
+    from the common one. Groups that simulate elsewhere make a ``RemoteGroups``, whose groups are stepped side by side.
+    """
+
+    def __new__(cls, groups: Sequence[VecEnv]) -> Self:
+        """Return one of the kind that the groups allow."""
+        apart = cls is GroupedEnv and groups and all(isinstance(group, StepsInHalves) for group in groups)
+        return super().__new__(RemoteGroups if apart else cls)  # type: ignore[return-value]
+
+    def __init__(self, groups: Sequence[VecEnv]) -> None:
+        if not groups:
+            raise EnvContractError("expected at least one environment, got none")
+        first = groups[0]
+        for other in groups[1:]:
+            for name in ("device", "max_episode_steps", "observation_space", "action_space"):
+                mine, theirs = getattr(first, name), getattr(other, name)
+                if mine != theirs:
+                    raise EnvContractError(f"groups must be alike, but {name} is {mine} in one and {theirs} in another")
+        self.groups = list(groups)
+        self.num_envs = sum(group.num_envs for group in groups)
+        self.device, self.max_episode_steps = first.device, first.max_episode_steps
+        self.observation_space, self.action_space = first.observation_space, first.action_space
+        self.action_manager = first.action_manager
+        self.supports_state = all(group.supports_state for group in groups)
+        self._sizes = [group.num_envs for group in groups]
+        ends = np.cumsum([0, *self._sizes]).tolist()
+        self.slices = [slice(begin, end) for begin, end in itertools.pairwise(ends)]
+        self._obs: list[TensorDict | None] = [None] * len(groups)
+        self.num_parts = sum(_num_parts(group) for group in groups)
+        """Environments that this one consists of in the end."""
+
+    def reset(self, seed: int | Tensor | None = None, env_ids: EnvIds = None) -> tuple[TensorDict, dict[str, Any]]:
+        ids = self.resolve_ids(env_ids)
+        checked = self.resolve_seed(seed, ids.numel())
+        infos, number = [], 0
+        for index, (group, rows) in enumerate(zip(self.groups, self.slices, strict=True)):
+            mine = (ids >= rows.start) & (ids < rows.stop)
+            given = checked[mine] if isinstance(checked, Tensor) else _part_seed(checked, number)
+            self._obs[index], info = group.reset(given, ids[mine] - rows.start)
+            infos.append(info)
+            number += _num_parts(group)
+        return self._joined_obs(), join_parts(infos, self._sizes)
+
+    def step(self, action: Action) -> StepResult:
+        parts = self.split(action)
+        return self.join([group.step(part) for group, part in zip(self.groups, parts, strict=True)])
+
+    def split(self, action: Action) -> list[Tensor]:
+        """Return what each group is given of an action for all envs, once sure that none of them will refuse it."""
+        name = self.action_manager.action_type
+        if not isinstance(action, Tensor):
+            keys = [str(key) for key in action.keys()]  # noqa: SIM118 - a TensorDict iterates over its rows
+            if keys != [name]:
+                raise ActionError(f"an action dict has the one key {name!r}, got {keys}")
+            action = action[name]
+        if action.shape[:1] != (self.num_envs,):
+            raise ActionError(f"an action of {name!r} must be [{self.num_envs}, ...], got {list(action.shape)}")
+        on_cpu = action.is_floating_point() and action.device.type == "cpu"
+        if on_cpu and not bool(action.isfinite().all()):
+            raise ActionError("the action is not finite; nothing was simulated")
+        return [action[rows] for rows in self.slices]
+
+    def join(self, results: Sequence[StepResult], obs: TensorDict | None = None) -> StepResult:
+        """Put together what the groups returned, one step of each; ``obs`` is what all see, if it is joined already.
+
+        That may be on another device; ``info`` stays here.
+        """
+        self._obs = [result[0] for result in results]
+        seen = self._joined_obs() if obs is None else obs
+        reward = torch.cat([result[1] for result in results])
+        terminated = torch.cat([result[2] for result in results])
+        truncated = torch.cat([result[3] for result in results])
+        infos = [dict(result[4]) for result in results]
+        nobody = all(info.get("final_observation") is result[0] for info, result in zip(infos, results, strict=True))
+        if nobody:
+            for info in infos:
+                del info["final_observation"]
+        joined = join_parts(infos, self._sizes)
+        if nobody:  # ended: it is the observation itself
+            joined["final_observation"] = seen if obs is None else self._joined_obs()
+        return seen, reward, terminated, truncated, joined
+
+    def get_state(self) -> TensorDict:
+        return torch.cat([group.get_state() for group in self.groups])
+
+    def set_state(self, state: TensorDictBase, env_ids: EnvIds = None) -> TensorDict:
+        ids = self.resolve_ids(env_ids)
+        for index, (group, rows) in enumerate(zip(self.groups, self.slices, strict=True)):
+            mine = (ids >= rows.start) & (ids < rows.stop)
+            self._obs[index] = group.set_state(state[mine.to(state.device or "cpu")], ids[mine] - rows.start)
+        return self._joined_obs()
+
+    def render(
+        self, env_ids: EnvIds = None, camera: str | None = None, size: tuple[int, int] = (240, 320)
+    ) -> np.ndarray:
+        frames = []
+        for env in self.resolve_ids(env_ids).tolist():
+            index = next(i for i, rows in enumerate(self.slices) if rows.start <= env < rows.stop)
+            frames.append(self.groups[index].render([env - self.slices[index].start], camera, size))
+        return np.concatenate(frames)
+
+    def prepare(self) -> None:
+        for group in self.groups:
+            group.prepare()
+
+    def close(self) -> None:
+        for group in self.groups:
+            group.close()
+
+    def _joined_obs(self) -> TensorDict:
+        return torch.cat([obs for obs in self._obs if obs is not None])
+
+
+class RemoteGroups(GroupedEnv, StepsInHalves):
+    """Environments that simulate elsewhere, each for itself: all of them are at work at the same time."""
+
+    groups: list[StepsInHalves]  # type: ignore[assignment]
+
+    def __init__(self, groups: Sequence[StepsInHalves]) -> None:
+        super().__init__(groups)
+        self._under_way: list[StepsInHalves] = []
+
+    def step(self, action: Action) -> StepResult:
+        try:
+            self.begin_step(action)
+            return self.finish_step()
+        finally:
+            self._settle()
+
+    def begin_step(self, action: Action) -> None:
+        if self._under_way:
+            raise EnvContractError("a step of these environments is under way: finish_step() comes first")
+        parts = self.split(action)
+        try:
+            for group, part in zip(self.groups, parts, strict=True):
+                self._begin(group, part)
+        except BaseException:
+            self._settle()
+            raise
+
+    def _begin(self, group: StepsInHalves, part: Tensor) -> None:
+        self._under_way.append(group)  # before it is: an interruption may come in between
+        try:
+            group.begin_step(part)
+        except Exception:
+            self._under_way.pop()
+            raise
+
+    def finish_step(self) -> StepResult:
+        if not self._under_way:
+            raise EnvContractError("no step of these environments is under way: begin_step() comes first")
+        results = []
+        try:
+            while self._under_way:
+                results.append(self._under_way.pop(0).finish_step())
+        finally:
+            self._settle()
+        return self.join(results)
+
+    def _settle(self) -> None:
+        """Leave no group in the middle of its step after something went wrong."""
+        while self._under_way:
+            with contextlib.suppress(EmbodiChainError):  # something else went wrong before
+                self._under_way.pop(0).finish_step()
+
+
+def make_grouped(make: Callable[[int], VecEnv], num_envs: int, num_groups: int) -> VecEnv:
+    """Return ``num_envs`` envs in groups, each made by ``make(its number of envs)``; one group is no ``GroupedEnv``."""
+    if num_groups < 1 or num_envs % num_groups:
+        raise ConfigError(f"num_envs must be a multiple of the {num_groups} groups of envs, got {num_envs}")
+    if num_groups == 1:
+        return make(num_envs)
+    return GroupedEnv([make(num_envs // num_groups) for _ in range(num_groups)])
+
+
+def arrange(envs: Sequence[StepsInHalves], num_groups: int) -> StepsInHalves:
+    """Return environments that simulate elsewhere as so many groups, of one or of several of them each."""
+    if num_groups < 1 or not envs or len(envs) % num_groups:
+        raise ConfigError(f"expected a multiple of the {num_groups} groups of envs, got {len(envs)} environments")
+    size = len(envs) // num_groups
+    parts = [envs[first : first + size] for first in range(0, len(envs), size)]
+    groups = [part[0] if size == 1 else RemoteGroups(part) for part in parts]
+    return groups[0] if num_groups == 1 else RemoteGroups(groups)
+
+
+def join_parts(parts: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> dict[str, Any]:
+    """Concatenate what several mappings hold under the same keys, tensors ``[envs, ...]``, however deep.
+
+    A part of so many envs that says nothing about something says zero, as an environment does for envs that are silent.
+    """
+    joined: dict[str, Any] = {}
+    for key in dict.fromkeys(key for part in parts for key in part):
+        values = [part.get(key) for part in parts]
+        known = next(value for value in values if value is not None)
+        if isinstance(known, Mapping) and not isinstance(known, TensorDictBase):
+            joined[key] = join_parts([{} if value is None else value for value in values], sizes)
+        else:
+            pairs = zip(values, sizes, strict=True)
+            joined[key] = torch.cat([_silence(known, size) if value is None else value for value, size in pairs])
+    return joined
+
+
+def _silence(known: Any, size: int) -> Any:
+    return known.new_zeros((size, *known.shape[1:]))
+
+
+def _num_parts(env: VecEnv) -> int:
+    return env.num_parts if isinstance(env, GroupedEnv) else 1
+
+
+def _part_seed(seed: int | None, number: int) -> int | None:
+    """Return the seed of the group that begins with this part: the first one's is the common one."""
+    if seed is None or number == 0:
+        return seed
+    return int(combine(torch.tensor(seed), torch.tensor(number))) % 2**_SEED_BITS

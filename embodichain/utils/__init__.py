@@ -1,0 +1,1 @@
+"""Helpers of no particular room."""
