@@ -20,9 +20,6 @@ from embodichain.errors import EnvContractError, SimulationError
 Key = tuple[str, ...]
 Frames = dict[Key, Tensor]
 
-ALIGNMENT = 64
-"""Every array starts on a cache line of its own."""
-
 
 @dataclass(frozen=True)
 class Leaf:
@@ -103,19 +100,6 @@ def unflatten(flat: Mapping[Key, Any]) -> dict[str, Any]:
             inner = inner.setdefault(name, {})
         inner[key[-1]] = value
     return nested
-
-
-class Allocator:
-    """Hands out aligned byte ranges one after another; the order of the requests is the format."""
-
-    def __init__(self) -> None:
-        self.size = 0
-
-    def take(self, nbytes: int) -> int:
-        """Return the offset of a new range of ``nbytes``."""
-        offset = self.size
-        self.size += -(-nbytes // ALIGNMENT) * ALIGNMENT
-        return offset
 
 
 @dataclass

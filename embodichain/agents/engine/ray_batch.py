@@ -11,9 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from embodichain.agents.datasets.frames import Allocator, Episode, FrameLayout, Key
+from embodichain.agents.datasets.frames import Episode, FrameLayout, Key
 from embodichain.agents.engine.shared_buffer import WORK_WORDS, Ints
-from embodichain.agents.processes.arrays import tensor_on
+from embodichain.agents.processes.shared_memory import tensor_of
+from embodichain.utils.tensor_tree import BlockLayout
 
 _FIRST_BYTES = 1 << 20
 _OFFSET, _LENGTH, _SEED, _VERSION, _SUCCESS = range(5)
@@ -35,12 +36,10 @@ class EpisodeBatch:
 
     def episodes(self, layout: FrameLayout) -> Iterator[Episode]:
         """Return the episodes; their frames lie in ``data``, which is not copied."""
-        memory = tensor_on(self.data)
+        memory = tensor_of(self.data)
         for offset, length, seed, version, success in self.headers.tolist():
-            views = _views(memory[offset:], layout, length)
-            frames: dict[Key, tuple[Tensor, ...]] = {
-                leaf.key: (view,) for leaf, view in zip(layout.leaves, views, strict=True)
-            }
+            views = _block(layout, length).views(memory[offset:])
+            frames: dict[Key, tuple[Tensor, ...]] = {key: (view,) for key, view in views.items()}
             yield Episode(frames, length, seed, None if success < 0 else bool(success), version)
 
 
@@ -64,14 +63,14 @@ class BatchWriter:
 
     def add(self, episode: Episode) -> None:
         """Copy an episode into the batch."""
-        size, offset = _size(self.layout, episode.length), self._used
+        block, offset = _block(self.layout, episode.length), self._used
+        size = block.nbytes
         if offset + size > self._data.size:
             grown = np.empty(max(2 * self._data.size, offset + size), np.uint8)
             grown[:offset] = self._data[:offset]
             self._data = grown
-        views = _views(torch.from_numpy(self._data[offset : offset + size]), self.layout, episode.length)
-        for leaf, view in zip(self.layout.leaves, views, strict=True):
-            torch.cat(episode.frames[leaf.key], out=view)
+        for key, view in block.views(torch.from_numpy(self._data[offset : offset + size])).items():
+            torch.cat(episode.frames[key], out=view)
         success = -1 if episode.success is None else int(episode.success)
         self._headers.append((offset, episode.length, episode.seed, episode.policy_version, success))
         self._used = offset + size
@@ -86,16 +85,6 @@ class BatchWriter:
         return batch
 
 
-def _places(layout: FrameLayout, length: int) -> tuple[list[int], int]:
-    allocator = Allocator()
-    return [allocator.take(length * leaf.nbytes) for leaf in layout.leaves], allocator.size
-
-
-def _size(layout: FrameLayout, length: int) -> int:
-    return _places(layout, length)[1]
-
-
-def _views(memory: Tensor, layout: FrameLayout, length: int) -> Iterator[Tensor]:
-    """Return the arrays ``[length, ...]`` of an episode that begins where ``memory`` does."""
-    for leaf, offset in zip(layout.leaves, _places(layout, length)[0], strict=True):
-        yield memory[offset : offset + length * leaf.nbytes].view(leaf.dtype).view(length, *leaf.shape)
+def _block(layout: FrameLayout, length: int) -> BlockLayout[Key]:
+    """Return where the arrays ``[length, ...]`` of an episode lie."""
+    return BlockLayout((leaf.key, leaf.dtype, (length, *leaf.shape)) for leaf in layout.leaves)

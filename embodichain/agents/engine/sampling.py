@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from embodichain.agents.datasets.frames import Key
-from embodichain.agents.engine.ordering import fence
 from embodichain.agents.engine.outputs import Target
 from embodichain.agents.engine.shared_buffer import Floats, Ints, SharedBuffer
+from embodichain.agents.processes.shared_memory import fence
 from embodichain.errors import ChunkSizeError, StreamStalledError
 
 _NONE: Ints = np.zeros(0, np.int64)

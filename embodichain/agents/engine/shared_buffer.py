@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 from torch import Tensor
 
-from embodichain.agents.datasets.frames import Allocator, Episode, EpisodeInfo, FrameLayout, Key, unflatten
-from embodichain.agents.engine.ordering import fence
-from embodichain.agents.processes.segment import Segment
+from embodichain.agents.datasets.frames import Episode, EpisodeInfo, FrameLayout, Key, unflatten
+from embodichain.agents.processes.shared_memory import Segment, fence
 from embodichain.errors import StreamStalledError
+from embodichain.utils.tensor_tree import BlockLayout
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -91,8 +91,7 @@ class SharedBuffer:
         self.num_rows = num_rows
         self.max_steps = max_steps
         self.num_workers = num_workers
-        fields, _ = _fields(layout, num_rows, max_steps, num_workers)
-        views = {name: segment.view(offset, dtype, shape) for name, (offset, dtype, shape) in fields.items()}
+        views = _fields(layout, num_rows, max_steps, num_workers).views(segment.bytes)
         self.control: Ints = views["control"].numpy()
         self.failure: NDArray[np.uint8] = views["failure"].numpy()
         self.workers: Ints = views["workers"].numpy()
@@ -111,7 +110,7 @@ class SharedBuffer:
     @classmethod
     def create(cls, layout: FrameLayout, num_rows: int, max_steps: int, num_workers: int) -> SharedBuffer:
         """Allocate an empty buffer, or raise SharedMemoryError if it does not fit."""
-        nbytes = _fields(layout, num_rows, max_steps, num_workers)[1]
+        nbytes = _fields(layout, num_rows, max_steps, num_workers).nbytes
         what = f"a buffer of {num_rows} episodes x {max_steps} steps x {layout.nbytes} bytes"
         return cls(Segment.create(nbytes, what), layout, num_rows, max_steps, num_workers)
 
@@ -180,10 +179,8 @@ class SharedBuffer:
         return self.failure[: int(self.control[Control.FAILURE_LENGTH])].tobytes().decode(errors="replace")
 
 
-def _fields(
-    layout: FrameLayout, num_rows: int, max_steps: int, num_workers: int
-) -> tuple[dict[str | Key, tuple[int, torch.dtype, tuple[int, ...]]], int]:
-    """Return the offset, type and shape of every array, and the size of the whole segment."""
+def _fields(layout: FrameLayout, num_rows: int, max_steps: int, num_workers: int) -> BlockLayout[str | Key]:
+    """Return where every array lies in the segment."""
     arrays: dict[str | Key, tuple[torch.dtype, tuple[int, ...]]] = {
         "control": (torch.int64, (8,)),
         "failure": (torch.uint8, (FAILURE_BYTES,)),
@@ -196,9 +193,4 @@ def _fields(
         "origins": (torch.int64, (num_rows, 4)),
     }
     arrays |= {leaf.key: (leaf.dtype, (num_rows, max_steps, *leaf.shape)) for leaf in layout.leaves}
-    allocator = Allocator()
-    fields = {
-        name: (allocator.take(torch.Size(shape).numel() * dtype.itemsize), dtype, shape)
-        for name, (dtype, shape) in arrays.items()
-    }
-    return fields, allocator.size
+    return BlockLayout((name, dtype, shape) for name, (dtype, shape) in arrays.items())

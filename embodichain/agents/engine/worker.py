@@ -16,7 +16,7 @@ from embodichain.agents.engine.refill import RefillPolicy, make_refill
 from embodichain.agents.engine.shared_buffer import Control, Ints, SharedBuffer, State, Work
 from embodichain.agents.engine.sources import EpisodeSource, open_source
 from embodichain.agents.processes.failure import FailureReport
-from embodichain.agents.processes.segment import Segment
+from embodichain.agents.processes.shared_memory import Segment
 from embodichain.errors import ConfigError
 
 _IDLE_SECONDS = 0.002

@@ -27,10 +27,10 @@ from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.models.registry import build_policy
 from embodichain.agents.rl.utils.observations import space_from_data, space_to_data
 from embodichain.agents.rl.utils.random_state import get_random_state, seed_everything, set_random_state
-from embodichain.agents.rl.utils.tree import put_together, take_apart
 from embodichain.envs.vec_env import VecEnv
 from embodichain.errors import CheckpointError, NotFiniteError, OutputError
 from embodichain.extras import check_trusted, import_trusted
+from embodichain.utils.tensor_tree import flatten, unflatten
 
 # MERGED checkpoint: Checkpoints: one folder with ``state.json`` and ``tensors.safetensors``, written whole or not at
 # all.
@@ -55,7 +55,7 @@ PathLike = str | os.PathLike[str]
 def save_checkpoint(path: PathLike, state: Mapping[str, Any]) -> Path:
     """Write nested data as a checkpoint folder; it appears complete, and replaces one of the same name."""
     target = Path(path)
-    data, tensors = take_apart(dict(state))
+    data, tensors = flatten(dict(state), separate=True)
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -74,7 +74,7 @@ def load_checkpoint(path: PathLike) -> dict[str, Any]:
     document = _read_document(folder / STATE_FILE)
     tensors = _read_tensors(folder / TENSOR_FILE, document["tensors"])
     try:
-        state: dict[str, Any] = put_together(document["state"], tensors)
+        state: dict[str, Any] = unflatten(document["state"], tensors)
     except (KeyError, ValueError) as error:
         raise CheckpointError(f"{folder}: {STATE_FILE} and {TENSOR_FILE} do not belong together: {error}") from None
     return state

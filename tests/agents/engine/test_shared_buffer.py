@@ -15,7 +15,7 @@ import torch
 from embodichain.agents.datasets.frames import Episode, FrameLayout, Leaf
 from embodichain.agents.engine.reader import ReaderSlot
 from embodichain.agents.engine.shared_buffer import SharedBuffer
-from embodichain.agents.processes import segment
+from embodichain.agents.processes import shared_memory
 from embodichain.errors import SharedMemoryError, SimulationError
 
 LAYOUT = FrameLayout(
@@ -99,14 +99,14 @@ def test_rows_are_split_between_workers_without_gaps() -> None:
 
 
 def test_too_little_memory_is_said_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segment, "available_bytes", lambda: 5 << 20)
+    monkeypatch.setattr(shared_memory, "available_bytes", lambda: 5 << 20)
     with pytest.raises(SharedMemoryError, match=r"needs .*GiB of shared memory, but 5.0 MiB are available"):
         SharedBuffer.create(LAYOUT, 100_000, 1000, 1)
 
 
 def test_available_memory_is_no_more_than_the_machine_has() -> None:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert 0 < segment.available_bytes() <= total
+    assert 0 < shared_memory.available_bytes() <= total
 
 
 def test_nothing_appears_in_dev_shm() -> None:

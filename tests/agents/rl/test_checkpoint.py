@@ -24,8 +24,8 @@ from embodichain.agents.rl.checkpoint import (
 from embodichain.agents.rl.models import build_policy
 from embodichain.agents.rl.utils.observations import space_from_data, space_to_data
 from embodichain.agents.rl.utils.random_state import get_random_state, seed_everything, set_random_state
-from embodichain.agents.rl.utils.tree import put_together, take_apart
 from embodichain.errors import CheckpointError, OutputError, UntrustedModuleError
+from embodichain.utils.tensor_tree import flatten, unflatten
 
 OBS = gym.spaces.Dict(
     {
@@ -78,8 +78,8 @@ trees = st.recursive(
 @given(trees)
 @settings(max_examples=300, deadline=None)
 def test_any_tree_survives_being_taken_apart(tree):
-    data, parts = take_apart(tree)
-    assert same(put_together(json.loads(json.dumps(data, allow_nan=False)), parts), tree)
+    data, parts = flatten(tree)
+    assert same(unflatten(json.loads(json.dumps(data, allow_nan=False)), parts), tree)
 
 
 def test_file_gives_back_every_kind_of_tensor(tmp_path):
@@ -190,8 +190,8 @@ def test_first_mismatch_of_architecture_is_named():
 
 def test_spaces_survive():
     for space in (OBS, ACTION, gym.spaces.Discrete(5)):
-        data, parts = take_apart(space_to_data(space))
-        assert space_from_data(put_together(data, parts)) == space
+        data, parts = flatten(space_to_data(space))
+        assert space_from_data(unflatten(data, parts)) == space
     with pytest.raises(CheckpointError, match="got Text"):
         space_to_data(gym.spaces.Text(3))
 

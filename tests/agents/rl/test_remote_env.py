@@ -18,8 +18,6 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from embodichain.agents.rl.collector.background.mail import Mail
-from embodichain.agents.rl.collector.background.parcel import Channel
 from embodichain.agents.rl.collector.remote_env import RemoteEnv
 from embodichain.envs.actions import ActionManager
 from embodichain.envs.vec_env import EnvIds, VecEnv
@@ -142,27 +140,6 @@ def test_halves_of_a_step_belong_together() -> None:
             env.finish_step()
 
 
-def test_messages_of_all_sizes_go_through_the_same_memory() -> None:
-    mine, other = Mail.pair()
-    for count in (3, 100_000, 0, 7, 200_000, 5):
-        sent = {"numbers": torch.arange(count), "flags": torch.rand(count) > 0.5, "words": ["a", None, 1.5]}
-        assert mine.send("question", sent)
-        title, received = other.receive()
-        assert title == "question"
-        assert received["words"] == sent["words"]
-        assert torch.equal(received["numbers"], sent["numbers"])
-        assert torch.equal(received["flags"], sent["flags"])
-        assert other.send("answer", received["numbers"] * 2)
-        kept = mine.receive()[1]
-        other.send("more", kept + 1)
-        assert torch.equal(kept, sent["numbers"] * 2)  # what was received is not written to again
-        mine.receive()
-    other.close()
-    with pytest.raises(EOFError):
-        mine.receive()
-    mine.close()
-
-
 def test_closing_ends_a_process_that_hangs() -> None:
     env = RemoteEnv(partial(make_task, "CartPoleRL", 2))
     env.reset(seed=0)
@@ -245,49 +222,6 @@ def test_what_a_step_returns_is_kept_piece_by_piece() -> None:
         obs, reward, *_ = env.step(torch.zeros(2, *(env.action_space.shape or ())))
         assert reward.untyped_storage().nbytes() == 8
         assert obs["image", "side"].untyped_storage().nbytes() == 2 * 16 * 24 * 3
-
-
-def test_a_message_that_could_not_be_sent_changes_nothing() -> None:
-    mine, other = Mail.pair()
-    mine.send("small", torch.arange(4))
-    assert other.receive()[1].tolist() == [0, 1, 2, 3]
-    heard: list[tuple[str, Tensor]] = []
-    thread = threading.Thread(target=lambda: heard.append(other.receive()))  # it also answers that all is well
-    thread.start()
-    with pytest.raises(OSError, match="too long"):
-        mine.send("large", [torch.arange(100_000), "x" * 10_000_000])
-    mine.send("small", torch.arange(4) + 100)
-    thread.join()
-    assert heard[0][1].tolist() == [100, 101, 102, 103]
-    received = torch.tensor([1.5, -2.0], dtype=torch.bfloat16)
-    other.send("half", received)
-    assert torch.equal(mine.receive()[1], received)
-    mine.close()
-    other.close()
-
-
-def test_a_type_that_numpy_learned_of_elsewhere_comes_through() -> None:
-    pytest.importorskip("ml_dtypes")  # numpy knows bfloat16 from then on, torch does not know numpy's
-    mine, other = Mail.pair()
-    for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.uint16):
-        sent = torch.tensor([1, 2]).to(dtype)
-        other.send("number", [sent, torch.empty(0, 3, dtype=dtype)])
-        received, nothing = mine.receive()[1]
-        assert torch.equal(received.view(torch.uint8), sent.view(torch.uint8))
-        assert (nothing.shape, nothing.dtype) == ((0, 3), dtype)
-    mine.close()
-    other.close()
-
-
-def test_who_does_not_read_is_not_waited_for() -> None:
-    mine, other = Channel.pair()
-    sent = 0
-    while mine.send({"words": "x" * 10_000}):
-        sent += 1
-        assert sent < 10_000
-    assert sent > 0
-    mine.close()
-    other.close()
 
 
 def test_global_random_numbers_differ_between_processes() -> None:

@@ -17,7 +17,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from embodichain.agents.processes.segment import Segment
+from embodichain.agents.processes.shared_memory import Segment
 from embodichain.agents.rl.utils.observations import sorted_leaves
 from embodichain.errors import BufferWaitError, RolloutError
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from embodichain.agents.processes.arrays import tensor_on
 from embodichain.agents.processes.failure import FailureReport
 from embodichain.agents.processes.loaded_code import LoadedCode
+from embodichain.agents.processes.shared_memory import tensor_of
 from embodichain.agents.rl.collector.background.child import Job
 from embodichain.agents.rl.collector.background.loop import (
     CollectionLoop,
@@ -24,13 +24,13 @@ from embodichain.agents.rl.collector.background.loop import (
     NewWeights,
     Ticket,
 )
-from embodichain.agents.rl.collector.background.parcel import unpack
 from embodichain.agents.rl.collector.background.station import Station
-from embodichain.agents.rl.collector.ray_link import ArrayMemory, Bytes, Event, RayLink
+from embodichain.agents.rl.collector.ray_link import Bytes, Event, RayLink
 from embodichain.agents.rl.collector.weights import WeightSnapshot
 from embodichain.envs.physics.mujoco_cpu import limit_cores
 from embodichain.errors import CollectorError
 from embodichain.extras import require
+from embodichain.utils.tensor_tree import decode
 
 CONCURRENCY = {"claims": 1, "orders": 1, "events": 1}
 """Calls that are answered whatever else is under way: each group has a thread, building the environment another one."""
@@ -178,10 +178,10 @@ class CollectorActor:
         return "" if self._phase in ("new", "building", "built") else self._phase
 
     def _weights(self, version: int, digest: int, data: Bytes) -> None:
-        self._link.orders.put(NewWeights(WeightSnapshot(version, digest, tensor_on(data).clone())))
+        self._link.orders.put(NewWeights(WeightSnapshot(version, digest, tensor_of(data).clone())))
 
     def _ticket(self, number: int, version: int, random: tuple[dict[str, Any], Bytes] | None) -> None:
-        state = None if random is None else unpack(random[0], ArrayMemory(random[1]))
+        state = None if random is None else decode(random[0], tensor_of(random[1]))
         self._link.orders.put(Ticket(number, version, state))
 
     def _abandon(self) -> None:

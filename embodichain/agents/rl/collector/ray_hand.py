@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from embodichain.agents.rl.collector.background.loop import Ticket
-from embodichain.agents.rl.collector.background.parcel import pack_into
 from embodichain.agents.rl.collector.ray_collect import POLL_SECONDS
-from embodichain.agents.rl.collector.ray_link import ArrayMemory, Event
+from embodichain.agents.rl.collector.ray_link import Event
 from embodichain.agents.rl.collector.weights import WeightSnapshot
 from embodichain.extras import require
+from embodichain.utils.tensor_tree import encode
 
 
 @dataclass
@@ -99,8 +99,8 @@ class Hand:
         """Let it collect a rollout."""
         random = None
         if ticket.random is not None:
-            words, memory = pack_into(ticket.random, ArrayMemory.create)
-            random = (words, memory.array)
+            words, block = encode(ticket.random)
+            random = (words, block.numpy())
         self.ticket, self.deadline, self.began = ticket, deadline, time.monotonic()
         self._order("ticket", ticket.number, ticket.version, random)
 

@@ -7,34 +7,14 @@ import time
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from embodichain.agents.processes.arrays import tensor_on
+from embodichain.agents.processes.shared_memory import tensor_of
 from embodichain.agents.rl.collector.background.loop import Delivery, Order
-from embodichain.agents.rl.collector.background.parcel import pack_into, unpack
+from embodichain.utils.tensor_tree import decode, encode
 
 Event = dict[str, Any]
 Bytes = NDArray[np.uint8]
-
-
-class ArrayMemory:
-    """Memory of an array, which Ray puts into its object store as it is."""
-
-    def __init__(self, array: Bytes) -> None:
-        self.array, self.nbytes = array, int(array.size)
-        self._tensor = tensor_on(array)
-
-    @classmethod
-    def create(cls, nbytes: int) -> ArrayMemory:
-        """Reserve memory."""
-        return cls(np.empty(nbytes, np.uint8))
-
-    def view(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """Return the bytes from ``offset`` on as a tensor."""
-        count = int(torch.Size(shape).numel())
-        return self._tensor[offset : offset + count * dtype.itemsize].view(dtype).view(shape)
 
 
 class RayLink:
@@ -68,8 +48,8 @@ class RayLink:
 
     def deliver(self, delivery: Delivery) -> None:
         """Hand over a rollout."""
-        words, memory = pack_into(delivery.content(), ArrayMemory.create)
-        self.events.put({"event": "rollout", "number": delivery.number, "words": words, "memory": memory.array})
+        words, block = encode(delivery.content())
+        self.events.put({"event": "rollout", "number": delivery.number, "words": words, "memory": block.numpy()})
 
     def standing(self, state: dict[str, Any] | None) -> None:
         """Do nothing: nobody tells a loop in a cluster to stand still."""
@@ -77,4 +57,4 @@ class RayLink:
 
 def read_delivery(event: Event) -> Delivery:
     """Return the rollout that an event brought; it is copied, for the object store's memory cannot be written to."""
-    return Delivery.of(event["number"], unpack(event["words"], ArrayMemory(event["memory"])))
+    return Delivery.of(event["number"], decode(event["words"], tensor_of(event["memory"])))

@@ -26,9 +26,9 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from embodichain.agents.processes.channel import RequestChannel
 from embodichain.agents.processes.failure import FailureReport
 from embodichain.agents.rl.collector.background.child_process import ChildProcess, begin_as_child
-from embodichain.agents.rl.collector.background.mail import Mail
 from embodichain.agents.rl.utils.observations import space_from_data, space_to_data
 from embodichain.agents.rl.utils.random_state import seed_everything
 from embodichain.envs.actions import ActionManager
@@ -68,7 +68,7 @@ class RemoteEnv(StepsInHalves):
                 env = cls.__new__(cls)
                 env._start(make)
                 envs.append(env)
-            waiting, arrivals = {env._mail.socket.fileno(): env for env in envs}, select.poll()
+            waiting, arrivals = {env._channel.socket.fileno(): env for env in envs}, select.poll()
             for descriptor in waiting:
                 arrivals.register(descriptor, select.POLLIN)
             while waiting:  # in the order in which they are there, so that a failure is told at once
@@ -93,7 +93,7 @@ class RemoteEnv(StepsInHalves):
             ) from None
         self._turn = threading.Lock()
         self._under_way = self._closed = False
-        self._mail, other = Mail.pair()
+        self._channel, other = RequestChannel.pair()
         self._process = ChildProcess(_serve, (recipe, (torch.initial_seed() + next(_made)) % 2**63, other.socket))
         other.close()
 
@@ -164,12 +164,12 @@ class RemoteEnv(StepsInHalves):
             return
         self._closed = True
         try:
-            self._mail.hang_up()  # whoever waits for an answer in another thread hears of that
+            self._channel.shut_down()  # whoever waits for an answer in another thread hears of that
             self._process.wait(_GRACE_SECONDS)
         finally:
             self._process.kill()
         if self._turn.acquire(timeout=_GRACE_SECONDS):  # not so in a signal handler that interrupted a step
-            self._mail.close()
+            self._channel.close()
             self._turn.release()
 
     def _ask(self, name: str, *args: Any) -> Any:
@@ -185,11 +185,11 @@ class RemoteEnv(StepsInHalves):
         self._check_open()
         if self._under_way:
             raise EnvContractError("a step of this environment is under way: finish_step() comes first")
-        self._mail.send(name, list(args))
+        self._channel.send(name, list(args))
 
     def _answer(self) -> Any:
-        title, content = self._mail.receive()
-        if title == "failed":
+        kind, content = self._channel.receive()
+        if kind == "failed":
             raise FailureReport.from_json(content).as_user_error()
         return content
 
@@ -209,19 +209,19 @@ def _serve(recipe: bytes, seed: int, connection: socket.socket) -> None:
     begin_as_child()  # before anything of the user's is imported, which may take long
     torch.set_num_threads(1)
     seed_everything(seed)
-    mail = Mail(connection)
+    channel = RequestChannel(connection)
     with contextlib.suppress(EOFError):
         try:
             env: VecEnv = pickle.loads(recipe)()  # noqa: S301 - written by the process that started this one
         except Exception as error:  # noqa: BLE001 - whatever it is, the other process must hear of it
-            return _fail(mail, error)
+            return _fail(channel, error)
         try:
-            _answer_all(env, mail)
+            _answer_all(env, channel)
         finally:
             env.close()
 
 
-def _answer_all(env: VecEnv, mail: Mail) -> None:
+def _answer_all(env: VecEnv, channel: RequestChannel) -> None:
     name, args = "about", list[Any]()
     while True:
         try:
@@ -234,13 +234,13 @@ def _answer_all(env: VecEnv, mail: Mail) -> None:
                 answer = _about(env)
             else:
                 answer = getattr(env, name)(*args)
-            mail.send("answer", answer)
+            channel.send("answer", answer)
         except Exception as error:  # noqa: BLE001 - it is raised where the question came from
-            _fail(mail, error)
-        if name == "step" and not mail.has_arrived():
+            _fail(channel, error)
+        if name == "step" and not channel.has_arrived():
             with contextlib.suppress(Exception):  # the step that needs it will fail in the same way, and say so
                 env.prepare()
-        name, args = mail.receive()
+        name, args = channel.receive()
 
 
 def _about(env: VecEnv) -> dict[str, Any]:
@@ -257,8 +257,8 @@ def _about(env: VecEnv) -> dict[str, Any]:
     }
 
 
-def _fail(mail: Mail, error: Exception) -> None:
-    mail.send("failed", FailureReport.of_exception(os.getpid(), error).to_json())
+def _fail(channel: RequestChannel, error: Exception) -> None:
+    channel.send("failed", FailureReport.of_exception(os.getpid(), error).to_json())
 
 
 def _parts(result: StepResult) -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from embodichain.agents.processes.segment import Segment
+from embodichain.agents.processes.shared_memory import Segment
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.envs.random import mix
 from embodichain.errors import WeightsError

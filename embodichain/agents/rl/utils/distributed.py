@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from embodichain.agents.rl.models.observation import Moments, batch_moments, merge_moments
-from embodichain.agents.rl.utils.tree import pack, unpack
 from embodichain.errors import RankError
+from embodichain.utils.tensor_tree import from_bytes, to_bytes
 
 # MERGED notes: Notes that a rank leaves for those that torchrun starts after it, in the store that torchrun keeps
 # meanwhile.
@@ -200,18 +200,18 @@ class ProcessRanks(Ranks):
 
     def from_first(self, value: Any) -> Any:
         """Return the first rank's nested data, tensors included; what the others pass does not matter."""
-        message = pack(value) if self.is_first else torch.empty(0, dtype=torch.uint8)
+        message = to_bytes(value) if self.is_first else torch.empty(0, dtype=torch.uint8)
         size = torch.tensor([message.numel()])
         _call(dist.broadcast, size, 0)
         if not self.is_first:
             message = torch.empty(int(size), dtype=torch.uint8)
         for part in message.split(_PART):
             _call(dist.broadcast, part, 0)
-        return value if self.is_first else unpack(message)
+        return value if self.is_first else from_bytes(message)
 
     def to_first(self, value: Any) -> list[Any]:
         """Return the nested data of all ranks to the first one, and nothing to the others."""
-        own = torch.empty(0, dtype=torch.uint8) if self.is_first else pack(value)
+        own = torch.empty(0, dtype=torch.uint8) if self.is_first else to_bytes(value)
         sizes = self.gather(torch.tensor([own.numel()])).flatten().tolist()
         if not self.is_first:
             for part in own.split(_PART):
@@ -222,7 +222,7 @@ class ProcessRanks(Ranks):
             message = torch.empty(size, dtype=torch.uint8)
             for part in message.split(_PART):
                 _call(dist.recv, part, rank)
-            received.append(unpack(message))
+            received.append(from_bytes(message))
         return received
 
     @contextmanager

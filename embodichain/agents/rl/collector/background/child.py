@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from embodichain.agents.processes.channel import Channel
 from embodichain.agents.processes.failure import FailureReport
-from embodichain.agents.processes.segment import Segment
+from embodichain.agents.processes.shared_memory import Segment
 from embodichain.agents.rl.collector.background.child_process import begin_as_child
 from embodichain.agents.rl.collector.background.loop import (
     CollectionLoop,
@@ -23,7 +24,6 @@ from embodichain.agents.rl.collector.background.loop import (
     Stopped,
     Ticket,
 )
-from embodichain.agents.rl.collector.background.parcel import Channel, pack, unpack
 from embodichain.agents.rl.collector.background.station import Setup, Station
 from embodichain.agents.rl.collector.weights import WeightSnapshot
 from embodichain.envs.vec_env import VecEnv
@@ -57,25 +57,25 @@ def main(job: Job, device: str, connection: socket.socket, pulse: Segment) -> No
         try:
             station = Station(env, job.setup)
             _begin(station, channel)
-            channel.send({"event": "ready", "num_envs": env.num_envs}, patient=True)
+            channel.send("ready", {"num_envs": env.num_envs})
             CollectionLoop(station, ProcessLink(channel, pulse), job.num_steps).run()
         finally:
             env.close()
     except EOFError:
         return  # the learner is gone
     except Exception as error:  # noqa: BLE001 - whatever it is, the learner must hear of it
-        channel.send({"event": "failed", "report": FailureReport.of_exception(0, error).to_json()}, patient=True)
+        channel.send("failed", FailureReport.of_exception(0, error).to_json())
 
 
 def _begin(station: Station, channel: Channel) -> None:
     """Begin the episodes that the first message asks for."""
-    received = channel.receive(None)
-    if received is None:
+    message = channel.receive()
+    if message is None:
         raise EOFError
-    message, memory = received
-    begun = memory is not None and station.load(unpack(message, memory))
-    if not begun and message["seed"] is not None:
-        station.reset(message["seed"])
+    begin = message.content()
+    begun = begin["state"] is not None and station.load(begin["state"])
+    if not begun and begin["seed"] is not None:
+        station.reset(begin["seed"])
 
 
 class ProcessLink:
@@ -88,18 +88,16 @@ class ProcessLink:
     def receive(self, timeout: float | None) -> Order | None:
         """Return the next order, waiting for it at most so long."""
         try:
-            received = self._channel.receive(timeout)
+            message = self._channel.receive(timeout)
         except EOFError:
             raise Stopped from None
-        if received is None:
+        if message is None:
             return None
-        message, memory = received
-        if message["order"] == "ticket":
-            random = None if memory is None else unpack(message, memory)
-            return Ticket(message["number"], message["version"], random)
-        if message["order"] == "weights" and memory is not None:
-            return NewWeights(WeightSnapshot(message["version"], message["digest"], memory.bytes, memory))
-        return Command(message["order"])
+        if message.kind == "ticket":
+            return Ticket(**message.content())
+        if message.kind == "weights" and message.segment is not None:
+            return NewWeights(WeightSnapshot(**message.content(), data=message.segment.bytes, segment=message.segment))
+        return Command(message.content())
 
     def beat(self, working: bool) -> None:
         """Show a sign of life."""
@@ -109,14 +107,12 @@ class ProcessLink:
 
     def adopted(self, version: int, digest: int) -> None:
         """Acknowledge weights."""
-        self._channel.send({"event": "adopted", "version": version, "digest": digest}, patient=True)
+        self._channel.send("adopted", {"version": version, "digest": digest})
 
     def deliver(self, delivery: Delivery) -> None:
         """Hand over a rollout."""
-        words, memory = pack(delivery.content())
-        self._channel.send({"event": "rollout", "number": delivery.number, **words}, memory, patient=True)
+        self._channel.send("rollout", {"number": delivery.number, **delivery.content()})
 
     def standing(self, state: dict[str, Any] | None) -> None:
         """Report that nothing moves until further notice."""
-        words, memory = pack(state)
-        self._channel.send({"event": "standing", **words}, memory, patient=True)
+        self._channel.send("standing", state)

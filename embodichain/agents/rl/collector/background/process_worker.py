@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from embodichain.agents.processes.segment import Segment
+from embodichain.agents.processes.channel import Channel, Message
+from embodichain.agents.processes.shared_memory import Segment
 from embodichain.agents.rl.collector.background.child import LAST_BEAT, NUM_PULSES, STEPS, WORKING, Job, main
 from embodichain.agents.rl.collector.background.child_process import ChildProcess
 from embodichain.agents.rl.collector.background.loop import Command, Delivery, NewWeights, Order, Ticket
-from embodichain.agents.rl.collector.background.parcel import Channel, pack, unpack
 from embodichain.agents.rl.collector.background.watched import LOOK_SECONDS, ROOM_SECONDS, Fault, WatchedWorker
 from embodichain.agents.rl.collector.background.worker import FIRST_STEPS, STOP_SECONDS, Learner
 from embodichain.agents.rl.collector.weights import WeightSnapshot
@@ -76,7 +76,7 @@ class ProcessWorker(WatchedWorker):
     def _close(self) -> None:
         """End the process, gracefully, then firmly."""
         if self._channel is not None and self._process is not None:
-            self._channel.send({"order": "stop"})
+            self._channel.send("command", "stop", wait=False)
             if self._failure is None:
                 self._process.wait(_GRACE_SECONDS)
             self._process.kill()
@@ -87,10 +87,9 @@ class ProcessWorker(WatchedWorker):
         self._started = time.monotonic()
         self._process = ChildProcess(main, (self._job, self._device, other.socket, self._pulse))
         other.close()
-        words, memory = ({}, None) if self._state is None else pack(dict(self._state))
         with self._lock:
             self._channel = mine
-            mine.send({"seed": self._seed, **words}, memory)
+            mine.send("begin", {"seed": self._seed, "state": self._state}, wait=False)
             for snapshot in self._weights.values():
                 self._transmit(NewWeights(snapshot))
             for number in sorted(self._tickets):
@@ -99,49 +98,48 @@ class ProcessWorker(WatchedWorker):
                 self._transmit(self._command)
 
     def _transmit(self, order: Order) -> None:
-        """Send an order, the lock being held; a process that does not take it will be replaced."""
+        """Send an order, the lock being held, without waiting for a process that may hang."""
         channel = self._channel
         if channel is None:
             return
         if isinstance(order, NewWeights):
             snapshot = order.snapshot
-            words = {"order": "weights", "version": snapshot.version, "digest": snapshot.digest}
-            channel.send(words, snapshot.segment)
+            words = {"version": snapshot.version, "digest": snapshot.digest}
+            channel.send("weights", words, snapshot.segment, wait=False)
         elif isinstance(order, Ticket):
-            words, memory = ({}, None) if order.random is None else pack(order.random)
-            channel.send({"order": "ticket", "number": order.number, "version": order.version, **words}, memory)
+            channel.send("ticket", vars(order), wait=False)
         else:
-            channel.send({"order": order.name})
+            channel.send("command", order.name, wait=False)
 
     def _watch(self) -> None:
         if self._channel is None or self._process is None:
             raise CollectorError("there is no collecting process")
         try:
-            received = self._channel.receive(LOOK_SECONDS)
+            message = self._channel.receive(LOOK_SECONDS)
         except EOFError:
             return self._replace(Fault(self._process.exit_words()))
-        if received is not None:
-            self._hear(*received)
+        if message is not None:
+            self._hear(message)
         words = self._hung_words()
         if words is not None:
             self._replace(Fault(words, hung=True))
 
-    def _hear(self, message: dict[str, Any], memory: Segment | None) -> None:
-        event = message["event"]
-        if event == "ready":
-            self.num_envs = message["num_envs"]
+    def _hear(self, message: Message) -> None:
+        if message.kind == "rollout":
+            return self._deliver(message.content(copy=False))
+        content = message.content()
+        if message.kind == "ready":
+            self.num_envs = content["num_envs"]
             self._ready.set()
-        elif event == "adopted":
-            self._learner.on_adopted(message["version"], message["digest"])
-        elif event == "rollout" and memory is not None:
-            self._deliver(message["number"], unpack(message, memory, copy=False))
-        elif event == "standing" and memory is not None:
-            self._reports.put(unpack(message, memory))
-        elif event == "failed":
-            raise Fault.told(message["report"]).error("the collecting process")
+        elif message.kind == "adopted":
+            self._learner.on_adopted(**content)
+        elif message.kind == "standing":
+            self._reports.put(content)
+        elif message.kind == "failed":
+            raise Fault.told(content).error("the collecting process")
 
-    def _deliver(self, number: int, content: dict[str, Any]) -> None:
-        delivery = Delivery.of(number, content)
+    def _deliver(self, content: dict[str, Any]) -> None:
+        delivery = Delivery.of(number := content.pop("number"), content)
         while not self._stopping.is_set():
             try:
                 self._learner.on_delivery(delivery, ROOM_SECONDS)

@@ -1,18 +1,22 @@
-"""One piece of anonymous shared memory, known by a file descriptor and by nothing else.
+"""Memory that several processes share: anonymous segments, what fits into them, and the order of accesses to them.
 
-The segment has no name: it is in no directory, nothing has to be unlinked, and the kernel frees it when the last
-process that maps it is gone, however that process ended. Forked children inherit the mapping; spawned ones, forkserver
-ones and queues get the descriptor when the segment is pickled.
+A segment is known by a file descriptor alone. It is in no directory, nothing has to be unlinked, and the kernel frees
+it when the last process that maps it is gone, however that process ended. Forked children inherit the mapping; spawned
+ones, forkserver ones and queues get the descriptor when the segment is pickled.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
 from multiprocessing import reduction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from embodichain.errors import SharedMemoryError
@@ -34,13 +38,13 @@ class Segment:
     @classmethod
     def create(cls, nbytes: int, what: str) -> Segment:
         """Reserve ``nbytes`` of zeros; ``what`` names them in the error if they do not fit."""
-        there = available_bytes()
-        if nbytes > there:
+        available = available_bytes()
+        if nbytes > available:
             raise SharedMemoryError(
-                f"{what} needs {format_bytes(nbytes)} of shared memory, but {format_bytes(there)} are available: "
+                f"{what} needs {format_bytes(nbytes)} of shared memory, but {format_bytes(available)} are available: "
                 "lower buffer_size or max_episode_steps, use smaller or fewer cameras, or free memory"
             )
-        fd = os.memfd_create("embodichain-stream", os.MFD_CLOEXEC)
+        fd = os.memfd_create("embodichain", os.MFD_CLOEXEC)
         os.ftruncate(fd, nbytes)
         return cls(fd, nbytes)
 
@@ -98,3 +102,43 @@ def format_bytes(count: int) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+def tensor_of(array: NDArray[np.uint8]) -> Tensor:
+    """Return the memory of an array of bytes as a tensor, without a copy.
+
+    The tensor keeps the array alive. It must not be written to if the array is read-only, as those of Ray are.
+    """
+    if not array.size:
+        return torch.empty(0, dtype=torch.uint8)
+    memory: Any = (ctypes.c_uint8 * array.size).from_address(array.ctypes.data)
+    memory.owner = array
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+# --- memory order -------------------------------------------------------------------------------------------------
+#
+# A writer must not let its frames become visible before the sequence counter is odd, nor the even counter before the
+# frames; a reader must not load frames before it has read the counter the first time, nor after it has read it the
+# second time. x86-64 keeps stores in order and loads in order (total store order), and the C library ends its streaming
+# copies with a store fence, so there nothing has to be done. Elsewhere a full barrier is needed; Python has none, but
+# the kernel does.
+
+_MEMBARRIER = 283
+"""The number of the system call in the generic table that arm64 and riscv use."""
+_GLOBAL_EXPEDITED = 2
+"""A full barrier in the caller; costs interrupts only in processes that registered for them, and nobody does."""
+
+
+def _no_fence() -> None:
+    """Do nothing: this machine keeps the order by itself."""
+
+
+def _kernel_fence() -> None:
+    """Order all memory accesses before the call against all after it."""
+    if _libc.syscall(_MEMBARRIER, _GLOBAL_EXPEDITED, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"membarrier: {os.strerror(ctypes.get_errno())}")
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+fence = _no_fence if platform.machine().lower() in {"x86_64", "amd64", "i686"} else _kernel_fence

@@ -1,0 +1,239 @@
+"""Messages with tensors in them between two processes of one machine.
+
+A message is JSON that describes nested data, and a segment of shared memory with the tensors of it (see
+``embodichain.utils.tensor_tree``). Both travel in one packet, so a message is there as a whole or not at all. Nothing
+is pickled, and nothing is left over if either side is killed.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import errno
+import json
+import os
+import select
+import socket
+import threading
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from embodichain.agents.processes.shared_memory import Segment
+from embodichain.errors import SharedMemoryError
+from embodichain.utils.tensor_tree import decode, encode
+
+_LARGEST = 1 << 20
+_PING, _PONG = "ping", "pong"
+
+
+@dataclass(frozen=True)
+class Message:
+    """What another process sent."""
+
+    kind: str
+    description: dict[str, Any]
+    segment: Segment | None
+    """The memory that came with it."""
+
+    def content(self, copy: bool = True, device: str | None = None) -> Any:
+        """Return the nested data; without ``copy`` tensors lie in the segment, which lives as long as they do.
+
+        ``device`` is what TensorDicts say of themselves.
+        """
+        return decode(self.description, None if self.segment is None else self.segment.bytes, copy, device)
+
+
+class Channel:
+    """One end of a connection; any thread may send, and one at a time receives.
+
+    No message is lost as long as the other process lives, and no result has to be looked at for that: ``send`` waits
+    for room, or leaves the message in a queue here, which later calls of ``send`` and ``receive`` empty. If the other
+    process is gone ``send`` does nothing, and ``receive`` raises ``EOFError``.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self._arrivals = select.poll()  # select() cannot watch descriptors beyond 1024
+        self._arrivals.register(connection, select.POLLIN)
+        self._room = select.poll()
+        self._room.register(connection, select.POLLOUT)
+        self._waiting: deque[tuple[bytes, Segment | None]] = deque()
+        self._sending = threading.Lock()
+
+    @classmethod
+    def pair(cls) -> tuple[Channel, Channel]:
+        """Return the two ends of a new connection."""
+        mine, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        return cls(mine), cls(other)
+
+    def send(self, kind: str, content: Any = None, segment: Segment | None = None, wait: bool = True) -> None:
+        """Send nested data; tensors in it are copied into a new segment.
+
+        Content without tensors can have an existing ``segment`` with it. Without ``wait`` a message that finds no room
+        in the socket is sent later.
+        """
+
+        def allocate(nbytes: int) -> Tensor:
+            nonlocal segment
+            segment = Segment.create(nbytes, "a message to another process")
+            return segment.bytes
+
+        self._post({"kind": kind, **encode(content, allocate)[0]}, segment, wait)
+
+    def has_arrived(self) -> bool:
+        """Tell whether there is something to receive, be it the news that the other end is closed."""
+        return bool(self._arrivals.poll(0))
+
+    def receive(self, timeout: float | None = None) -> Message | None:
+        """Return the next message, ``None`` if none came within so many seconds.
+
+        ``EOFError`` says that nobody is at the other end any more.
+        """
+        if self.socket.fileno() < 0:  # its number may be another's by now
+            raise EOFError("the connection is closed")
+        self._flush()
+        if not self._arrivals.poll(None if timeout is None else 1000.0 * timeout):
+            return None
+        try:
+            packet, descriptors, flags, _ = socket.recv_fds(self.socket, _LARGEST, 1)
+        except (ConnectionResetError, ValueError):  # closed there, or here
+            packet, descriptors, flags = b"", [], 0
+        except OSError as error:
+            if error.errno != errno.EBADF:
+                raise
+            packet, descriptors, flags = b"", [], 0
+        if not packet:
+            raise EOFError("the other process has closed the connection")
+        if flags & socket.MSG_CTRUNC:
+            raise SharedMemoryError("another process sent memory, but this one has too many open files: see ulimit -n")
+        segment = Segment(descriptors[0], os.fstat(descriptors[0]).st_size) if descriptors else None
+        description = json.loads(packet)
+        return Message(description["kind"], description, segment)
+
+    def shut_down(self) -> None:
+        """Let nobody wait for a message any more, here or at the other end."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close this end; calling it twice is fine."""
+        self.socket.close()
+
+    def _post(self, words: dict[str, Any], segment: Segment | None, wait: bool) -> None:
+        with self._sending:
+            self._waiting.append((json.dumps(words).encode(), segment))
+            self._send_waiting(wait)
+
+    def _flush(self) -> None:
+        if self._waiting and self._sending.acquire(blocking=False):  # else somebody is sending
+            try:
+                self._send_waiting(wait=False)
+            finally:
+                self._sending.release()
+
+    def _send_waiting(self, wait: bool) -> None:
+        while self._waiting:
+            packet, segment = self._waiting.popleft()
+            rights = [] if segment is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [segment.fd]))]
+            try:
+                self.socket.sendmsg([packet], rights, socket.MSG_DONTWAIT)  # send_fds ignores flags
+            except BlockingIOError:
+                self._waiting.appendleft((packet, segment))
+                if not wait:
+                    return
+                self._room.poll()
+            except (BrokenPipeError, ConnectionResetError):
+                self._waiting.clear()
+
+
+class RequestChannel:
+    """One end of a connection between two processes that take turns, through memory that is used again and again.
+
+    The memory that carried the last message carries the next one, if it is large enough. That is safe because nobody
+    sends a second message before the first was answered, and whoever receives one copies it at once. After an
+    interruption, a Ctrl-C for instance, it is not known whether a message went out or an answer came in: the next
+    request then waits until the other side has no answer left to give.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._channel = Channel(connection)
+        self._outgoing: Segment | None = None
+        self._incoming: Segment | None = None
+        self._in_step = True
+        """Whether every message that was sent has arrived, and every answer was received."""
+        self._pings = 0
+
+    @classmethod
+    def pair(cls) -> tuple[RequestChannel, RequestChannel]:
+        """Return the two ends of a new connection."""
+        mine, other = Channel.pair()
+        return cls(mine.socket), cls(other.socket)
+
+    @property
+    def socket(self) -> socket.socket:
+        """What the connection consists of."""
+        return self._channel.socket
+
+    def send(self, kind: str, content: Any = None) -> None:
+        """Send nested data, waiting for room; if the other process is gone, ``receive`` tells."""
+        if not self._in_step:
+            self._catch_up()
+        memory, new = self._outgoing, None
+
+        def allocate(nbytes: int) -> Tensor:
+            nonlocal memory, new
+            if memory is None or memory.nbytes < nbytes:
+                new = memory = Segment.create(nbytes, "a request to another process, or the answer,")
+            return memory.bytes
+
+        words = {"kind": kind, **encode(content, allocate)[0]}
+        self._in_step = False
+        self._channel._post(words, new, wait=True)
+        self._outgoing, self._in_step = memory, True
+
+    def has_arrived(self) -> bool:
+        """Tell whether ``receive`` would not have to wait."""
+        return self._channel.has_arrived()
+
+    def receive(self) -> tuple[str, Any]:
+        """Return kind and content of the next message; ``EOFError`` says that nobody is at the other end any more.
+
+        TensorDicts in it say that they are on the CPU, as those of an environment do.
+        """
+        while True:
+            self._in_step = False
+            message = self._next()
+            self._incoming = message.segment or self._incoming
+            self._in_step = True
+            if message.kind != _PING:
+                return message.kind, Message(message.kind, message.description, self._incoming).content(device="cpu")
+            self._outgoing = None  # the other side may have lost it
+            self._channel.send(_PONG, message.content())
+
+    def shut_down(self) -> None:
+        """Let nobody wait for a message any more, here or at the other end."""
+        self._channel.shut_down()
+
+    def close(self) -> None:
+        """Close this end; calling it twice is fine."""
+        self._channel.close()
+        self._outgoing = self._incoming = None
+
+    def _next(self) -> Message:
+        message = self._channel.receive()
+        if message is None:
+            raise EOFError("nothing was received")
+        return message
+
+    def _catch_up(self) -> None:
+        """Wait for the answer to a ping that is sent now: what comes before it, nobody waits for any more."""
+        self._outgoing = None
+        self._pings += 1
+        self._channel.send(_PING, self._pings)
+        message = self._next()
+        while message.kind != _PONG or message.content() != self._pings:
+            message = self._next()
+        self._in_step = True

@@ -1,0 +1,228 @@
+"""The codec for nested data with tensors in it: plain data and named tensors, or plain data and one block of bytes.
+
+Understood are dicts (any scalar as key), lists, tuples, TensorDicts, tensors, numpy arrays and scalars, strings,
+numbers, booleans and ``None``. What JSON has no word for is an object with one key that begins with ``$``::
+
+    {"$tensor": "policy/actor.0.weight"}    {"$array": "random/numpy/1"}    {"$tuple": [0.9, 0.999]}
+    {"$tensordict": {...}, "$batch": [64]}  {"$items": [[0, {...}]]}        {"$float": "nan"}
+
+Checkpoints store what ``flatten`` returns, channels and Ray send what ``encode`` returns, ranks what ``to_bytes`` does.
+No code runs when it is read back: there is nothing in it but data.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from embodichain.errors import CheckpointError
+
+_ALIGNMENT = 64
+_NUMPY_TYPES = {"float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"}
+"""Types that numpy and torch both know. Whether numpy knows bfloat16 depends on what else a program imports."""
+
+Name = TypeVar("Name", bound=Hashable)
+
+
+# --- plain data and named tensors ---------------------------------------------------------------------------------
+
+
+def flatten(value: Any, separate: bool = False) -> tuple[Any, dict[str, Tensor]]:
+    """Return ``(JSON data, tensors by name)``; ``separate`` tensors are contiguous, on the CPU and share no memory."""
+    tensors: dict[str, Tensor] = {}
+    return _encode(value, "", tensors), _separate(tensors) if separate else tensors
+
+
+def unflatten(data: Any, tensors: Mapping[str, Tensor], device: str | None = None) -> Any:
+    """Return what ``flatten`` was given; ``KeyError`` or ``ValueError`` if the parts do not fit together.
+
+    ``device`` is what TensorDicts say of themselves.
+    """
+    if isinstance(data, list):
+        return [unflatten(entry, tensors, device) for entry in data]
+    if not isinstance(data, dict):
+        return data
+    mark = next((key for key in data if key.startswith("$")), None)
+    if mark is None:
+        return {key: unflatten(entry, tensors, device) for key, entry in data.items()}
+    return _decode(mark, data, tensors, device)
+
+
+def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors of which no two share memory, which safetensors would refuse."""
+    separate, memory = {}, set[int]()
+    for name, tensor in tensors.items():
+        own = tensor.to("cpu").contiguous()
+        if own.untyped_storage().data_ptr() in memory:
+            own = own.clone()
+        memory.add(own.untyped_storage().data_ptr())
+        separate[name] = own
+    return separate
+
+
+def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"$float": repr(value)}
+    if isinstance(value, Tensor):
+        return {"$tensor": _keep(value.detach(), path, tensors)}
+    if isinstance(value, np.ndarray):
+        return {"$array": _keep(torch.from_numpy(np.ascontiguousarray(value).reshape(value.shape)), path, tensors)}
+    if isinstance(value, np.generic):
+        return _encode(value.item(), path, tensors)
+    if isinstance(value, TensorDictBase):
+        entries = {key: _encode(value.get(key), f"{path}/{key}", tensors) for key in value.keys()}  # noqa: SIM118
+        return {"$tensordict": entries, "$batch": list(value.batch_size)}
+    if isinstance(value, Mapping):
+        return _encode_mapping(value, path, tensors)
+    if isinstance(value, (list, tuple)):
+        items = [_encode(entry, f"{path}/{i}", tensors) for i, entry in enumerate(value)]
+        return items if isinstance(value, list) else {"$tuple": items}
+    raise CheckpointError(
+        f"{path.strip('/') or 'the state'}: expected tensors, numbers, strings, lists and dicts of them, got "
+        f"{type(value).__name__}; a state_dict() has to turn it into those"
+    )
+
+
+def _encode_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, Tensor]) -> Any:
+    entries = [(key, _encode(entry, f"{path}/{key}", tensors)) for key, entry in value.items()]
+    if all(isinstance(key, str) and not key.startswith("$") for key, _ in entries):
+        return dict(entries)
+    return {"$items": [[_encode(key, path, tensors), entry] for key, entry in entries]}
+
+
+def _keep(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
+    """Keep a tensor and return its name, which is its path."""
+    name = path.strip("/") or "value"
+    if name in tensors:  # keys may contain slashes themselves
+        name = f"{name}#{len(tensors)}"
+    tensors[name] = tensor
+    return name
+
+
+def _decode(mark: str, data: dict[str, Any], tensors: Mapping[str, Tensor], device: str | None) -> Any:
+    content = data[mark]
+    if mark == "$tensor":
+        return tensors[content]
+    if mark == "$array":
+        return tensors[content].numpy()
+    if mark == "$float":
+        return float(content)
+    if mark == "$tuple":
+        return tuple(unflatten(entry, tensors, device) for entry in content)
+    if mark == "$items":
+        return {unflatten(key, tensors, device): unflatten(entry, tensors, device) for key, entry in content}
+    if mark in ("$tensordict", "$batch"):
+        entries = {key: unflatten(entry, tensors, device) for key, entry in data["$tensordict"].items()}
+        return TensorDict(entries, batch_size=data["$batch"], device=device)
+    raise ValueError(f"unknown mark {mark!r}")
+
+
+# --- plain data and one block of bytes ----------------------------------------------------------------------------
+
+
+class BlockEntry(NamedTuple, Generic[Name]):
+    """One tensor of a block."""
+
+    name: Name
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class BlockLayout(Generic[Name]):
+    """Where named tensors lie in one block of bytes: one after the other, each on a cache line of its own."""
+
+    def __init__(self, tensors: Iterable[tuple[Name, torch.dtype, Sequence[int]]] = ()) -> None:
+        self.entries: list[BlockEntry[Name]] = []
+        self.nbytes = 0
+        for name, dtype, shape in tensors:
+            entry = BlockEntry(name, dtype, tuple(shape), self.nbytes)
+            self.entries.append(entry)
+            self.nbytes += -(-entry.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+    @classmethod
+    def of(cls, tensors: Mapping[Name, Tensor]) -> BlockLayout[Name]:
+        """Return the layout of these tensors."""
+        return cls((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
+
+    def views(self, block: Tensor) -> dict[Name, Tensor]:
+        """Return the tensors that lie in a block, uint8 ``[nbytes]`` or more; they share its memory."""
+        return {e.name: block[e.offset : e.offset + e.nbytes].view(e.dtype).view(e.shape) for e in self.entries}
+
+    def write(self, block: Tensor, tensors: Mapping[Name, Tensor]) -> None:
+        """Copy tensors, wherever they are, into a block."""
+        for name, view in self.views(block).items():
+            view.copy_(tensors[name])
+
+
+def encode(value: Any, allocate: Callable[[int], Tensor] | None = None) -> tuple[dict[str, Any], Tensor]:
+    """Copy the tensors of nested data into one block of bytes; return a description, which is JSON data, and the block.
+
+    ``allocate`` returns uint8 memory of at least so many bytes; it is called if there are tensors.
+    """
+    data, tensors = flatten(value)
+    layout = BlockLayout.of(tensors)
+    places = [[e.name, str(e.dtype).removeprefix("torch."), list(e.shape), e.offset] for e in layout.entries]
+    block = _allocate(layout.nbytes) if allocate is None or not tensors else allocate(layout.nbytes)
+    layout.write(block, tensors)
+    return {"data": data, "layout": places}, block
+
+
+def decode(description: Mapping[str, Any], block: Tensor | None, copy: bool = True, device: str | None = None) -> Any:
+    """Return what was encoded; without ``copy`` its tensors share the memory of the block.
+
+    Copies are numpy's: torch would let other threads take the interpreter with every tensor, however small.
+    ``device`` is what TensorDicts say of themselves.
+    """
+    places = description["layout"]
+    if not places or block is None:
+        return unflatten(description["data"], {}, device)
+    if copy:
+        memory = block.numpy()
+        tensors = {name: _copied(memory, dtype, shape, offset) for name, dtype, shape, offset in places}
+    else:
+        tensors = BlockLayout((name, getattr(torch, dtype), shape) for name, dtype, shape, _ in places).views(block)
+    return unflatten(description["data"], tensors, device)
+
+
+def _copied(memory: np.ndarray[Any, Any], dtype: str, shape: list[int], offset: int) -> Tensor:
+    if dtype in _NUMPY_TYPES:
+        return torch.from_numpy(np.frombuffer(memory, dtype, math.prod(shape), offset).reshape(shape).copy())
+    size = math.prod(shape) * getattr(torch, dtype).itemsize
+    if not size:
+        return torch.empty(shape, dtype=getattr(torch, dtype))
+    return torch.from_numpy(memory[offset : offset + size].copy()).view(getattr(torch, dtype)).view(shape)
+
+
+def _allocate(nbytes: int) -> Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def to_bytes(value: Any) -> Tensor:
+    """Return nested data as one block of bytes: how long its description is, the description, and the tensors."""
+    description, tensors = encode(value)
+    words = json.dumps(description).encode()
+    head = len(words).to_bytes(8, "little") + words
+    head = head.ljust(-(-len(head) // _ALIGNMENT) * _ALIGNMENT)
+    return torch.cat([torch.frombuffer(bytearray(head), dtype=torch.uint8), tensors])
+
+
+def from_bytes(message: Tensor) -> Any:
+    """Return what ``to_bytes`` was given."""
+    end = 8 + int.from_bytes(message[:8].numpy().tobytes(), "little")
+    description = json.loads(message[8:end].numpy().tobytes())
+    return decode(description, message[-(-end // _ALIGNMENT) * _ALIGNMENT :])
