@@ -22,7 +22,7 @@ import tyro
 
 from embodichain.envs.registration import load_gym_config
 from embodichain.envs.rendering import Load, Renderer, choose_backend
-from embodichain.envs.tasks import PushCube
+from embodichain.envs.tasks.push_cube import PushCube
 
 Draw = Callable[[Load, Iterable[int]], object]
 _CAMERA = "side"

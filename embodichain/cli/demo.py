@@ -16,7 +16,7 @@ class DemoArgs:
     """Let the scripted expert push a cube to random goals; print its success rate and film it."""
 
     output: Path = Path("outputs/demo")
-    """Folder for the video and the pictures."""
+    """Folder for the video and the images."""
     episodes: int = 100
     """Number of episodes."""
     num_envs: int = 25
@@ -32,23 +32,23 @@ def main(argv: Sequence[str]) -> int:
     from rich.console import Console
 
     from embodichain.cli.play import choose_policy, print_files, print_summary, watch_episodes
-    from embodichain.envs.recording import Footage, write_picture
+    from embodichain.envs.recording import EpisodeRecorder, write_image
     from embodichain.envs.registration import make
 
     console = Console()
     console.print(f"The scripted expert of {_TASK} pushes a cube to a random goal, {args.num_envs} robots at a time.")
     with make(_TASK, num_envs=args.num_envs, seed=args.seed) as env:
-        footage = Footage(env, args.output / "push_cube.mp4", episodes=4, speed=0.5)
+        recorder = EpisodeRecorder(env, args.output / "push_cube.mp4", episodes=4, speed=0.5)
         try:
             act = choose_policy(env, "expert", args.seed)
-            episodes, seconds = watch_episodes(env, act, args.episodes, args.seed, console, footage)
-            files = footage.finish()
+            episodes, seconds = watch_episodes(env, act, args.episodes, args.seed, console, recorder)
+            files = recorder.finish()
         finally:
-            footage.close()
-    if footage.problem is None and footage.still is not None:
-        files.append(write_picture(args.output / "push_cube.png", footage.still))
-    if footage.problem is None and footage.picture is not None:
-        files.append(write_picture(args.output / "push_cube_from_above.png", footage.picture))
+            recorder.close()
+    if recorder.problem is None and recorder.still is not None:
+        files.append(write_image(args.output / "push_cube.png", recorder.still))
+    if recorder.problem is None and recorder.plot is not None:
+        files.append(write_image(args.output / "push_cube_from_above.png", recorder.plot))
     print_summary(console, f"{_TASK}, expert", episodes, seconds)
-    print_files(console, files, footage.problem)
+    print_files(console, files, recorder.problem)
     return 0

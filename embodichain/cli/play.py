@@ -14,7 +14,7 @@ import tyro
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from embodichain.envs.recording import ActionSource, Episode, Footage, Summary
+    from embodichain.envs.recording import ActionSource, EpisodeRecorder, EpisodeResult, Summary
     from embodichain.envs.vec_env import VecEnv
 
 PolicyName = Literal["expert", "random", "zero"]
@@ -32,7 +32,7 @@ class PlayArgs:
     num_envs: int | None = None
     """Number of envs stepped together (default: 20, or fewer for few episodes)."""
     video: Path | None = None
-    """Video of the first episodes (.mp4); without OpenGL, a picture from above takes its place (.png)."""
+    """Video of the first episodes (.mp4); without OpenGL, a trajectory plot takes its place (.png)."""
     video_episodes: int = 3
     """Number of episodes in the video, all of the first env."""
     camera: str | None = None
@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
 
     from rich.console import Console
 
-    from embodichain.envs.recording import Footage
+    from embodichain.envs.recording import EpisodeRecorder
     from embodichain.envs.registration import list_envs, make
     from embodichain.envs.rendering import choose_backend
     from embodichain.errors import RenderingError
@@ -74,18 +74,18 @@ def main(argv: Sequence[str]) -> int:
             choose_backend()
     with make(source, **overrides) as env:
         act = choose_policy(env, args.policy, args.seed)
-        footage = None
+        recorder = None
         if args.video is not None:
-            footage = Footage(env, args.video, args.video_episodes, args.camera, args.size, args.speed)
+            recorder = EpisodeRecorder(env, args.video, args.video_episodes, args.camera, args.size, args.speed)
         try:
-            episodes, seconds = watch_episodes(env, act, args.episodes, args.seed, console, footage)
-            files = footage.finish() if footage is not None else []
+            episodes, seconds = watch_episodes(env, act, args.episodes, args.seed, console, recorder)
+            files = recorder.finish() if recorder is not None else []
         finally:
-            if footage is not None:
-                footage.close()
+            if recorder is not None:
+                recorder.close()
     print_summary(console, f"{args.id}, {args.policy}", episodes, seconds)
-    if footage is not None:
-        print_files(console, files, footage.problem)
+    if recorder is not None:
+        print_files(console, files, recorder.problem)
     return 0
 
 
@@ -124,27 +124,27 @@ def choose_policy(env: VecEnv, name: PolicyName, seed: int) -> ActionSource:
 
 
 def watch_episodes(
-    env: VecEnv, act: ActionSource, count: int, seed: int, console: Console, footage: Footage | None
-) -> tuple[list[Episode], float]:
+    env: VecEnv, act: ActionSource, count: int, seed: int, console: Console, recorder: EpisodeRecorder | None
+) -> tuple[list[EpisodeResult], float]:
     """Roll ``count`` episodes under a progress bar; return them and the seconds they took."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from embodichain.envs.recording import roll
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    episodes: list[Episode] = []
+    episodes: list[EpisodeResult] = []
     start = time.perf_counter()
     with Progress(*columns, console=console) as progress:
         bar = progress.add_task("episodes", total=count)
         for step in roll(env, act, count, seed):
             episodes += step.ended
             progress.update(bar, advance=len(step.ended))
-            if footage is not None:
-                footage.watch(step)
+            if recorder is not None:
+                recorder.watch(step)
     return episodes, time.perf_counter() - start
 
 
-def print_summary(console: Console, title: str, episodes: Sequence[Episode], seconds: float) -> Summary:
+def print_summary(console: Console, title: str, episodes: Sequence[EpisodeResult], seconds: float) -> Summary:
     """Print the averages as a small table."""
     from rich.table import Table
 
@@ -169,6 +169,6 @@ def print_files(console: Console, files: Sequence[Path], problem: str | None) ->
     if problem is not None:
         console.print(f"No video: {problem}", style="yellow", markup=False, highlight=False, soft_wrap=True)
         if not files:
-            console.print("There is no picture from above either: the observations hold no positions.", style="yellow")
+            console.print("There is no trajectory plot either: the observations hold no positions.", style="yellow")
     for file in files:
         console.print(f"wrote {file}", markup=False, highlight=False, soft_wrap=True)

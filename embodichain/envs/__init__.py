@@ -8,7 +8,14 @@ from __future__ import annotations
 
 import gymnasium as gym
 
-TASKS = ("CartPoleRL", "PickCubeRL", "PushCubeRL", "ReachRL")
+TASKS = {
+    "CartPoleRL": "embodichain.envs.tasks.cart_pole:CartPole",
+    "PickCubeRL": "embodichain.envs.tasks.pick_cube:PickCube",
+    "PushCubeLanguageRL": "embodichain.envs.tasks.push_cube_language:PushCubeLanguage",
+    "PushCubeRL": "embodichain.envs.tasks.push_cube:PushCube",
+    "ReachRL": "embodichain.envs.tasks.reach:Reach",
+}
+"""The tasks of this package: id and entry point, which is imported when the task is made."""
 
 
 def register_with_gymnasium(task_id: str) -> None:

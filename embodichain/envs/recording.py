@@ -1,11 +1,11 @@
-"""Following one env through its episodes: a video where OpenGL works, its ways seen from above in any case."""
+"""Rolling out whole episodes, and recording one env: a video, or a trajectory plot where there is no OpenGL."""
 
 from __future__ import annotations
 
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -23,10 +23,13 @@ from embodichain.envs.task_env import TaskEnv
 from embodichain.envs.vec_env import VecEnv
 from embodichain.errors import EnvContractError, OutputError, RenderingError
 
-# MERGED videos: Video files, written frame by frame, and the check that a file can be written at all.
-
-
 _SUFFIXES = (".mp4", ".mkv", ".mov")
+_DPI = 100
+_MAX_FPS = 30.0
+_HOLD_SECONDS = 0.8  # the last frame of an episode stays this long
+BLUE, ORANGE, GREEN = "#2e6cbe", "#e67e22", "#279856"
+_TRAJECTORIES = {("robot", "ee_pos"): ("end effector", BLUE), ("object", "pos"): ("object", ORANGE)}
+_GOAL = ("goal", "pos")
 
 
 class VideoWriter:
@@ -95,8 +98,15 @@ def write_video(path: str | os.PathLike[str], frames: Iterable[np.ndarray], fps:
     return video.path
 
 
+def write_image(path: str | os.PathLike[str], image: np.ndarray) -> Path:
+    """Write a uint8 image ``[H, W, 3]`` as PNG and return its path."""
+    target = prepare_output(path, (".png",))
+    Image.fromarray(image).save(target, format="PNG")
+    return target
+
+
 def prepare_output(path: str | os.PathLike[str], suffixes: Sequence[str]) -> Path:
-    """Return the path of a file to be written, its folder made and tried; ``OutputError`` if that cannot be."""
+    """Return the path of a file to be written; create its folder, or raise ``OutputError`` if it cannot be written."""
     target = Path(path).expanduser()
     if target.suffix.lower() not in suffixes:
         raise OutputError(f"expected a file name that ends in {' or '.join(suffixes)}, got {str(path)!r}")
@@ -114,242 +124,84 @@ def prepare_output(path: str | os.PathLike[str], suffixes: Sequence[str]) -> Pat
     return target
 
 
-# MERGED pictures: Pictures that need no OpenGL: an episode seen from above, and text on a frame.
-
-
-Color = tuple[int, int, int]
-BLUE, ORANGE, GREEN, RED = (46, 108, 190), (230, 126, 34), (39, 152, 86), (200, 60, 60)
-_INK, _GREY, _GRID, _PAPER = (40, 44, 52), (130, 136, 146), (232, 234, 238), (255, 255, 255)
-_SHARP = 3  # everything is drawn this much larger and scaled down, which smooths lines and circles
+def caption(frame: np.ndarray, text: str) -> np.ndarray:
+    """Return a copy of a frame ``[H, W, 3]`` with a line of text in its lower left corner."""
+    image, size = Image.fromarray(frame), max(11, frame.shape[0] // 18)
+    at, font = (size * 0.7, frame.shape[0] - size * 0.6), ImageFont.load_default(size)
+    ImageDraw.Draw(image).text(at, text, "white", font, anchor="ls", stroke_width=2, stroke_fill="#282c34")
+    return np.asarray(image)
 
 
 @dataclass(frozen=True)
-class Trail:
-    """The way of something over the table: ``points`` ``[n, 2]`` in metres, in time order."""
+class Trajectory:
+    """The path of a body over the table: ``points`` ``[n, 2]`` in metres, in time order."""
 
     name: str
     points: np.ndarray
-    color: Color = BLUE
+    color: str = BLUE
 
 
 @dataclass(frozen=True)
 class Marker:
-    """A thing on the table that does not move: a disc or a square of the given radius (half side) in metres."""
+    """A region of the table: a disc or a square of the given radius (half side) in metres."""
 
     name: str
     position: tuple[float, float]
     radius: float
-    color: Color = GREEN
+    color: str = GREEN
     shape: Literal["disc", "square"] = "disc"
 
 
-def draw_top_down(
-    trails: Sequence[Trail], markers: Sequence[Marker] = (), title: str = "", size: tuple[int, int] = (640, 900)
-) -> Image.Image:
-    """Draw an episode as seen from above, x to the right and y up, to one scale; ``size`` is (height, width).
+def plot_trajectories(
+    trajectories: Sequence[Trajectory],
+    markers: Sequence[Marker] = (),
+    title: str = "",
+    size: tuple[int, int] = (640, 900),
+) -> np.ndarray:
+    """Return a plot of an episode seen from above, uint8 ``[*size, 3]``: x to the right, y up, one scale.
 
-    A trail begins at a ring, ends at a dot and grows stronger with time.
+    A trajectory begins at a ring, ends at a dot and grows stronger with time.
     """
-    chart = _Chart(_bounds(trails, markers), size)
-    chart.axes()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # takes half a second to import
+    from matplotlib.collections import LineCollection
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Circle, Rectangle
+
+    figure = Figure((size[1] / _DPI, size[0] / _DPI), dpi=_DPI, layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    axes = figure.add_subplot(xlabel="x [m]", ylabel="y [m]")
+    axes.set_title(title, loc="left", fontsize=14, pad=12)
+    axes.set_aspect("equal", adjustable="datalim")
+    axes.margins(0.08)
+    axes.grid(color="#e8eaee")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
     for marker in markers:
-        chart.marker(marker)
-    for trail in trails:
-        chart.trail(trail)
-    chart.scale_bar()
-    chart.legend(trails, markers)
-    if title:
-        chart.text((chart.left, chart.top / 2), title, 20, _INK, "lm")
-    return chart.finish()
-
-
-def _bounds(trails: Sequence[Trail], markers: Sequence[Marker]) -> np.ndarray:
-    """Return the corners ``[2, 2]`` (lowest, highest) of all that is to be seen, with some air around it."""
-    points = [np.asarray(t.points, dtype=np.float64).reshape(-1, 2) for t in trails]
-    for marker in markers:
-        points.append(np.asarray(marker.position) + marker.radius * np.array([[-1.0, -1.0], [1.0, 1.0]]))
-    every = np.concatenate(points) if points else np.empty((0, 2))
-    every = every[np.isfinite(every).all(axis=1)]
-    if not len(every):
-        return np.array([[-0.5, -0.5], [0.5, 0.5]])
-    low, high = every.min(axis=0), every.max(axis=0)
-    air = max(0.08 * float((high - low).max()), 0.02)
-    return np.stack((low - air, high + air))
-
-
-@dataclass
-class _Chart:
-    """Paper with a coordinate system; lengths in its methods are pixels of the finished picture."""
-
-    bounds: np.ndarray
-    size: tuple[int, int]
-    left: float = 64.0
-    top: float = 52.0
-    right: float = 190.0  # room for the legend
-    bottom: float = 52.0
-    image: Image.Image = field(init=False)
-
-    def __post_init__(self) -> None:
-        height, width = self.size
-        self.image = Image.new("RGB", (width * _SHARP, height * _SHARP), _PAPER)
-        self._pen = ImageDraw.Draw(self.image, "RGBA")
-        self._box = (self.left, self.top, width - self.right, height - self.bottom)
-        room = np.array([self._box[2] - self._box[0], self._box[3] - self._box[1]])
-        extent = self.bounds[1] - self.bounds[0]
-        self._scale = float((room / extent).min())  # pixels per metre, the same both ways
-        middle = self.bounds.mean(axis=0)
-        self.bounds = np.stack((middle - room / self._scale / 2, middle + room / self._scale / 2))
-
-    def place(self, points: np.ndarray) -> np.ndarray:
-        """Map metres ``[n, 2]`` to pixels ``[n, 2]``."""
-        x = self._box[0] + (points[:, 0] - self.bounds[0, 0]) * self._scale
-        y = self._box[3] - (points[:, 1] - self.bounds[0, 1]) * self._scale
-        return np.stack((x, y), axis=1)
-
-    def line(self, points: Sequence[tuple[float, float]], color: tuple[int, ...], width: float) -> None:
-        scaled = [(x * _SHARP, y * _SHARP) for x, y in points]
-        self._pen.line(scaled, fill=color, width=round(width * _SHARP), joint="curve")
-
-    def disc(
-        self, at: Sequence[float], radius: float, fill: tuple[int, ...], edge: tuple[int, ...], width: float
-    ) -> None:
-        box = [
-            (at[0] - radius) * _SHARP,
-            (at[1] - radius) * _SHARP,
-            (at[0] + radius) * _SHARP,
-            (at[1] + radius) * _SHARP,
-        ]
-        self._pen.ellipse(box, fill=fill, outline=edge, width=round(width * _SHARP))
-
-    def square(self, at: Sequence[float], radius: float, fill: tuple[int, ...], edge: Color, width: float) -> None:
-        box = [
-            (at[0] - radius) * _SHARP,
-            (at[1] - radius) * _SHARP,
-            (at[0] + radius) * _SHARP,
-            (at[1] + radius) * _SHARP,
-        ]
-        self._pen.rectangle(box, fill=fill, outline=edge, width=round(width * _SHARP))
-
-    def text(self, at: Sequence[float], text: str, size: int, color: Color, anchor: str) -> None:
-        self._pen.text((at[0] * _SHARP, at[1] * _SHARP), text, color, _font(size * _SHARP), anchor=anchor)
-
-    def axes(self) -> None:
-        """Draw the grid with its numbers."""
-        x0, y0, x1, y1 = self._box
-        step = _round_length(float((self.bounds[1] - self.bounds[0]).max()) / 7)
-        digits = max(0, -math.floor(math.log10(step)))
-        for axis, name in enumerate("xy"):
-            first = math.ceil(self.bounds[0, axis] / step)
-            for tick in range(first, math.floor(self.bounds[1, axis] / step) + 1):
-                x, y = self.place(np.full((1, 2), tick * step))[0]
-                label = f"{tick * step:.{digits}f}"
-                if name == "x":
-                    self.line([(x, y0), (x, y1)], _GRID, 1)
-                    self.text((x, y1 + 8), label, 12, _GREY, "ma")
-                else:
-                    self.line([(x0, y), (x1, y)], _GRID, 1)
-                    self.text((x0 - 8, y), label, 12, _GREY, "rm")
-        self.line([(x0, y0), (x1, y0), (x1, y1), (x0, y1), (x0, y0)], _GREY, 1)
-        self.text(((x0 + x1) / 2, y1 + 28), "x [m]", 13, _INK, "ma")
-        self.text((14, y0 - 6), "y [m]", 13, _INK, "ls")
-
-    def marker(self, marker: Marker) -> None:
-        """Draw a resting thing, translucent, so that trails show through."""
-        at, radius = self.place(np.asarray([marker.position], dtype=np.float64))[0], marker.radius * self._scale
-        self._shape(at, radius, marker)
-
-    def trail(self, trail: Trail) -> None:
-        """Draw a way: faint where it begins, strong where it ends."""
-        points = np.asarray(trail.points, dtype=np.float64).reshape(-1, 2)
-        pixels = self.place(points[np.isfinite(points).all(axis=1)])
-        if not len(pixels):
-            return
-        for i in range(len(pixels) - 1):
-            strength = 0.35 + 0.65 * (i + 1) / (len(pixels) - 1)
-            color = tuple(round(255 + (c - 255) * strength) for c in trail.color)
-            self.line([tuple(pixels[i]), tuple(pixels[i + 1])], color, 2.5)
-            self.disc(pixels[i + 1], 1.2, color, color, 0)
-        self.disc(pixels[0], 5.5, _PAPER, trail.color, 2)
-        self.disc(pixels[-1], 5.5, trail.color, _PAPER, 1.5)
-
-    def scale_bar(self) -> None:
-        """Draw a bar of a round length in the lower right corner."""
-        metres = _round_length(0.2 * (self._box[2] - self._box[0]) / self._scale)
-        x1, y = self._box[2] - 14, self._box[3] - 14
-        x0 = x1 - metres * self._scale
-        self.line([(x0, y), (x1, y)], _INK, 2)
-        for x in (x0, x1):
-            self.line([(x, y - 4), (x, y + 4)], _INK, 2)
-        label = f"{metres:g} m" if metres >= 1 else f"{metres * 100:g} cm"
-        self.text(((x0 + x1) / 2, y - 8), label, 13, _INK, "ms")
-
-    def legend(self, trails: Sequence[Trail], markers: Sequence[Marker]) -> None:
-        """Name what is drawn, on the right."""
-        x, y = self._box[2] + 18, self._box[1] + 12
-        for trail in trails:
-            self.line([(x, y), (x + 26, y)], trail.color, 2.5)
-            self.disc((x, y), 4.5, _PAPER, trail.color, 2)
-            self.disc((x + 26, y), 4.5, trail.color, _PAPER, 1)
-            self.text((x + 38, y), trail.name, 14, _INK, "lm")
-            y += 26
-        for marker in markers:
-            self._shape((x + 13, y), 8, marker)
-            self.text((x + 38, y), marker.name, 14, _INK, "lm")
-            y += 26
-        if trails:
-            self.text((x - 5, y + 4), "ring: start, dot: end", 12, _GREY, "lm")
-
-    def finish(self) -> Image.Image:
-        """Return the picture at its real size."""
-        return self.image.resize((self.size[1], self.size[0]), Image.Resampling.LANCZOS)
-
-    def _shape(self, at: Sequence[float], radius: float, marker: Marker) -> None:
-        draw = self.disc if marker.shape == "disc" else self.square
-        draw(at, radius, (*marker.color, 60), marker.color, 1.5)
-
-
-def _round_length(length: float) -> float:
-    """Return the largest of 1, 2 and 5 times a power of ten that is not above a length."""
-    power = 10.0 ** math.floor(math.log10(length))
-    return max(factor * power for factor in (1, 2, 5) if factor * power <= length * (1 + 1e-9))
-
-
-def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    return ImageFont.load_default(size)
-
-
-def write_picture(path: str | os.PathLike[str], picture: Image.Image | np.ndarray) -> Path:
-    """Write a picture (or a uint8 frame ``[H, W, 3]``) as PNG and return its path."""
-    target = prepare_output(path, (".png",))
-    (picture if isinstance(picture, Image.Image) else Image.fromarray(picture)).save(target, format="PNG")
-    return target
-
-
-def caption(frame: np.ndarray, text: str) -> np.ndarray:
-    """Return a copy of a frame ``[H, W, 3]`` with a line of text in its lower left corner."""
-    image = Image.fromarray(frame)
-    size = max(11, frame.shape[0] // 18)
-    ImageDraw.Draw(image).text(
-        (size * 0.7, frame.shape[0] - size * 0.6),
-        text,
-        (255, 255, 255),
-        _font(size),
-        anchor="ls",
-        stroke_width=2,
-        stroke_fill=_INK,
-    )
-    return np.asarray(image)
-
-
-# MERGED episodes: Rolling a policy for a number of episodes, one step at a time, so that a caller can watch.
+        x, y, r = *marker.position, marker.radius
+        patch = Circle((x, y), r) if marker.shape == "disc" else Rectangle((x - r, y - r), 2 * r, 2 * r)
+        patch.set(facecolor=(marker.color, 0.25), edgecolor=marker.color, linewidth=1.5, label=marker.name)
+        axes.add_patch(patch)
+    for trajectory in trajectories:
+        points = np.asarray(trajectory.points, dtype=np.float64).reshape(-1, 2)
+        points = points[np.isfinite(points).all(axis=1)]
+        segments = np.stack((points[:-1], points[1:]), axis=1)
+        faded = [(trajectory.color, strength) for strength in np.linspace(0.3, 1.0, len(segments))]
+        axes.add_collection(LineCollection(list(segments), colors=faded, linewidth=2.5))
+        style: dict[str, Any] = {"color": trajectory.color, "linestyle": "none", "marker": "o", "markersize": 9}
+        axes.plot(*points[:1].T, markerfacecolor="white", markeredgewidth=2, **style)
+        axes.plot(*points[-1:].T, label=trajectory.name, **style)
+    if trajectories or markers:
+        figure.legend(loc="outside right upper", frameon=False, title="ring: start, dot: end" if trajectories else None)
+    canvas.draw()
+    return np.array(canvas.buffer_rgba())[..., :3]
 
 
 ActionSource = Callable[[TensorDict], Tensor]
 
 
 @dataclass(frozen=True)
-class Episode:
-    """What became of one episode."""
+class EpisodeResult:
+    """Return, length and success of one episode."""
 
     env: int
     """Index of the env it ran in."""
@@ -358,18 +210,18 @@ class Episode:
     length: int
     """Number of its steps."""
     success: bool | None
-    """Whether it ended in success; ``None`` where the environment does not say."""
+    """Whether it ended in success; ``None`` where the environment does not report it."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """The moment between two steps: ``obs`` belongs to the state the envs are in now."""
+    """The state between two steps of a rollout."""
 
     obs: TensorDict
     """Observation of all envs; of those that just ended, the first of the next episode."""
     final_obs: TensorDict
-    """What each env last saw before it was reset, if it was."""
-    ended: list[Episode]
+    """The last observation of each env before it was reset, if it was."""
+    ended: list[EpisodeResult]
     """The episodes that ended with the last step and count."""
 
 
@@ -384,7 +236,7 @@ class Summary:
     success_rate: float | None
 
     @staticmethod
-    def of(episodes: Sequence[Episode]) -> Summary:
+    def of(episodes: Sequence[EpisodeResult]) -> Summary:
         """Summarise at least one episode."""
         if not episodes:
             raise ValueError("expected at least one episode, got none")
@@ -400,7 +252,7 @@ class Summary:
 
 
 def roll(env: VecEnv, act: ActionSource, episodes: int, seed: int | None = None) -> Iterator[Step]:
-    """Reset, then step until ``episodes`` episodes have ended; yield the start and every moment after a step.
+    """Reset, then step until ``episodes`` episodes have ended; yield after the reset and after every step.
 
     Each env runs its share of the episodes, so that short ones do not count more often than long ones.
     """
@@ -423,21 +275,15 @@ def roll(env: VecEnv, act: ActionSource, episodes: int, seed: int | None = None)
         yield Step(obs, info["final_observation"], ended)
 
 
-def _ended(counted: Tensor, total: Tensor, length: Tensor, success: Tensor | None) -> list[Episode]:
+def _ended(counted: Tensor, total: Tensor, length: Tensor, success: Tensor | None) -> list[EpisodeResult]:
     ids = torch.nonzero(counted).reshape(-1)
     flags = [None] * len(ids) if success is None else (success.cpu()[ids] > 0.5).tolist()
     rows = zip(ids.tolist(), total[ids].tolist(), length[ids].tolist(), flags, strict=True)
-    return [Episode(*row) for row in rows]
+    return [EpisodeResult(*row) for row in rows]
 
 
-_WAYS = {("robot", "ee_pos"): ("end effector", BLUE), ("object", "pos"): ("object", ORANGE)}
-_GOAL = ("goal", "pos")
-_MAX_FPS = 30.0
-_HOLD_SECONDS = 0.8  # the last picture of an episode stays this long
-
-
-class Footage:
-    """Watches the first ``episodes`` episodes of one env; ``problem`` says why there is no video, if there is none."""
+class EpisodeRecorder:
+    """Records the first ``episodes`` episodes of one env; ``problem`` is the reason if there can be no video."""
 
     def __init__(
         self,
@@ -451,43 +297,48 @@ class Footage:
     ) -> None:
         self.env, self.env_id, self.episodes = env, env_id, episodes
         self.still: np.ndarray | None = None
-        self.picture: Image.Image | None = None
+        """The last frame rendered."""
+        self.plot: np.ndarray | None = None
+        """The trajectory plot of the first episode, where the observations hold positions."""
         self.problem: str | None = None
         self._camera, self._size = camera, size
-        step_seconds = _step_seconds(env) / speed  # as seen in the video
+        step_seconds = 1.0 / _MAX_FPS  # of environments that do not state the simulated time of a step
+        if isinstance(env, TaskEnv):
+            step_seconds = env.physics.model.opt.timestep * env.cfg.env.substeps
+        step_seconds /= speed
         self._stride = max(1, math.ceil(1.0 / step_seconds / _MAX_FPS - 1e-6))
         self._video = VideoWriter(video, fps=1.0 / (step_seconds * self._stride))
-        self._seen = self._steps = 0
+        self._finished = self._steps = 0
         self._points: dict[tuple[str, str], list[np.ndarray]] = {}
         try:
             self._render()
         except (RenderingError, EnvContractError) as error:
             self.problem = str(error)
-        except mujoco.FatalError as error:  # an environment that is not ours draws with MuJoCo itself
+        except mujoco.FatalError as error:  # an environment that is not ours renders with MuJoCo itself
             self.problem = f"{error}. {INSTALL_HINT}"
 
     def watch(self, step: Step) -> None:
-        """Take in one moment of the roll."""
-        if self._seen >= self.episodes:
+        """Record one step of :func:`roll`."""
+        if self._finished >= self.episodes:
             return
         for episode in step.ended:
             if episode.env == self.env_id:
                 self._end(episode, step.final_obs)
-        if self._seen >= self.episodes:
+        if self._finished >= self.episodes:
             return
-        self._note(step.obs)
+        self._add_points(step.obs)
         if self.problem is None and self._steps % self._stride == 0:
             frame = self._render()
-            self._video.append(caption(frame, f"episode {self._seen + 1}"))
+            self._video.append(caption(frame, f"episode {self._finished + 1}"))
             self.still = frame
         self._steps += 1
 
     def finish(self) -> list[Path]:
-        """Complete the files and return their paths: the video, or the picture from above in its place."""
+        """Complete the files and return their paths: the video, or the trajectory plot in its place."""
         self._video.close()
         if self.problem is None:
             return [self._video.path] if self._video.num_frames else []
-        return [] if self.picture is None else [write_picture(self._video.path.with_suffix(".png"), self.picture)]
+        return [] if self.plot is None else [write_image(self._video.path.with_suffix(".png"), self.plot)]
 
     def close(self) -> None:
         """Throw away a video that was not finished."""
@@ -496,44 +347,39 @@ class Footage:
     def _render(self) -> np.ndarray:
         return self.env.render([self.env_id], self._camera, self._size)[0]
 
-    def _note(self, obs: TensorDict) -> None:
-        for key in (*_WAYS, _GOAL):
+    def _add_points(self, obs: TensorDict) -> None:
+        for key in (*_TRAJECTORIES, _GOAL):
             value = obs.get(key, None)
             if value is not None:
                 self._points.setdefault(key, []).append(value[self.env_id, :2].cpu().numpy())
 
-    def _end(self, episode: Episode, final_obs: TensorDict) -> None:
-        """Close an episode: hold its last picture, and draw the first episode from above."""
-        self._note(final_obs)
+    def _end(self, episode: EpisodeResult, final_obs: TensorDict) -> None:
+        """End an episode: hold its last frame, and plot the trajectories of the first one."""
+        self._add_points(final_obs)
         outcome = {True: "success", False: "no success", None: f"return {episode.total_reward:.1f}"}[episode.success]
         if self.problem is None and self.still is not None:
-            last = caption(self.still, f"episode {self._seen + 1}: {outcome} in {episode.length} steps")
+            last = caption(self.still, f"episode {self._finished + 1}: {outcome} in {episode.length} steps")
             for _ in range(max(1, round(_HOLD_SECONDS * self._video.fps))):
                 self._video.append(last)
-        if self.picture is None and any(key in self._points for key in _WAYS):
-            self.picture = self._draw(f"{_name(self.env)}: {outcome} in {episode.length} steps")
+        if self.plot is None and any(key in self._points for key in _TRAJECTORIES):
+            name = self.env.cfg.id if isinstance(self.env, TaskEnv) else type(self.env).__name__
+            self.plot = self._plot(f"{name}: {outcome} in {episode.length} steps")
         self._points.clear()
-        self._seen += 1
+        self._finished += 1
         self._steps = 0
 
-    def _draw(self, title: str) -> Image.Image:
-        trails = [
-            Trail(name, np.stack(self._points[key]), color)
-            for key, (name, color) in _WAYS.items()
+    def _plot(self, title: str) -> np.ndarray:
+        trajectories = [
+            Trajectory(name, np.stack(self._points[key]), color)
+            for key, (name, color) in _TRAJECTORIES.items()
             if key in self._points
         ]
         markers = []
         if _GOAL in self._points:
             radius = self.env.cfg.env.success_threshold if isinstance(self.env, TaskEnv) else 0.02
             x, y = self._points[_GOAL][-1].tolist()
-            markers.append(Marker("goal", (x, y), radius, GREEN))
-        return draw_top_down(trails, markers, title)
+            markers.append(Marker("goal", (x, y), radius))
+        return plot_trajectories(trajectories, markers, title)
 
 
-def _step_seconds(env: VecEnv) -> float:
-    """Return the simulated time of one step; environments that do not say are shown at 30 steps a second."""
-    return env.physics.model.opt.timestep * env.cfg.env.substeps if isinstance(env, TaskEnv) else 1.0 / _MAX_FPS
-
-
-def _name(env: VecEnv) -> str:
-    return env.cfg.id if isinstance(env, TaskEnv) else type(env).__name__
+Episode, Footage = EpisodeResult, EpisodeRecorder  # former names

@@ -1,8 +1,9 @@
-"""Names of environments: one place that turns an id or a config into a ``VecEnv``, ours or Gymnasium's."""
+"""Environments by name: ``make`` turns an id or a config into a ``VecEnv``, a task of ours or a Gymnasium env."""
 
 from __future__ import annotations
 
 import os
+import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,33 +12,41 @@ from typing import Any
 import gymnasium as gym
 
 from embodichain.config import load_config, merge
-from embodichain.envs import register_with_gymnasium
+from embodichain.envs import TASKS, register_with_gymnasium
 from embodichain.envs.env_cfg import GymCfg
 from embodichain.envs.gymnasium_env import make_gymnasium
 from embodichain.envs.physics.mujoco_cpu import MujocoCpuPhysics
 from embodichain.envs.task import Task
 from embodichain.envs.task_env import TaskEnv
-from embodichain.envs.tasks import CartPole, PickCube, PushCube, PushCubeLanguage, Reach
 from embodichain.envs.vec_env import VecEnv
 from embodichain.errors import ConfigError, UnknownNameError, nearest
 
 
 @dataclass(frozen=True)
 class EnvSpec:
-    """A registered task."""
+    """A registered task; its class is imported when it is asked for."""
 
     id: str
-    task: type[Task]
-    description: str
+    entry_point: str | type[Task]
+    """The task, or where it is: ``"module:Class"``."""
+
+    @property
+    def task(self) -> type[Task]:
+        """The class of the task."""
+        return pkgutil.resolve_name(self.entry_point) if isinstance(self.entry_point, str) else self.entry_point
+
+    @property
+    def description(self) -> str:
+        """The first line of the task's docstring."""
+        return ((self.task.__doc__ or "").strip() or "(no description)").splitlines()[0]
 
 
-_TASKS: dict[str, EnvSpec] = {}
+_TASKS: dict[str, EnvSpec] = {id: EnvSpec(id, entry_point) for id, entry_point in TASKS.items()}
 
 
-def register_task(id: str, task: type[Task]) -> None:
-    """Register a task under an id; its docstring's first line describes it. The last to take a name has it."""
-    about = (task.__doc__ or "").strip() or "(no description)"
-    _TASKS[id] = EnvSpec(id, task, about.splitlines()[0])
+def register_task(id: str, task: type[Task] | str) -> None:
+    """Register a task, or its entry point ``"module:Class"``, under an id; a second one replaces the first."""
+    _TASKS[id] = EnvSpec(id, task)
     register_with_gymnasium(id)
 
 
@@ -112,13 +121,3 @@ def _make_task(cfg: GymCfg, task: type[Task]) -> VecEnv:
     from embodichain.envs.physics.mujoco_warp import MujocoWarpPhysics  # an extra
 
     return TaskEnv(cfg, task, MujocoWarpPhysics(model, cfg.num_envs, cfg.device))
-
-
-for _id, _task in (
-    ("CartPoleRL", CartPole),
-    ("ReachRL", Reach),
-    ("PushCubeRL", PushCube),
-    ("PushCubeLanguageRL", PushCubeLanguage),
-    ("PickCubeRL", PickCube),
-):
-    register_task(_id, _task)

@@ -60,7 +60,7 @@ def test_play_without_gl_and_positions_says_so(capsys, tmp_path, no_gl):
     arguments = ["CartPoleRL", "--episodes", "1", "--policy", "random", "--video", str(tmp_path / "cart.mp4")]
     assert play.main(arguments) == 0
     assert list(tmp_path.iterdir()) == []
-    assert "no picture from above" in words(capsys)
+    assert "no trajectory plot" in words(capsys)
 
 
 @pytest.mark.parametrize("policy", ["random", "zero"])

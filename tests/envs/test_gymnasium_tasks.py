@@ -9,11 +9,12 @@ import torch
 from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AutoresetMode
 
+import embodichain.envs
 from embodichain.envs.gymnasium_env import TaskGymnasiumEnv, TaskGymnasiumVectorEnv, make_gymnasium
 from embodichain.envs.registration import make
 from embodichain.errors import EnvContractError
 
-TASKS = ["CartPoleRL", "ReachRL", "PushCubeRL", "PickCubeRL"]
+TASKS = sorted(embodichain.envs.TASKS)
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -1,6 +1,8 @@
 """From a name or a config to an environment."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import gymnasium as gym
@@ -12,7 +14,7 @@ from embodichain.envs import registration
 from embodichain.envs.env_cfg import GymCfg
 from embodichain.envs.registration import list_envs, load_gym_config, make, register_task
 from embodichain.envs.task_env import TaskEnv
-from embodichain.envs.tasks import Reach
+from embodichain.envs.tasks.reach import Reach
 from embodichain.errors import ConfigError, UnknownNameError
 from tests.envs.rollouts import TASKS, assert_same, random_actions, record
 
@@ -165,6 +167,25 @@ def test_a_task_of_ones_own(registry):
     with make("FarReachRL", num_envs=2) as env:
         assert env.max_episode_steps == 5
         assert isinstance(env.task, FarReach)
+
+
+def test_an_entry_point_is_imported_when_the_task_is_made(registry):
+    register_task("OtherReachRL", "embodichain.envs.tasks.reach:Reach")
+    spec = next(spec for spec in list_envs() if spec.id == "OtherReachRL")
+    assert spec.entry_point == "embodichain.envs.tasks.reach:Reach"
+    assert spec.task is Reach
+    with make("OtherReachRL", num_envs=1) as env:
+        assert isinstance(env.task, Reach)
+    assert "embodichain/OtherReachRL-v0" in gym.registry
+
+
+def test_listing_the_tasks_imports_none_of_them():
+    script = (
+        "import sys; from embodichain.envs.registration import list_envs; ids = [spec.id for spec in list_envs()]; "
+        "assert len(ids) == 5; assert not any(m.startswith('embodichain.envs.tasks') for m in sys.modules); "
+        "assert 'matplotlib' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_a_task_without_a_docstring_has_none_to_show(registry):

@@ -12,7 +12,7 @@ from torch import Tensor
 from embodichain.envs.env_cfg import GymCfg
 from embodichain.envs.registration import load_gym_config
 from embodichain.envs.task_env import TaskEnv
-from embodichain.envs.tasks import Reach
+from embodichain.envs.tasks.reach import Reach
 from embodichain.errors import ConfigError, SimulationError
 from tests.gpu.gpu import make_task, no_waiting, simulates
 

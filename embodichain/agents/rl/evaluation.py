@@ -12,7 +12,7 @@ from torch import Tensor
 from embodichain.agents.rl.collector.base import bound_action, collection_threads
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils.random_state import get_random_state, set_random_state
-from embodichain.envs.recording import Episode, Summary, roll
+from embodichain.envs.recording import EpisodeRecorder, EpisodeResult, Summary, roll
 from embodichain.envs.vec_env import VecEnv
 from embodichain.envs.wrappers import chunked
 from embodichain.utils.threads import torch_threads
@@ -26,10 +26,10 @@ class Evaluation:
 
     summary: Summary
     """Averages over the episodes."""
-    episodes: list[Episode]
+    episodes: list[EpisodeResult]
     """The episodes themselves, in the order in which they ended."""
     files: list[Path]
-    """The video, or the picture in its place."""
+    """The video, or the trajectory plot in its place."""
     problem: str | None
     """Why there is no video although one was asked for."""
 
@@ -74,26 +74,24 @@ def evaluate(
     policy: Policy, env: VecEnv, episodes: int, seed: int, video: Path | None = None, deterministic: bool = True
 ) -> Evaluation:
     """Run episodes with a policy in evaluation mode; random generators and the policy are left as they were."""
-    from embodichain.envs.recording import Footage
-
     env = chunked(env, policy.chunk_size)
     was_training, random_state = policy.training, get_random_state()
     policy.eval()
     torch.manual_seed(seed)
     actor = PolicyActor(policy, env, deterministic)
-    footage = None if video is None else Footage(env, video, episodes=1, size=FILM_SIZE)
-    ended: list[Episode] = []
+    recorder = None if video is None else EpisodeRecorder(env, video, episodes=1, size=FILM_SIZE)
+    ended: list[EpisodeResult] = []
     try:
         with torch_threads(collection_threads(policy, env.num_envs)):
             for step in roll(env, actor, episodes, seed):
                 ended += step.ended
                 actor.forget([episode.env for episode in step.ended])
-                if footage is not None:
-                    footage.watch(step)
-        files = footage.finish() if footage is not None else []
+                if recorder is not None:
+                    recorder.watch(step)
+        files = recorder.finish() if recorder is not None else []
     finally:
-        if footage is not None:
-            footage.close()
+        if recorder is not None:
+            recorder.close()
         policy.train(was_training)
         set_random_state(random_state)
-    return Evaluation(Summary.of(ended), ended, files, footage.problem if footage is not None else None)
+    return Evaluation(Summary.of(ended), ended, files, recorder.problem if recorder is not None else None)

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 
 from embodichain.agents.datasets import OnlineDataset
 from embodichain.agents.engine.data import OnlineDataEngine, OnlineDataEngineCfg
-from embodichain.envs.recording import Episode, Footage, Summary, roll
+from embodichain.envs.recording import EpisodeRecorder, EpisodeResult, Summary, roll
 from embodichain.envs.registration import make
 
 TASK = "PushCubeRL"
@@ -90,7 +90,7 @@ class Executor:
         self.age += 1
         return action.clamp(-1, 1)
 
-    def forget(self, ended: list[Episode]) -> None:
+    def forget(self, ended: list[EpisodeResult]) -> None:
         """Drop the plans of envs that began a new episode."""
         self.age[[episode.env for episode in ended]] = self.replan
 
@@ -116,15 +116,15 @@ def train(engine: OnlineDataEngine, args: Args) -> ChunkPolicy:
 
 def evaluate(policy: ChunkPolicy, args: Args) -> tuple[Summary, list[Path]]:
     """Let the policy act in fresh environments and film the first episodes of one."""
-    episodes: list[Episode] = []
+    episodes: list[EpisodeResult] = []
     with make(TASK, num_envs=50, seed=args.seed + 1_000_000) as env:
-        footage = Footage(env, args.output, episodes=2, speed=0.5)
+        recorder = EpisodeRecorder(env, args.output, episodes=2, speed=0.5)
         executor = Executor(policy, env.num_envs, args.replan)
         for step in roll(env, executor, args.episodes):
             episodes += step.ended
             executor.forget(step.ended)
-            footage.watch(step)
-        return Summary.of(episodes), footage.finish()
+            recorder.watch(step)
+        return Summary.of(episodes), recorder.finish()
 
 
 def main() -> float:

@@ -1,4 +1,4 @@
-"""Videos that can be read again, and pictures from above that show what happened."""
+"""Videos that can be read again, and trajectory plots that show what happened."""
 
 import imageio.v3 as iio
 import numpy as np
@@ -10,11 +10,11 @@ from embodichain.envs.recording import (
     GREEN,
     ORANGE,
     Marker,
-    Trail,
+    Trajectory,
     VideoWriter,
     caption,
-    draw_top_down,
-    write_picture,
+    plot_trajectories,
+    write_image,
     write_video,
 )
 from embodichain.errors import OutputError
@@ -33,7 +33,7 @@ def test_video_is_read_back_frame_by_frame(tmp_path):
     read = iio.imread(path)
     assert read.shape == frames.shape
     assert iio.immeta(path)["fps"] == 25
-    assert np.abs(read.astype(int) - frames).mean() < 6  # lossy, but the same pictures in the same order
+    assert np.abs(read.astype(int) - frames).mean() < 6  # lossy, but the same images in the same order
     assert [p.name for p in path.parent.iterdir()] == ["clip.mp4"]
 
 
@@ -76,33 +76,32 @@ def test_places_that_cannot_be_written(tmp_path):
     with pytest.raises(OutputError, match=r"ends in \.mp4"):
         VideoWriter(tmp_path / "clip.avi")
     with pytest.raises(OutputError, match=r"ends in \.png"):
-        write_picture(tmp_path / "clip.jpg", moving_square(1)[0])
+        write_image(tmp_path / "clip.jpg", moving_square(1)[0])
 
 
-def pixels_of(picture, color, tolerance=12):
+def pixels_of(image, color, tolerance=12):
     """Return the pixels ``[n, 2]`` (column, row) of a colour."""
-    near = (np.abs(np.asarray(picture, dtype=int) - color) <= tolerance).all(axis=2)
-    return np.argwhere(near)[:, ::-1]
+    rgb = [int(color[i : i + 2], 16) for i in (1, 3, 5)]
+    return np.argwhere((np.abs(image.astype(int) - rgb) <= tolerance).all(axis=2))[:, ::-1]
 
 
-def test_picture_from_above_is_to_scale(tmp_path):
+def test_trajectory_plot_is_to_scale(tmp_path):
     """Two dots lie apart as their ends do in metres: x to the right, y up, one scale."""
     ends = {"a": (BLUE, (0.30, 0.10)), "b": (ORANGE, (0.70, -0.10))}
-    trails = [Trail(name, np.array([[0.5, 0.3], end]), color) for name, (color, end) in ends.items()]
-    picture = draw_top_down(trails, [Marker("goal", (0.5, -0.2), 0.05)], "title", size=(400, 600))
-    assert picture.size == (600, 400)
-    room = [pixels_of(picture, color) for color, _ in ends.values()]
-    # The dot at the end of a trail is its largest spot of full colour, and its lowest: trails come from above.
-    a, b = (
-        points[(points[:, 0] < 410) & (points[:, 1] > points[points[:, 0] < 410][:, 1].max() - 8)].mean(axis=0)
-        for points in room
-    )
+    trajectories = [Trajectory(name, np.array([[0.5, 0.3], end]), color) for name, (color, end) in ends.items()]
+    image = plot_trajectories(trajectories, [Marker("goal", (0.5, -0.2), 0.05)], "title", size=(400, 600))
+    assert image.shape == (400, 600, 3)
+    assert image.dtype == np.uint8
+    # The dot at the end of a trajectory is its lowest spot of full colour: they come from above, the legend is right.
+    plotted = [pixels_of(image, color) for color, _ in ends.values()]
+    plotted = [points[points[:, 0] < 410] for points in plotted]
+    a, b = (points[points[:, 1] > points[:, 1].max() - 8].mean(axis=0) for points in plotted)
     assert b[0] > a[0]  # a larger x is further right
     assert b[1] > a[1]  # a larger y is further up
     assert (b - a)[0] / (b - a)[1] == pytest.approx(0.4 / 0.2, rel=0.05)
-    assert len(pixels_of(picture, (255, 255, 255))) > 0.5 * 400 * 600
-    assert len(pixels_of(picture, GREEN, tolerance=30)) > 0
-    path = write_picture(tmp_path / "above.png", picture)
+    assert len(pixels_of(image, "#ffffff")) > 0.5 * 400 * 600
+    assert len(pixels_of(image, GREEN, tolerance=30)) > 0
+    path = write_image(tmp_path / "plot.png", image)
     assert Image.open(path).size == (600, 400)
 
 
@@ -110,8 +109,8 @@ def test_picture_from_above_is_to_scale(tmp_path):
     "points",
     [np.empty((0, 2)), np.array([[0.2, 0.3]]), np.full((3, 2), 0.5), np.array([[0, 0], [np.nan, 1], [1, 1.0]])],
 )
-def test_picture_from_above_of_little(points):
-    assert draw_top_down([Trail("way", points)], size=(200, 300)).size == (300, 200)
+def test_trajectory_plot_of_few_points(points):
+    assert plot_trajectories([Trajectory("way", points)], size=(200, 300)).shape == (200, 300, 3)
 
 
 def test_caption_marks_a_copy():
