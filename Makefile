@@ -7,13 +7,14 @@ TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+EXTRAS_STAMP := $(VENV)/.extras-installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format install clean
+.PHONY: help demo test test-extras check format install clean
 
 help:  ## Say what can be made
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
 	@echo
 	@echo '  ARGS="..."       more arguments for embodichain demo or pytest, such as make test ARGS="tests/config -k files"'
 	@echo '  PYTHON=...       the Python (3.11 or later) to make .venv with'
@@ -25,7 +26,10 @@ demo: $(STAMP)  ## Watch the product do its main job in small, on the CPU
 	@$(BIN)/python examples/agents/datasets/train_from_stream.py --output outputs/demo/trained_policy.mp4
 
 test: $(STAMP)  ## Run the test suite
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not extra" $(ARGS)
+
+test-extras: $(EXTRAS_STAMP)  ## Run the tests that need optional packages: Ray, LeRobot, ONNX, transformers, peers
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "extra and not gpu" --all-extras $(ARGS)
 
 check: $(STAMP)  ## Check format, lint and types
 	@$(BIN)/ruff format --check .
@@ -50,4 +54,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo 'Installing into .venv (once; a few minutes) ...'
 	@$(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) "$$(grep "^torch==" constraints.txt)"
 	@$(PIP) -e ".[dev]"
+	@touch $@
+
+$(EXTRAS_STAMP): $(STAMP)
+	@echo 'Installing optional packages into .venv (once) ...'
+	@$(PIP) -e ".[dev,ray,data,export,vla,peers]"
 	@touch $@

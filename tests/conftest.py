@@ -12,6 +12,17 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from embodichain.extras import available
+
+EXTRAS = {
+    "ray": ("ray",),
+    "data": ("pyarrow", "av"),
+    "export": ("onnx", "onnxscript", "onnxruntime"),
+    "vla": ("transformers", "peft"),
+    "peers": ("torchrl",),
+}
+"""What a test marked ``extra(NAME)`` imports."""
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -23,3 +34,29 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all-extras", action="store_true", help="a test that is skipped for want of an extra has failed")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests whose extra is not installed; those with ``ray`` in the name of their file need that one."""
+    for item in items:
+        if "scale" in item.path.parts or item.path.name.startswith("test_ray"):
+            item.add_marker(pytest.mark.extra("ray"))
+        names = [name for mark in item.iter_markers("extra") for name in mark.args]
+        missing = [name for name in names if not all(map(available, EXTRAS[name]))]
+        if missing:
+            item.add_marker(pytest.mark.skip(reason=f"needs the extra {missing[0]!r}"))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail a run with ``--all-extras`` that has skipped a test for want of one."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or not session.config.getoption("--all-extras"):
+        return
+    skipped = [str(report.longrepr) for report in reporter.stats.get("skipped", ())]
+    if any("needs the extra" in reason for reason in skipped) and not session.exitstatus:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -76,9 +76,8 @@ def test_stream_shows_the_numbers(capfd: pytest.CaptureFixture[str]) -> None:
     assert int(chunks.split()[1].replace(",", "")) >= 32
 
 
+@pytest.mark.extra("data")
 def test_record_writes_a_folder_that_reads_back(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("pyarrow", reason="needs the extra 'data'")
-    pytest.importorskip("av", reason="needs the extra 'data'")
     out = tmp_path / "reach"
     assert main(["record", "ReachRL", "--out", str(out), "--episodes", "5", "--read", "--seed", "4"]) == 0
     words = capfd.readouterr().out

@@ -22,6 +22,8 @@ from embodichain.agents.datasets.lerobot import LeRobotReader, LeRobotWriter, Re
 from embodichain.agents.datasets.lerobot import format as tables_module  # noqa: E402
 from embodichain.agents.datasets.lerobot.recording import psnr, read_back, record  # noqa: E402
 
+pytestmark = pytest.mark.extra("data")
+
 LAYOUT = FrameLayout(
     (
         Leaf(("observation", "robot", "qpos"), torch.float32, (6,)),

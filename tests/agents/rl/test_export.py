@@ -23,6 +23,8 @@ from tests.agents.rl.training_cases import write_config
 onnxruntime = pytest.importorskip("onnxruntime", reason="needs the extra 'export'")
 pytest.importorskip("onnxscript", reason="needs the extra 'export'")
 
+pytestmark = pytest.mark.extra("export")
+
 VECTORS = gym.spaces.Dict(
     {
         "robot": gym.spaces.Dict({"qvel": gym.spaces.Box(-9, 9, (2,)), "qpos": gym.spaces.Box(-9, 9, (3,))}),

@@ -94,8 +94,10 @@ def test_the_path_for_other_devices_gives_the_same_numbers() -> None:
     assert torch.allclose(advantage.t(), expected, atol=1e-6)
 
 
+@pytest.mark.extra("peers")
 def test_equals_torchrl_on_random_terminations_and_truncations() -> None:
-    functional = pytest.importorskip("torchrl.objectives.value.functional", reason="needs the `peers` extra")
+    from torchrl.objectives.value import functional
+
     data = random_rollout(16, 100, seed=3)
     advantage, returns = compute_gae(**data, gamma=0.99, gae_lambda=0.95)
     columns = {name: tensor.unsqueeze(-1) for name, tensor in data.items()}

@@ -84,8 +84,10 @@ def test_a_table_on_the_terminal_stays_whole(capsys: pytest.CaptureFixture[str])
         "A worker died or was killed while executing a task by an unexpected system error. To troubleshoot ...",
     ],
 )
+@pytest.mark.extra("ray")
 def test_ray_does_not_print_of_a_death_what_the_log_says(dump: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    ray_logging = pytest.importorskip("ray._private.ray_logging", reason="needs the extra 'ray'")
+    from ray._private import ray_logging
+
     monkeypatch.delenv("RAY_DEDUP_LOGS_SKIP_REGEX", raising=False)
     with shown_messages():
         filtered = ray_logging.LogDeduplicator(5, None, os.environ["RAY_DEDUP_LOGS_SKIP_REGEX"])

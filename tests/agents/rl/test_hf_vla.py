@@ -1,0 +1,158 @@
+"""VLAs on a backbone of the transformers library, and LoRA through peft, with small random weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from embodichain.agents.rl.algo import PPO, PPOCfg
+from embodichain.agents.rl.collector import SyncCollector
+from embodichain.agents.rl.models import build_policy
+from embodichain.agents.rl.models.vla import load_vla_model, merge_lora, save_vla_model
+from embodichain.agents.rl.models.vla.hf_backbone import smolvlm_config
+from embodichain.envs.wrappers import chunked
+from embodichain.errors import ConfigError, EmbodiChainError
+from tests.agents.rl.vla_cases import language_env, vla_block
+
+pytestmark = pytest.mark.extra("vla")
+
+BACKBONE = smolvlm_config(width=64, depth=1, image_size=16)
+SMALL = {"chunk_size": 2, "backbone": BACKBONE}
+
+
+@pytest.fixture
+def env():
+    env = language_env(2)
+    yield env
+    env.close()
+
+
+def hf_policy(env: Any, lora: dict[str, Any] | None = None, **settings: Any) -> Any:
+    block = vla_block("hf_vlm", **{**SMALL, **settings})
+    if lora is not None:
+        block["vla_config"]["lora"] = lora
+    torch.manual_seed(0)
+    return build_policy(block, env.observation_space, env.action_space, "cpu")
+
+
+def changed(before: dict[str, torch.Tensor], policy: torch.nn.Module) -> set[str]:
+    return {name for name, value in policy.named_parameters() if not torch.equal(value.detach(), before[name])}
+
+
+def train_once(env: Any, policy: Any) -> dict[str, torch.Tensor]:
+    """One PPO update; return the parameters as they were before."""
+    before = {name: value.detach().clone() for name, value in policy.named_parameters()}
+    collector = SyncCollector(chunked(env, policy.chunk_size), policy, "cpu")
+    algorithm = PPO(PPOCfg(batch_size=4, n_epochs=1, learning_rate=1e-3), policy)
+    losses = algorithm.update(collector.collect(4))
+    assert all(torch.isfinite(torch.tensor(value)) for value in losses.values())
+    return before
+
+
+def test_a_backbone_decides_and_values_its_decisions_again(env):
+    policy = hf_policy(env)
+    obs, _ = env.reset()
+    action, log_prob, value = policy.get_action(obs)
+    assert (action.shape, log_prob.shape, value.shape) == ((2, 2, env.action_space.shape[-1]), (2, 2), (2,))
+    again, entropy, same_value = policy.evaluate_actions(obs, action)
+    torch.testing.assert_close(again, log_prob, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(same_value, value, rtol=1e-4, atol=1e-5)
+    assert entropy.shape == (2, 2)
+
+
+def test_padding_of_a_short_instruction_changes_nothing(env):
+    """The mask hides padding, so only what the bytes say may matter."""
+    policy = hf_policy(env).eval()
+    obs, _ = env.reset()
+    other = obs.clone()
+    other["instruction"] = other["instruction"].flip(0)
+    mean = policy.get_action(obs, deterministic=True)[0]
+    swapped = policy.get_action(other, deterministic=True)[0]
+    if torch.equal(obs["instruction"][0], obs["instruction"][1]):
+        torch.testing.assert_close(mean, swapped)
+    else:
+        assert not torch.allclose(mean, swapped, atol=1e-7)
+
+
+def test_ppo_trains_backbone_and_heads(env):
+    policy = hf_policy(env)
+    names = changed(train_once(env, policy), policy)
+    assert any("backbone.text_model" in name for name in names)
+    assert any("backbone.vision_model" in name for name in names)
+    assert any("to_value" in name for name in names)
+
+
+def test_frozen_parts_stay_as_they_are(env):
+    policy = hf_policy(env, freeze=["vision", "language"])
+    names = changed(train_once(env, policy), policy)
+    assert names
+    assert not any("backbone" in name for name in names)
+
+
+def test_lora_trains_additions_and_heads_alone_and_merges_into_an_ordinary_model(env):
+    policy = hf_policy(env, lora={"rank": 2, "alpha": 4.0, "target_modules": ["q_proj", "v_proj"]})
+    plain = hf_policy(env)
+    obs, _ = env.reset()
+    torch.testing.assert_close(
+        policy.get_action(obs, deterministic=True)[0], plain.get_action(obs, deterministic=True)[0]
+    )
+    names = changed(train_once(env, policy), policy)
+    assert any("lora_" in name for name in names)
+    assert not any("backbone" in name and "lora_" not in name for name in names)
+    policy.eval()
+    before = policy.get_action(obs, deterministic=True)[0]
+    merge_lora(policy.model)
+    assert set(policy.model.state_dict()) == set(plain.model.state_dict())
+    torch.testing.assert_close(policy.get_action(obs, deterministic=True)[0], before, rtol=1e-4, atol=1e-5)
+
+
+def test_lora_names_the_layers_there_are(env):
+    with pytest.raises(ConfigError, match=r"no linear layer ends in 'nope'.*q_proj"):
+        hf_policy(env, lora={"target_modules": ["nope"]})
+
+
+def test_a_saved_model_is_read_back(env, tmp_path: Path):
+    policy = hf_policy(env).eval()
+    folder = save_vla_model(policy.model, tmp_path / "vla")
+    loaded = load_vla_model(folder)
+    obs, _ = env.reset()
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), policy.model.parameters(), strict=True))
+    torch.testing.assert_close(loaded(obs, True)[0], policy.get_action(obs, deterministic=True)[0])
+
+
+def test_a_pretrained_folder_gives_its_weights(env, tmp_path: Path):
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+
+    settings = dict(BACKBONE)
+    config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
+    torch.manual_seed(1)
+    pretrained = transformers.AutoModel.from_config(config)
+    pretrained.save_pretrained(tmp_path)
+    words = Tokenizer(WordLevel({"[UNK]": 0, "push": 1, "red": 2, "blue": 3, "goal": 4}, unk_token="[UNK]"))
+    words.pre_tokenizer = Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]").save_pretrained(tmp_path)
+    policy = hf_policy(env, backbone=None, backbone_path=str(tmp_path))
+    ours = policy.model.backbone.state_dict()
+    assert all(torch.equal(ours[name], value) for name, value in pretrained.state_dict().items())
+    obs, _ = env.reset()
+    assert torch.isfinite(policy.get_action(obs)[0]).all()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"backbone": None}, "either backbone"),
+        ({"backbone_path": "nowhere"}, "either backbone"),
+        ({"backbone": None, "backbone_path": "nowhere"}, "config.json"),
+        ({"backbone": {**BACKBONE, "model_type": "smolvml"}}, "smolvlm"),
+    ],
+)
+def test_wrong_settings_are_refused_with_what_to_do(env, settings, words):
+    with pytest.raises(EmbodiChainError, match=words):
+        hf_policy(env, **settings)
