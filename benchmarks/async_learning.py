@@ -38,9 +38,9 @@ from embodichain.config import load_config, merge
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs" / "agents" / "rl"
-_LATE = {"model_type": "vla", "collector": {"max_policy_lag": 1, "adopt": "lockstep", "kl_rows": 0}}
+_LATE = {"collector": {"mode": "async", "max_policy_lag": 1, "adopt": "lockstep", "kl_rows": 0}}
 WAYS: dict[str, tuple[dict[str, Any], str]] = {  # trainer, correction
-    "sync": ({"model_type": "standard"}, "none"),
+    "sync": ({"collector": {"mode": "sync"}}, "none"),
     "async": (_LATE, "none"),
     "async, decoupled": (_LATE, "decoupled"),
 }

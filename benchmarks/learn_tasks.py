@@ -125,7 +125,9 @@ def settings_of(task: str, steps: int | None = None) -> str:
     cfg = override(load_train_config(TASKS[task].path), _overrides(steps)).to_dict()
     cfg["trainer"]["seed"] = cfg["trainer"]["gym_config"]["seed"] = 0
     collector = cfg["trainer"].pop("collector")
-    if cfg["trainer"]["model_type"] == "standard":  # it heeds nothing else that is said about collectors
+    is_sync = collector.pop("mode") == "sync"
+    cfg["trainer"]["model_type"] = "standard" if is_sync else "vla"  # as the digests of earlier results have it
+    if is_sync:  # it uses none of the other settings of collectors
         cfg["trainer"]["pipeline_stages"] = collector["pipeline_stages"]
         cfg["trainer"] |= {"env_processes": collector["env_processes"]} if collector["env_processes"] else {}
     else:

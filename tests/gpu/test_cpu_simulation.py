@@ -14,7 +14,7 @@ from tests.gpu.gpu import on_gpu
 
 pytestmark = on_gpu
 PPO = {"name": "ppo", "cfg": {"batch_size": 96}}
-ASYNC = {"model_type": "vla"}
+ASYNC = {"collector": {"mode": "async"}}
 GRPO = {"name": "grpo", "cfg": {"batch_size": 96, "group_size": 4}}
 
 
@@ -25,7 +25,7 @@ GRPO = {"name": "grpo", "cfg": {"batch_size": 96, "group_size": 4}}
         ({}, PPO, {"name": "actor_critic", "memory": {"hidden_size": 16}}),
         ({"collector": {"pipeline_stages": 2}}, PPO, {"name": "actor_critic"}),
         (ASYNC, PPO, {"name": "actor_critic"}),
-        (ASYNC | {"collector": {"pipeline_stages": 2}}, PPO, {"name": "actor_critic"}),
+        ({"collector": {"mode": "async", "pipeline_stages": 2}}, PPO, {"name": "actor_critic"}),
         (ASYNC, GRPO, {"name": "actor_only"}),
     ],
     ids=["sync", "memory", "pipelined", "async", "async-pipelined", "async-grpo"],

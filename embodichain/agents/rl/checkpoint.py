@@ -48,6 +48,8 @@ from embodichain.utils.tensor_tree import flatten, unflatten
 FORMAT, VERSION = "embodichain-checkpoint", 1
 STATE_FILE, TENSOR_FILE = "state.json", "tensors.safetensors"
 CHECKPOINTS, BEST = "checkpoints", "best"
+_FORMER = ".former"
+"""How the name of a checkpoint ends while another one takes its place."""
 
 PathLike = str | os.PathLike[str]
 
@@ -61,7 +63,7 @@ def save_checkpoint(path: PathLike, state: Mapping[str, Any]) -> Path:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         _write(partial, data, tensors)
-        _take_place(partial, target)
+        _replace(partial, target)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise OutputError(f"cannot write the checkpoint {target}: {error}") from error
@@ -95,8 +97,32 @@ def find_checkpoint(path: PathLike, which: Literal["best", "latest"] = "latest")
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the complete checkpoints ``step_000000001234`` of a folder, the oldest first."""
-    return sorted(file.parent for file in folder.glob(f"step_*/{STATE_FILE}"))
+    """Return the complete checkpoints ``step_000000001234`` of a folder, the oldest first.
+
+    One that was being overwritten when the program was killed is found under its temporary name.
+    """
+    former = {_final_name(file.parent): file.parent for file in folder.glob(f".step_*{_FORMER}/{STATE_FILE}")}
+    found = former | {file.parent.name: file.parent for file in folder.glob(f"step_*/{STATE_FILE}")}
+    return [found[name] for name in sorted(found)]
+
+
+def checkpoint_step(checkpoint: Path) -> int:
+    """Return the step that a checkpoint of ``list_checkpoints`` was saved at."""
+    return int(_final_name(checkpoint).removeprefix("step_"))
+
+
+def restore_former(folder: Path) -> None:
+    """Give checkpoints that were being overwritten their names back; nobody may be writing to the folder."""
+    for former in folder.glob(f".*{_FORMER}"):
+        target = former.with_name(_final_name(former))
+        if target.exists():
+            shutil.rmtree(former, ignore_errors=True)
+        else:
+            former.rename(target)
+
+
+def _final_name(checkpoint: Path) -> str:
+    return checkpoint.name.removeprefix(".").removesuffix(_FORMER)
 
 
 def load_weights(module: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
@@ -202,12 +228,18 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def _take_place(partial: Path, target: Path) -> None:
-    """Give a finished folder its name; an older one of that name goes away only then."""
-    former = target.with_name(f".{target.name}.{os.getpid()}.former")
+def _replace(partial: Path, target: Path) -> None:
+    """Give a finished folder its name. An older one of that name is kept, under a name that ``list_checkpoints`` knows,
+    until the new one is there."""
+    former = target.with_name(f".{target.name}{_FORMER}")
     if target.exists():
+        shutil.rmtree(former, ignore_errors=True)
         target.rename(former)
-    partial.rename(target)
+    try:
+        partial.rename(target)
+    except OSError:
+        restore_former(target.parent)
+        raise
     _sync(target.parent)
     shutil.rmtree(former, ignore_errors=True)
 

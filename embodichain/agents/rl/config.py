@@ -56,11 +56,11 @@ class TrainerCfg(Config):
     """Training ends when an evaluation's mean return reaches this."""
     target_success: Fraction | None = None
     """Training ends when an evaluation's success rate reaches this."""
-    model_type: Literal["standard", "vla"] = "standard"
-    """How experience is collected: standard collects and learns in turn, vla does both at once, for slow policies."""
     collector: CollectorBlock = AsyncCfg()
-    """How vla collects; of these settings standard knows pipeline_stages and env_processes alone. ``ray`` collects in a
-    cluster, whatever the model_type."""
+    """How rollouts are collected; a synchronous mode uses pipeline_stages and env_processes alone. ``ray`` collects in a
+    cluster, whatever the mode."""
+    model_type: Literal["standard", "vla"] | None = None
+    """Alias of collector.mode: standard is sync, vla is async. Where it is given, it decides."""
     enable_eval: bool = True
     """Whether the policy is evaluated, in environments of its own."""
     eval_freq: Steps = 200_000
@@ -95,9 +95,16 @@ class TrainerCfg(Config):
     """Modules that define the policy, algorithm or task; each must be allowed with --trust."""
 
     @property
-    def collects_apart(self) -> bool:
+    def collects_async(self) -> bool:
         """Whether rollouts are collected while others are learned from, or elsewhere."""
-        return self.model_type == "vla" or self.collector.worker == "ray"
+        return self.collector.mode == "async" or self.collector.worker == "ray"
+
+    def with_mode(self) -> TrainerCfg:
+        """Return these settings with ``collector.mode`` in the place of its alias."""
+        if self.model_type is None:
+            return self
+        mode: Literal["sync", "async"] = "async" if self.model_type == "vla" else "sync"
+        return self.replace(model_type=None, collector=self.collector.replace(mode=mode))
 
 
 @configclass
@@ -138,7 +145,7 @@ def complete(
     import_trusted(trusted_modules, [folder, Path.cwd()])
     if cfg.validate():
         raise ConfigError([f"{name}: expected a value, got none" for name in cfg.validate()], source)
-    trainer = cfg.trainer.replace(gym_config=_environment(cfg.trainer.gym_config, folder))
+    trainer = cfg.trainer.with_mode().replace(gym_config=_environment(cfg.trainer.gym_config, folder))
     settings = {"device": trainer.device, **cfg.algorithm.cfg}
     checked = get_algo_class(cfg.algorithm.name).cfg_type.from_dict(settings, source=f"{source}: algorithm.cfg")
     return cfg.replace(trainer=trainer, algorithm=cfg.algorithm.replace(cfg=checked.to_dict()))
@@ -195,7 +202,7 @@ def _environment(given: str | Mapping[str, Any], folder: Path) -> dict[str, Any]
 
 def _checked(cfg: TrainCfg) -> TrainCfg:
     """Check what can be checked before anything is built, and settle what is said in two places."""
-    trainer = cfg.trainer
+    trainer = cfg.trainer.with_mode()
     environment = _environment(trainer.gym_config, Path.cwd())
     num_envs = trainer.num_envs or environment.get("num_envs", 1)
     settled = trainer.replace(num_envs=num_envs, gym_config=environment | {"num_envs": num_envs, "seed": trainer.seed})
@@ -204,7 +211,7 @@ def _checked(cfg: TrainCfg) -> TrainCfg:
         problems.append("trainer: expected iterations, total_steps or max_seconds, got none of them")
     if (trainer.target_return is not None or trainer.target_success is not None) and not trainer.enable_eval:
         problems.append("trainer.enable_eval: expected true, as a target is judged by evaluations, got false")
-    if trainer.collects_apart:
+    if trainer.collects_async:
         problems += [f"trainer.collector.{problem}" for problem in trainer.collector.problems()]
     problems += [f"trainer.{problem}" for problem in trainer.collector.group_problems(num_envs)]
     simulated = str(environment.get("device", "cpu"))
@@ -228,7 +235,7 @@ def tell_of_collection(cfg: TrainCfg) -> None:
     """Say where rollouts come from, if not from here, and warn of settings that do less than they could, or nothing."""
     trainer = cfg.trainer
     collector = trainer.collector
-    if trainer.collects_apart:
+    if trainer.collects_async:
         where = {"thread": "a thread", "process": "a process of its own", "ray": "a cluster"}[collector.worker]
         lag = collector.max_policy_lag
         _LOG.info("collecting in %s, by weights that are at most %d update(s) old", where, lag)
@@ -241,7 +248,7 @@ def tell_of_collection(cfg: TrainCfg) -> None:
     if ignored:
         _LOG.warning(
             "this run collects and learns in turn, and does not heed trainer.collector.%s: add "
-            "--trainer.model_type vla to do both at once (docs/async.md)",
+            "--trainer.collector.mode async to do both at once (docs/async.md)",
             ", ".join(ignored),
         )
 

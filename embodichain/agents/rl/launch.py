@@ -26,7 +26,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from embodichain.agents.processes.boot import die_with_parent
-from embodichain.agents.rl.checkpoint import CHECKPOINTS, list_checkpoints
+from embodichain.agents.rl.checkpoint import CHECKPOINTS, checkpoint_step, list_checkpoints
 from embodichain.agents.rl.collector.ray_names import name_of_rank
 from embodichain.agents.rl.config import TrainCfg, TrainerCfg
 from embodichain.agents.rl.runs import CONFIG_FILE, RunFolder
@@ -304,7 +304,7 @@ def _look(trainer: TrainerCfg, ranks: Ranks) -> dict[str, Any]:
         "restarts": restarts + begun,
         "folder": str(run),
         "exists": (run / CONFIG_FILE).exists(),
-        "step": int(saved[-1].name.removeprefix("step_")) if saved else None,
+        "step": checkpoint_step(saved[-1]) if saved else None,
         "neighbours": local_count(),
     }
 

@@ -23,7 +23,14 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from embodichain.agents.rl.checkpoint import BEST, CHECKPOINTS, list_checkpoints, save_checkpoint
+from embodichain.agents.rl.checkpoint import (
+    BEST,
+    CHECKPOINTS,
+    checkpoint_step,
+    list_checkpoints,
+    restore_former,
+    save_checkpoint,
+)
 from embodichain.agents.rl.collector.ray_names import name_of_rank
 from embodichain.agents.rl.config import TrainCfg
 from embodichain.config import save_config
@@ -110,10 +117,11 @@ class RunFolder:
 
     def forget_after(self, step: int) -> None:
         """Remove what an interrupted run left unfinished, and checkpoints of steps that are about to be made again."""
+        restore_former(self.checkpoints)
         for partial in self.checkpoints.glob(".step_*"):
             shutil.rmtree(partial, ignore_errors=True)
         for checkpoint in list_checkpoints(self.checkpoints):
-            if int(checkpoint.name.removeprefix("step_")) > step:
+            if checkpoint_step(checkpoint) > step:
                 shutil.rmtree(checkpoint)
 
     def failure_of(self, rank: int) -> Path:

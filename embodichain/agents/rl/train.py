@@ -110,7 +110,7 @@ def build_collector(
 
     In a cluster its workers are called ``name``, unless the config says otherwise.
     """
-    if not trainer.collects_apart:
+    if not trainer.collects_async:
         return SyncCollector(
             env,
             algorithm.policy,
@@ -138,7 +138,7 @@ def algorithm_settings(cfg: TrainCfg) -> dict[str, Any]:
     device, which a collecting thread does all the time.
     """
     trainer, settings = cfg.trainer, dict(cfg.algorithm.cfg)
-    beside = trainer.model_type == "vla" and trainer.collector.worker == "thread"
+    beside = trainer.collects_async and trainer.collector.worker == "thread"
     if beside and settings.get("cuda_graphs") and torch.device(trainer.device).type == "cuda":
         _LOG.info("gradient steps are not recorded as CUDA graphs, as a thread collects on the same GPU")
         settings["cuda_graphs"] = False

@@ -223,8 +223,9 @@ class Trainer:
                     self.save_checkpoint()
         finally:
             self.collector.stop()
-            self.log.close()
-            self._log = None
+            if self._log is not None:
+                self._log.close()
+                self._log = None
         now = self.counters
         return TrainingResult(self.folder.path, now.global_step, now.iteration, now.seconds, reason, self.evaluation)
 

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def vla(**collector):
-    return {"model_type": "vla", "collector": collector}
+    return {"collector": {"mode": "async", **collector}}
 
 
 def logged(run_dir):
@@ -175,6 +175,7 @@ def test_two_groups_of_envs_without_a_background(tmp_path):
         (vla(max_policy_lag=-1), r"trainer\.collector\.max_policy_lag"),
         (vla(adopt="sometimes"), r"trainer\.collector\.adopt"),
         ({"model_type": "vlaa"}, r"trainer\.model_type"),
+        ({"collector": {"mode": "asynk"}}, r"trainer\.collector\.mode"),
         ({"collector": {"pipeline_stages": 3}}, r"multiple of the 3 pipeline_stages, got 8"),
         (
             {"collector": {"env_processes": 2}, "gym_config": {"id": "CartPoleRL", "device": "cuda"}},

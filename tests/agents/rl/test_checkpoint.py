@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
@@ -15,13 +16,16 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from embodichain.agents.rl.checkpoint import (
+    checkpoint_step,
     find_checkpoint,
+    list_checkpoints,
     load_checkpoint,
     load_policy,
     load_weights,
     save_checkpoint,
 )
 from embodichain.agents.rl.models import build_policy
+from embodichain.agents.rl.runs import RunFolder
 from embodichain.agents.rl.utils.observations import space_from_data, space_to_data
 from embodichain.agents.rl.utils.random_state import get_random_state, seed_everything, set_random_state
 from embodichain.errors import CheckpointError, OutputError, UntrustedModuleError
@@ -120,6 +124,30 @@ def test_a_full_disk_leaves_the_former_checkpoint(tmp_path, monkeypatch):
         save_checkpoint(tmp_path / "x", {"value": 2})
     assert load_checkpoint(tmp_path / "x") == {"value": 1}
     assert [entry.name for entry in tmp_path.iterdir()] == ["x"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_overwriting_a_checkpoint_leaves_an_intact_one_at_any_time(tmp_path, monkeypatch, error):
+    """A process that is killed between the two renames of an overwrite runs no handler: KeyboardInterrupt stands for it."""
+    folder = RunFolder(tmp_path)
+    path = folder.save(128, {"value": 1})
+    rename = Path.rename
+
+    def fail(self, target):
+        if self.name.endswith(".partial"):
+            raise error
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises((KeyboardInterrupt, OutputError)):
+        folder.save(128, {"value": 2})
+    monkeypatch.undo()
+    assert load_checkpoint(find_checkpoint(tmp_path)) == {"value": 1}
+    assert [checkpoint_step(found) for found in list_checkpoints(folder.checkpoints)] == [128]
+    folder.forget_after(128)
+    assert sorted(entry.name for entry in folder.checkpoints.iterdir()) == ["latest", path.name]
+    assert load_checkpoint(path) == {"value": 1}
+    assert load_checkpoint(folder.save(128, {"value": 3})) == {"value": 3}
 
 
 def test_objects_are_refused_with_their_place(tmp_path):

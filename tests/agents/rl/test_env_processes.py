@@ -234,7 +234,7 @@ def test_a_run_with_processes_learns_the_same_numbers(tmp_path: Path, monkeypatc
 
 
 def test_contradictions_are_told_before_a_run_begins(tmp_path: Path) -> None:
-    words = ["--trainer.model_type", "vla", "--trainer.collector.worker", "process", "--trainer.num_envs", "7"]
+    words = ["--trainer.collector.mode", "async", "--trainer.collector.worker", "process", "--trainer.num_envs", "7"]
     words += ["--trainer.collector.env_processes", "3", "--trainer.collector.pipeline_stages", "2"]
     with pytest.raises(ConfigError) as caught:
         train_from_config(CONFIG, [*words, "--trainer.run_dir", str(tmp_path / "run")], console=Console(quiet=True))

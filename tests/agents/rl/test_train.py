@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from embodichain.agents.rl.checkpoint import find_checkpoint, load_checkpoint
+from embodichain.agents.rl.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from embodichain.agents.rl.config import TrainCfg, complete, load_train_config, num_iterations, override
 from embodichain.agents.rl.models import get_registered_policy_names
-from embodichain.agents.rl.train import main, make_eval_env, parse_args, report, train_from_config
+from embodichain.agents.rl.runs import read_metrics
+from embodichain.agents.rl.train import main, make_eval_env, parse_args, report, resume_training, train_from_config
 from embodichain.agents.rl.trainer import TrainingResult
 from embodichain.config import load_config
 from embodichain.errors import ConfigError, UnknownNameError, UntrustedModuleError
@@ -83,6 +84,31 @@ def test_collection_in_a_cluster_is_one_flag(tmp_path):
     words = ["--trainer.collector", "ray", "--trainer.collector.num_workers", "2"]
     collector = loaded(tmp_path, words).trainer.collector
     assert (collector.worker, collector.num_workers) == ("ray", 2)
+
+
+@pytest.mark.parametrize(("model_type", "mode"), [("vla", "async"), ("standard", "sync"), (None, "sync")])
+def test_model_type_is_an_alias_of_the_mode(tmp_path, model_type, mode):
+    in_file = {} if model_type is None else {"model_type": model_type}
+    flags = [] if model_type is None else ["--trainer.model_type", model_type]
+    for cfg in (loaded(tmp_path, trainer=in_file), loaded(tmp_path, flags)):
+        assert (cfg.trainer.collector.mode, cfg.trainer.model_type) == (mode, None)
+        assert cfg.trainer.collects_async is (mode == "async")
+    other = "sync" if mode == "async" else "async"
+    changed = loaded(tmp_path, ["--trainer.collector.mode", other], trainer=in_file)
+    assert changed.trainer.collector.mode == other
+
+
+def test_a_run_saved_with_a_model_type_resumes_as_it_was(tmp_path):
+    config = write_config(tmp_path / "c.json", tmp_path / "run", trainer={"iterations": 1, "model_type": "vla"})
+    train_from_config(config)
+    checkpoint = find_checkpoint(tmp_path / "run")
+    state = load_checkpoint(checkpoint)
+    state["config"]["trainer"]["model_type"] = "vla"  # as earlier versions saved it
+    del state["config"]["trainer"]["collector"]["mode"]
+    save_checkpoint(checkpoint, state)
+    resume_training(tmp_path / "run", ["--trainer.iterations", "2"])
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert sum("async/lag_max" in line for line in lines) == 2
 
 
 @pytest.mark.parametrize(

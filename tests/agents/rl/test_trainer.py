@@ -138,6 +138,18 @@ def test_everything_worth_knowing_is_logged(tmp_path):
     assert all(0.9 < part <= 1.0 for part in parts)
 
 
+def test_a_run_that_fails_before_it_logs_opens_no_log(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise WorkerError("nobody is there")
+
+    trainer = trainer_for(tmp_path / "run")
+    monkeypatch.setattr(SyncCollector, "reset", fail)
+    with pytest.raises(WorkerError):
+        trainer.train()
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert not list((tmp_path / "run").glob("events*"))
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_a_full_disk_is_told_with_what_to_do(tmp_path):
     (tmp_path / "run").mkdir()

@@ -14,6 +14,9 @@ from embodichain.errors import ConfigError
 class AsyncCfg(Config):
     """Settings of an :class:`AsyncCollector`."""
 
+    mode: Literal["sync", "async"] = "sync"
+    """Whether a trainer collects and learns in turn (sync), or both at once (async), for slow policies. A worker ``ray`` is
+    always asynchronous."""
     worker: Literal["thread", "process", "ray"] = "thread"
     """Where it collects: in a thread of this process, in a process of its own, which is replaced when its simulator
     dies or hangs, or in several of them anywhere in a Ray cluster (extra ``ray``)."""
