@@ -26,7 +26,7 @@ from embodichain.agents.rl.evaluation import evaluate
 from embodichain.agents.rl.models import VLAPolicy, build_policy
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.models.vla import save_vla_model
-from embodichain.agents.rl.models.vla.finetuning import freeze_but
+from embodichain.agents.rl.models.vla.loading import freeze_but
 from embodichain.config import load_config
 from embodichain.envs.vec_env import VecEnv
 

@@ -35,7 +35,7 @@ from embodichain.agents.processes.ray_config import PlacementCfg
 from embodichain.agents.processes.ray_session import RaySession
 from embodichain.agents.rl.buffer import VLABuffer
 from embodichain.agents.rl.collector import AsyncCfg, AsyncCollector
-from embodichain.agents.rl.models.registry import build_policy
+from embodichain.agents.rl.models import build_policy
 from embodichain.agents.rl.train import EnvMaker
 
 RESULTS = Path(__file__).parent / "results" / "scale.json"

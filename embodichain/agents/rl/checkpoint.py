@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from embodichain.agents.rl.algo.base import BaseAlgorithm
 from embodichain.agents.rl.collector.config import AsyncCfg
 from embodichain.agents.rl.config import TrainCfg
+from embodichain.agents.rl.models import build_policy
 from embodichain.agents.rl.models.policy import Policy
-from embodichain.agents.rl.models.registry import build_policy
 from embodichain.agents.rl.utils.observations import space_from_data, space_to_data
 from embodichain.agents.rl.utils.random_state import get_random_state, seed_everything, set_random_state
 from embodichain.envs.vec_env import VecEnv

@@ -13,7 +13,7 @@ import torch
 
 from embodichain.agents.rl.algo.registry import get_algo_class
 from embodichain.agents.rl.collector.config import AsyncCfg, CollectorBlock
-from embodichain.agents.rl.models.registry import get_policy_class
+from embodichain.agents.rl.models import get_policy_class
 from embodichain.agents.rl.utils.config import Count, Fraction, Positive
 from embodichain.config import MISSING, Config, Field, configclass, load_config, parse_overrides
 from embodichain.envs.registration import list_envs, load_gym_config

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from embodichain import __version__
 from embodichain.agents.rl.collector.base import bound_action
-from embodichain.agents.rl.models.observation import Leaf, space_leaves
+from embodichain.agents.rl.models.observation import ObservationEntry, space_entries
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils.observations import space_to_data
 from embodichain.envs.recording import prepare_output
@@ -36,7 +36,7 @@ _TOLERANCE = 1e-4
 class ActingPolicy(nn.Module):
     """A policy as a function of tensors: the leaves of an observation (and the memory) to the action (and memory)."""
 
-    def __init__(self, policy: Policy, leaves: list[Leaf]) -> None:
+    def __init__(self, policy: Policy, leaves: list[ObservationEntry]) -> None:
         super().__init__()
         self.policy, self.leaves = policy, leaves
 
@@ -58,7 +58,7 @@ def export_onnx(
     require("onnxscript", extra="export")
     require("onnxruntime", extra="export")
     target = prepare_output(path, (".onnx",))
-    leaves = space_leaves(observation_space)
+    leaves = space_entries(observation_space)
     acting = ActingPolicy(policy.eval().cpu(), leaves).eval()
     inputs = example_inputs(policy, leaves, batch=2)
     names = [leaf.name or "observation" for leaf in leaves] + ["hidden"] * policy.is_recurrent
@@ -111,7 +111,7 @@ def check_parity(acting: ActingPolicy, file: Path, names: list[str], steps: int 
                     raise ExportError(f"{name} of the exported policy differs by {apart:.3g} in a batch of {batch}")
 
 
-def example_inputs(policy: Policy, leaves: list[Leaf], batch: int, seed: int = 0) -> tuple[Tensor, ...]:
+def example_inputs(policy: Policy, leaves: list[ObservationEntry], batch: int, seed: int = 0) -> tuple[Tensor, ...]:
     """Return random observations ``[batch, ...]``, one tensor per leaf, and the memory at an episode's start."""
     generator = torch.Generator().manual_seed(seed)
     inputs = []

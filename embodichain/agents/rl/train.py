@@ -44,7 +44,7 @@ from embodichain.agents.rl.launch import (
     open_folder,
     restarted_run,
 )
-from embodichain.agents.rl.models.registry import build_policy
+from embodichain.agents.rl.models import build_policy
 from embodichain.agents.rl.runs import RunFolder
 from embodichain.agents.rl.trainer import Trainer, TrainingResult
 from embodichain.agents.rl.utils.distributed import Ranks

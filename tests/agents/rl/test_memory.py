@@ -8,7 +8,7 @@ import torch
 from embodichain.agents.rl.algo import PPO, PPOCfg
 from embodichain.agents.rl.buffer import Minibatches
 from embodichain.agents.rl.collector import SyncCollector
-from embodichain.agents.rl.models.recurrent import GRUMemory, MemoryCfg
+from embodichain.agents.rl.models.recurrent import RecurrentCfg, RecurrentLayer
 from embodichain.errors import RolloutError
 from tests.agents.rl.helpers import ScriptedEnv, make_policy
 
@@ -17,7 +17,7 @@ MEMORY = {"type": "gru", "hidden_size": 6, "num_layers": 2}
 
 def test_sequence_equals_steps_with_the_state_cleared_at_starts() -> None:
     torch.manual_seed(0)
-    memory = GRUMemory(3, MemoryCfg(hidden_size=5, num_layers=2))
+    memory = RecurrentLayer(3, RecurrentCfg(hidden_size=5, num_layers=2))
     x, state = torch.randn(7, 4, 3), torch.randn(4, 2, 5)
     start = torch.zeros(7, 4, dtype=torch.bool)
     start[0, 3] = start[2, 0] = start[2, 1] = start[3, 0] = start[6, 2] = True
@@ -31,7 +31,7 @@ def test_sequence_equals_steps_with_the_state_cleared_at_starts() -> None:
 
 def test_nothing_leaks_from_an_earlier_episode() -> None:
     torch.manual_seed(0)
-    memory = GRUMemory(3, MemoryCfg(hidden_size=5))
+    memory = RecurrentLayer(3, RecurrentCfg(hidden_size=5))
     x = torch.randn(6, 1, 3, requires_grad=True)
     start = torch.zeros(6, 1, dtype=torch.bool)
     start[4] = True

@@ -7,7 +7,8 @@ import torch
 
 from embodichain.agents.rl.models.actor_critic import NormalizedCritic
 from embodichain.agents.rl.models.mlp import MLP
-from embodichain.agents.rl.models.observation import RunningNormalizer, batch_moments, merge_moments
+from embodichain.agents.rl.models.observation import RunningNormalizer
+from embodichain.agents.rl.utils.distributed import batch_moments, merge_moments
 from embodichain.errors import ConfigError
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from embodichain.agents.rl.algo.imitation import Imitation, ImitationCfg, warm_up_value
 from embodichain.agents.rl.algo.ppo import PPOCfg
 from embodichain.agents.rl.models.vla import TinyVLA, load_vla_model, save_vla_model
-from embodichain.agents.rl.models.vla.finetuning import only_trained
+from embodichain.agents.rl.models.vla.loading import only_trained
 from embodichain.agents.rl.runs import read_metrics
 from embodichain.config import load_config
 from embodichain.envs.registration import make

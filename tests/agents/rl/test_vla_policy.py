@@ -161,7 +161,7 @@ def test_chunk_longer_than_the_episode(env):
 def test_settings_that_do_not_fit(env):
     cases = [
         ({"proprio": ["robot/qpso"]}, "no 'robot/qpso'.*Did you mean 'robot/qpos'"),
-        ({"patch_size": 32}, "32 does not divide a picture of 16x16"),
+        ({"patch_size": 32}, "32 does not divide an image of 16x16"),
         ({"width": 30}, "multiple of 2 \\* num_heads = 4"),
         ({"widht": 32}, "widht"),
         ({"cameras": {"front": [8, 8, 3]}}, "as the environment has them"),

@@ -17,10 +17,9 @@ from embodichain.agents.rl.buffer.rollout import Minibatches, check_rollout, fla
 from embodichain.agents.rl.buffer.rollout_buffer import RolloutBuffer
 from embodichain.agents.rl.collector.base import StepCallback
 from embodichain.agents.rl.collector.sync_collector import RolloutStart, SyncCollector
-from embodichain.agents.rl.models.observation import RunningNormalizer
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils.config import AlgorithmCfg
-from embodichain.agents.rl.utils.distributed import Ranks
+from embodichain.agents.rl.utils.distributed import Ranks, RunningStatistics
 from embodichain.agents.rl.utils.observations import Observation
 from embodichain.envs.vec_env import VecEnv
 from embodichain.errors import ConfigError, RolloutError
@@ -176,7 +175,7 @@ class MinibatchAlgorithm(BaseAlgorithm):
             return
         ranks.copy_first(self.policy)
         for module in self.policy.modules():
-            if isinstance(module, RunningNormalizer):
+            if isinstance(module, RunningStatistics):
                 module.share = ranks.share_moments
         if self._graphs is not None:
             _LOG.info("gradient steps are not recorded as CUDA graphs, as gradients are added up over ranks in each")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from embodichain.agents.rl.algo.ppo import PPO, PPOCfg
 from embodichain.agents.rl.collector.sync_collector import SyncCollector
 from embodichain.agents.rl.models.policy import Policy
-from embodichain.agents.rl.models.vla.finetuning import only_trained
+from embodichain.agents.rl.models.vla.loading import only_trained
 from embodichain.agents.rl.models.vla.model import VLAModel
 from embodichain.agents.rl.models.vla_policy import VLAPolicy
 from embodichain.agents.rl.utils.config import Count, NotNegative, Positive

@@ -1,21 +1,23 @@
-"""Policies and the networks they are made of; ``policy.py`` says what a policy is."""
+"""Policies, the networks they are made of, and policies by name; ``policy.py`` says what a policy is."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import gymnasium as gym
+import torch
+from torch import nn
+
 from embodichain.agents.rl.models.actor_critic import ActorCritic, ActorCriticCfg, ActorOnly, PolicyCfg
-from embodichain.agents.rl.models.distributions import DistributionCfg
+from embodichain.agents.rl.models.distributions import DistributionCfg, action_dimension
 from embodichain.agents.rl.models.mlp import MLP, ImageEncoderCfg, NetworkCfg, build_mlp_from_cfg
 from embodichain.agents.rl.models.observation import RunningNormalizer
 from embodichain.agents.rl.models.policy import Policy
-from embodichain.agents.rl.models.recurrent import MemoryCfg
-from embodichain.agents.rl.models.registry import (
-    build_policy,
-    get_policy_class,
-    get_registered_policy_names,
-    register_policy,
-)
+from embodichain.agents.rl.models.recurrent import RecurrentCfg
 from embodichain.agents.rl.models.vla import load_vla_model, register_vla_model
 from embodichain.agents.rl.models.vla_policy import VLAPolicy
+from embodichain.errors import ConfigError, UnknownNameError, nearest
 
 __all__ = [
     "MLP",
@@ -24,10 +26,10 @@ __all__ = [
     "ActorOnly",
     "DistributionCfg",
     "ImageEncoderCfg",
-    "MemoryCfg",
     "NetworkCfg",
     "Policy",
     "PolicyCfg",
+    "RecurrentCfg",
     "RunningNormalizer",
     "VLAPolicy",
     "build_mlp_from_cfg",
@@ -38,3 +40,62 @@ __all__ = [
     "register_policy",
     "register_vla_model",
 ]
+
+P = TypeVar("P", bound=type[Policy])
+
+_POLICIES: dict[str, type[Policy]] = {"actor_critic": ActorCritic, "actor_only": ActorOnly, "vla": VLAPolicy}
+
+
+def register_policy(name: str, policy_cls: P | None = None) -> P | Callable[[P], P]:
+    """Make a policy class available to configs: ``register_policy("mine", Mine)`` or ``@register_policy("mine")``."""
+    if policy_cls is None:
+        return lambda cls: register_policy(name, cls)  # type: ignore[return-value]
+    if not issubclass(policy_cls, Policy):
+        raise TypeError(f"{policy_cls.__name__} must derive from Policy")
+    if _POLICIES.setdefault(name, policy_cls) is not policy_cls:
+        raise ConfigError(f"the policy name {name!r} is taken by {_POLICIES[name].__name__}", "register_policy")
+    return policy_cls
+
+
+def get_registered_policy_names() -> list[str]:
+    """Return the names that a config may use, sorted."""
+    return sorted(_POLICIES)
+
+
+def get_policy_class(name: str) -> type[Policy]:
+    """Return the class registered under a name."""
+    if name not in _POLICIES:
+        raise UnknownNameError(f"unknown policy {name!r}.{nearest(name, _POLICIES)}")
+    return _POLICIES[name]
+
+
+def build_policy(
+    policy_block: Mapping[str, Any],
+    obs_space: Any,
+    action_space: Any,
+    device: torch.device | str,
+    actor: nn.Module | None = None,
+    critic: nn.Module | None = None,
+) -> Policy:
+    """Build a policy from its block of a training config.
+
+    The block is ``{"name": "actor_critic", "action_dim": 6, "actor": {...}, "critic": {...}, ...}``; the settings may
+    also stand under ``"cfg"``. ``action_dim`` is optional and checked against the action space. ``actor`` and
+    ``critic`` replace the networks that the block would describe.
+    """
+    block = dict(policy_block)
+    name, action_dim = block.pop("name", None), block.pop("action_dim", None)
+    if not isinstance(name, str):
+        raise ConfigError(f"name: expected the name of a policy, got {name!r}", "policy")
+    policy_cls = get_policy_class(name)
+    is_chunked = isinstance(action_space, gym.spaces.Box) and len(action_space.shape) == 2
+    actual = int(action_space.shape[-1]) if is_chunked else action_dimension(action_space)
+    if action_dim not in (None, actual):
+        problem = f"action_dim is {action_dim!r}, but the environment's action space {action_space} has {actual}"
+        raise ConfigError(f"{problem}; correct the number or leave it out", "policy")
+    settings = {**block.pop("cfg", {}), **block}
+    networks = {key: module for key, module in (("actor", actor), ("critic", critic)) if module is not None}
+    if not networks:
+        return policy_cls.build(settings, obs_space, action_space, torch.device(device))
+    rest = {key: value for key, value in settings.items() if key not in ("actor", "critic")}
+    return policy_cls(obs_space, action_space, torch.device(device), **rest, **networks)  # type: ignore[call-arg]

@@ -1,6 +1,7 @@
-"""From the actor's output to actions: closed forms, no distribution objects in the hot path.
- A head turns ``params`` ``[batch, param_dim]``, what the actor network put out, into actions, their log-probabilities
-and the entropy. Probabilities are computed in float32, whatever precision the network ran in.
+"""Action distributions: from the actor's output to actions, log-probabilities and entropies, in closed form.
+
+A head takes ``params`` ``[batch, param_dim]``, the output of the actor network. Probabilities are computed in float32,
+whatever precision the network ran in.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
-from embodichain.config import Config, configclass
+from embodichain.config.classes import Config, configclass
 from embodichain.errors import ConfigError
 
+Pair = tuple[Tensor, Tensor]
 HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)
 SQUASHED_LIMIT = 1.0 - 1e-6
 """Largest magnitude of a tanh-squashed action: beyond it float32 cannot tell neighbouring actions apart."""
@@ -28,7 +30,7 @@ class DistributionCfg(Config):
     """How continuous actions are distributed; discrete ones are categorical and need no settings."""
 
     std: Literal["learnable", "state"] = "learnable"
-    """One learnable log-std per action, or one that the actor network puts out for each state."""
+    """One learnable log-std per action, or one that the actor network outputs for each state."""
     init_log_std: float = 0.0
     """First value of the learnable log-std; added to the network's output where it depends on the state."""
     squash: bool = False
@@ -48,16 +50,11 @@ class ActionHead(nn.Module, ABC):
     """Width of the actor's output."""
 
     @abstractmethod
-    def sample(
-        self, params: Tensor, deterministic: bool = False, generator: torch.Generator | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return ``(action, log_prob [batch])``; the most likely action if ``deterministic``.
-
-        Noise is drawn from ``generator``, or from torch's own.
-        """
+    def sample(self, params: Tensor, deterministic: bool = False, generator: Generator | None = None) -> Pair:
+        """Return ``(action, log_prob [batch])``; the most likely action if ``deterministic``, else a sample."""
 
     @abstractmethod
-    def evaluate(self, params: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
+    def evaluate(self, params: Tensor, action: Tensor) -> Pair:
         """Return ``(log_prob, entropy)``, each ``[batch]``."""
 
 
@@ -73,7 +70,7 @@ class GaussianHead(ActionHead):
         if not self.state_dependent:
             self.log_std = nn.Parameter(torch.full((action_dim,), float(self.cfg.init_log_std)))
 
-    def moments(self, params: Tensor) -> tuple[Tensor, Tensor]:
+    def moments(self, params: Tensor) -> Pair:
         """Return the mean ``[batch, action_dim]`` and a log-std that broadcasts to it."""
         params = params.float()
         if not self.state_dependent:
@@ -81,18 +78,14 @@ class GaussianHead(ActionHead):
         mean, raw = params.chunk(2, dim=-1)
         return mean, (raw + self.cfg.init_log_std).clamp(self.cfg.min_log_std, self.cfg.max_log_std)
 
-    def sample(
-        self, params: Tensor, deterministic: bool = False, generator: torch.Generator | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return ``(action [batch, action_dim], log_prob [batch])``; the mean if ``deterministic``."""
+    def sample(self, params: Tensor, deterministic: bool = False, generator: Generator | None = None) -> Pair:
         mean, log_std = self.moments(params)
         if deterministic:
             return mean, self._log_prob(torch.zeros_like(mean), log_std)
         noise = normal_like(mean, generator)
         return torch.addcmul(mean, noise, log_std.exp()), self._log_prob(noise, log_std)
 
-    def evaluate(self, params: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ``(log_prob, entropy)``, each ``[batch]``."""
+    def evaluate(self, params: Tensor, action: Tensor) -> Pair:
         mean, log_std = self.moments(params)
         noise = (action - mean) * (-log_std).exp()
         entropy = log_std.sum(-1) + self.action_dim * (0.5 + HALF_LOG_2PI)
@@ -117,18 +110,15 @@ class SquashedGaussianHead(GaussianHead):
         self.register_buffer("nodes", torch.tensor(nodes, dtype=torch.float32), persistent=False)
         self.register_buffer("weights", torch.tensor(weights / weights.sum(), dtype=torch.float32), persistent=False)
 
-    def sample(
-        self, params: Tensor, deterministic: bool = False, generator: torch.Generator | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return ``(action [batch, action_dim], log_prob [batch])``; tanh of the mean if ``deterministic``."""
+    def sample(self, params: Tensor, deterministic: bool = False, generator: Generator | None = None) -> Pair:
         mean, log_std = self.moments(params)
         raw = mean if deterministic else torch.addcmul(mean, normal_like(mean, generator), log_std.exp())
         action = raw.tanh().clamp(-SQUASHED_LIMIT, SQUASHED_LIMIT)
         return action, self._log_prob_of(action, mean, log_std)
 
-    def evaluate(self, params: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ``(log_prob, entropy)``, each ``[batch]``; the entropy by quadrature, as it has no closed form."""
+    def evaluate(self, params: Tensor, action: Tensor) -> Pair:
         mean, log_std = self.moments(params)
+        # The entropy has no closed form:
         # H[tanh(u)] = H[u] + E log(1 - tanh(u)^2), and log(1 - tanh(u)^2) = 2 (log 2 - u - softplus(-2u))
         raw = mean.unsqueeze(-1) + log_std.exp().unsqueeze(-1) * self.nodes
         log_slope = 2.0 * (math.log(2.0) - raw - F.softplus(-2.0 * raw))
@@ -150,36 +140,32 @@ class CategoricalHead(ActionHead):
         super().__init__()
         self.action_dim = self.param_dim = action_dim
 
-    def sample(
-        self, params: Tensor, deterministic: bool = False, generator: torch.Generator | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return ``(action [batch], log_prob [batch])``; the likeliest choice if ``deterministic``."""
+    def sample(self, params: Tensor, deterministic: bool = False, generator: Generator | None = None) -> Pair:
         log_probs = params.float().log_softmax(-1)
         # argmax of p_i / e_i with e_i ~ Exp(1) is distributed as p
         waiting = None if deterministic else torch.empty_like(log_probs).exponential_(generator=generator)
         action = (log_probs if waiting is None else log_probs.exp() / waiting).argmax(-1)
         return action, log_probs.gather(-1, action.unsqueeze(-1)).squeeze(-1)
 
-    def evaluate(self, params: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ``(log_prob, entropy)``, each ``[batch]``."""
+    def evaluate(self, params: Tensor, action: Tensor) -> Pair:
         log_probs = params.float().log_softmax(-1)
         entropy = -(log_probs.exp() * log_probs).sum(-1)
         return log_probs.gather(-1, action.unsqueeze(-1)).squeeze(-1), entropy
 
 
-def normal_like(like: Tensor, generator: torch.Generator | None = None) -> Tensor:
+def normal_like(like: Tensor, generator: Generator | None = None) -> Tensor:
     """Return standard normal noise in the shape of a tensor, from a generator or from torch's own."""
     return torch.randn_like(like) if generator is None else torch.empty_like(like).normal_(generator=generator)
 
 
 def build_head(action_space: gym.Space[Any] | int, cfg: DistributionCfg | None = None) -> ActionHead:
     """Return the head for an action space: ``Discrete`` is categorical, ``Box`` and plain dimensions are Gaussian."""
+    size = action_dimension(action_space)
     if isinstance(action_space, gym.spaces.Discrete):
         if action_space.start != 0:
             raise ConfigError(f"expected choices that count from 0, got {action_space}", "action_space")
-        return CategoricalHead(int(action_space.n))
-    cfg = cfg or DistributionCfg()
-    return (SquashedGaussianHead if cfg.squash else GaussianHead)(action_dimension(action_space), cfg)
+        return CategoricalHead(size)
+    return SquashedGaussianHead(size, cfg) if cfg is not None and cfg.squash else GaussianHead(size, cfg)
 
 
 def action_dimension(action_space: gym.Space[Any] | int) -> int:

@@ -1,4 +1,4 @@
-"""Multi-layer perceptrons, and how a config describes them."""
+"""The networks of policies: multi-layer perceptrons, convolutional image encoders, and how a config describes them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from embodichain.agents.rl.utils.config import Count, Fraction
-from embodichain.config import Config, configclass
+from embodichain.config.classes import Config, configclass
 from embodichain.errors import ConfigError, UnknownNameError, nearest
-
-# MERGED activations: Activations by name, and a tanh that is fast on every CPU.
-
 
 FEW = 8192
 """Numbers up to which a backward pass in Python costs more than a faster forward pass saves."""
@@ -44,7 +41,7 @@ class Tanh(nn.Module):
     """tanh; in float32 on a CPU mostly by way of the sigmoid, exact to 2e-7.
 
     The vectorised sigmoid is several times faster there than ``torch.tanh`` on processors for which its library has no
-    tuned version, and half the time of updating a small network went into it.
+    tuned version, and ``torch.tanh`` would take half the time of updating a small network.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -56,21 +53,15 @@ class Tanh(nn.Module):
         return torch.tanh(x) if x.numel() <= FEW else _SigmoidTanh.apply(x)
 
 
-ACTIVATIONS: dict[str, type[nn.Module]] = {
-    "relu": nn.ReLU,
-    "elu": nn.ELU,
-    "tanh": Tanh,
-    "gelu": nn.GELU,
-    "silu": nn.SiLU,
-}
+ACTIVATIONS: dict[str, type[nn.Module]]
+ACTIVATIONS = {"relu": nn.ReLU, "elu": nn.ELU, "tanh": Tanh, "gelu": nn.GELU, "silu": nn.SiLU}
 
 
 def make_activation(name: str) -> nn.Module:
     """Return a new activation module by its name."""
-    try:
-        return ACTIVATIONS[name.lower()]()
-    except KeyError:
-        raise UnknownNameError(f"unknown activation {name!r}.{nearest(name, ACTIVATIONS)}") from None
+    if name.lower() not in ACTIVATIONS:
+        raise UnknownNameError(f"unknown activation {name!r}.{nearest(name, ACTIVATIONS)}")
+    return ACTIVATIONS[name.lower()]()
 
 
 class MLP(nn.Sequential):
@@ -107,10 +98,7 @@ class MLP(nn.Sequential):
         self.output_dim = math.prod(shape)
 
     def init_orthogonal(self, scales: float | Sequence[float] = math.sqrt(2.0)) -> None:
-        """Make every weight matrix orthogonal and every bias zero.
-
-        One scale serves all layers; a sequence gives one for each.
-        """
+        """Make every weight matrix orthogonal, with one scale for all layers or one for each, and every bias zero."""
         linears = [layer for layer in self if isinstance(layer, nn.Linear)]
         gains = [float(scales)] * len(linears) if isinstance(scales, (int, float)) else list(scales)
         if len(gains) != len(linears):
@@ -149,43 +137,32 @@ def build_mlp_from_cfg(module_cfg: Mapping[str, Any], in_dim: int, out_dim: int 
     twice = sorted(direct.keys() & nested.keys())
     if twice:
         raise ConfigError(f"{', '.join(twice)}: given both beside and inside network_cfg", "network")
-    cfg = NetworkCfg.from_dict({**direct, **nested}, source="network")
-    return MLP(
-        in_dim,
-        out_dim,
-        cfg.hidden_sizes,
-        cfg.activation,
-        last_activation=cfg.last_activation,
-        use_layernorm=cfg.use_layernorm,
-        dropout_p=cfg.dropout_p,
-    )
-
-
-# MERGED image_encoder: A small convolutional encoder for camera pictures.
+    cfg = NetworkCfg.from_dict({**direct, **nested}, source="network").to_dict()
+    return MLP(in_dim, out_dim, cfg.pop("hidden_sizes"), **cfg)
 
 
 @configclass
 class ImageEncoderCfg(Config):
-    """How pictures become features; each camera has its own encoder, shared by actor and critic."""
+    """How images become features; each camera has its own encoder, shared by actor and critic."""
 
     channels: tuple[Count, ...] = (16, 32, 32)
     """Channels of each convolution; every one halves height and width."""
     feature_dim: Count = 128
-    """Features per picture."""
+    """Features per image."""
     activation: str = "relu"
     """After each layer: relu, elu, tanh, gelu or silu."""
 
 
 class ImageEncoder(nn.Module):
-    """Maps pictures ``[..., H, W, C]`` (or ``[..., H, W]``) to features ``[..., feature_dim]``.
+    """Maps images ``[..., H, W, C]`` (or ``[..., H, W]``) to features ``[..., feature_dim]``.
 
-    uint8 pictures are scaled to [0, 1] here, so they are stored and shuffled as bytes.
+    uint8 images are scaled to [0, 1] here, so they are stored and shuffled as bytes.
     """
 
     def __init__(self, shape: tuple[int, ...], cfg: ImageEncoderCfg) -> None:
         super().__init__()
         if len(shape) not in (2, 3):
-            raise ConfigError(f"expected pictures [H, W] or [H, W, C], got shape {list(shape)}", "image encoder")
+            raise ConfigError(f"expected images [H, W] or [H, W, C], got shape {list(shape)}", "image encoder")
         self.shape = shape
         height, width, channels = (*shape, 1)[:3]
         layers: list[nn.Module] = []

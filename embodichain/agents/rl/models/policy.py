@@ -12,6 +12,9 @@ from torch import Tensor, nn
 
 from embodichain.agents.rl.utils.observations import Observation
 
+Evaluation = tuple[Tensor, Tensor, Tensor]
+"""``(log_prob, entropy, value)``."""
+
 
 class Policy(nn.Module, ABC):
     """Abstract base class that all RL policies must implement.
@@ -21,8 +24,8 @@ class Policy(nn.Module, ABC):
     Collectors and algorithms go through ``act``, ``state_value``, ``evaluate`` and ``forward``, which this class
     builds on those three.
 
-    A policy with memory sets ``is_recurrent`` and overrides the methods under "Memory" as well: its state is a tensor
-    ``[batch, ...]`` that the caller keeps, hands in and clears (back to ``initial_state``) when an episode ends.
+    A recurrent policy sets ``is_recurrent`` and overrides the methods under "Recurrent state" as well: the state is a
+    tensor ``[batch, ...]`` that the caller keeps, passes in and resets to ``initial_state`` when an episode ends.
     """
 
     device: torch.device
@@ -60,13 +63,13 @@ class Policy(nn.Module, ABC):
         """Return the value estimate ``[batch]``."""
 
     @abstractmethod
-    def evaluate_actions(self, obs: Observation, actions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def evaluate_actions(self, obs: Observation, actions: Tensor) -> Evaluation:
         """Return ``(log_prob, entropy, value)`` of given actions, each ``[batch]``."""
 
-    # Memory: the defaults are those of a policy without any.
+    # Recurrent state: the defaults are those of a policy without any.
 
     def initial_state(self, batch_size: int) -> Tensor | None:
-        """Return the state ``[batch, ...]`` at an episode's start; ``None`` without memory."""
+        """Return the recurrent state ``[batch, ...]`` at an episode's start; ``None`` if there is none."""
         return None
 
     def act(
@@ -76,29 +79,28 @@ class Policy(nn.Module, ABC):
         return (*self.get_action(obs, deterministic), None)
 
     def choose(self, obs: Observation) -> tuple[Tensor, Tensor]:
-        """Return ``(action, log_prob)``, without memory; a policy with ``values_apart`` leaves its critic out here."""
+        """Return ``(action, log_prob)``; a policy with ``values_apart`` does not run its critic here."""
         return self.act(obs)[:2]
 
     def state_value(self, obs: Observation, state: Tensor | None = None) -> Tensor:
-        """Return the value ``[batch]`` of an observation seen in a state of memory."""
+        """Return the value ``[batch]`` of an observation, given the recurrent state before it."""
         return self.get_value(obs)
 
-    def evaluate_sequences(
-        self, obs: Observation, actions: Tensor, state: Tensor, start: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def evaluate_sequences(self, obs: Observation, actions: Tensor, state: Tensor, start: Tensor) -> Evaluation:
         """Return ``(log_prob, entropy, value)``, each ``[num_steps, batch]``, of sequences.
 
-        ``state`` ``[batch, ...]`` is the memory before the first step; ``start`` ``[num_steps, batch]`` marks the
-        observations that begin an episode.
+        ``state`` ``[batch, ...]`` is the recurrent state before the first step; ``start`` ``[num_steps, batch]`` marks
+        the observations that begin an episode.
         """
-        raise TypeError(f"{type(self).__name__} has no memory, or lacks the evaluate_sequences that goes with it")
+        raise TypeError(f"{type(self).__name__} is not recurrent, or lacks evaluate_sequences")
 
     # What components call.
 
     def forward(self, tensordict: TensorDictBase, deterministic: bool = False) -> TensorDictBase:
         """Read ``observation`` (and ``hidden``), write ``action``, ``sample_log_prob`` and ``value``; in place.
 
-        With memory, ``hidden`` is replaced by the state after this observation; it may be absent at an episode's start.
+        A recurrent policy replaces ``hidden`` by the state after this observation; it may be absent at an episode's
+        start.
         """
         state = tensordict.get("hidden", None)
         if state is None:
@@ -111,10 +113,10 @@ class Policy(nn.Module, ABC):
             tensordict.set("hidden", state)
         return tensordict
 
-    def evaluate(self, batch: TensorDictBase) -> tuple[Tensor, Tensor, Tensor]:
+    def evaluate(self, batch: TensorDictBase) -> Evaluation:
         """Return ``(log_prob, entropy, value)`` of a minibatch, each in the minibatch's batch size.
 
-        A minibatch is ``[rows]``, or ``[num_steps, rows]`` for a policy with memory: then ``hidden`` holds the states
+        A minibatch is ``[rows]``, or ``[num_steps, rows]`` for a recurrent policy: then ``hidden`` holds the states
         before every step, of which the first counts, and ``start`` the episodes' starts.
         """
         if self.is_recurrent:

@@ -1,4 +1,4 @@
-"""Memory for policies: a GRU whose state is cleared at every episode's start."""
+"""Recurrent policies: a GRU between observation and networks, with its state reset at every episode's start."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ import torch
 from torch import Tensor, nn
 
 from embodichain.agents.rl.utils.config import Count
-from embodichain.config import Config, configclass
+from embodichain.config.classes import Config, configclass
 
 
 @configclass
-class MemoryCfg(Config):
+class RecurrentCfg(Config):
     """A recurrent layer between the observation and the actor and critic networks."""
 
     type: Literal["gru"] = "gru"
     """Kind of layer."""
     hidden_size: Count = 128
-    """Width of the state, and of what actor and critic see."""
+    """Width of the recurrent state, and of what actor and critic see."""
     num_layers: Count = 1
     """Stacked layers."""
 
 
-class GRUMemory(nn.Module):
+class RecurrentLayer(nn.Module):
     """A GRU with its state as ``[batch, num_layers, hidden_size]``, so that envs are rows as everywhere else."""
 
-    def __init__(self, input_dim: int, cfg: MemoryCfg) -> None:
+    def __init__(self, input_dim: int, cfg: RecurrentCfg) -> None:
         super().__init__()
         self.hidden_size, self.num_layers = cfg.hidden_size, cfg.num_layers
         self.gru = nn.GRU(input_dim, cfg.hidden_size, cfg.num_layers)
@@ -45,16 +45,14 @@ class GRUMemory(nn.Module):
     def sequence(self, x: Tensor, state: Tensor, start: Tensor) -> Tensor:
         """Run over ``[num_steps, batch, input_dim]`` from a state; return ``[num_steps, batch, hidden_size]``.
 
-        ``start`` ``[num_steps, batch]`` marks observations that begin an episode: the row's state is cleared before
-        them.
+        ``start`` ``[num_steps, batch]`` marks observations that begin an episode: the row's state is reset before them.
         """
-        # Between two times at which any row starts anew, the GRU runs in one call. Finding these times would mean to
-        # wait for a GPU, which runs it step by step instead.
+        # Between two steps at which any row resets, the GRU runs in one call. Finding these steps would synchronise
+        # with a GPU, which runs step by step instead.
         starts = range(1, x.shape[0]) if x.is_cuda else (start[1:].any(dim=1).nonzero().flatten() + 1).tolist()
-        cuts = [0, *starts, x.shape[0]]
         hidden = state.transpose(0, 1)
         outputs = []
-        for begin, end in pairwise(cuts):
+        for begin, end in pairwise([0, *starts, x.shape[0]]):
             hidden = torch.where(start[begin].unsqueeze(-1), 0.0, hidden)
             output, hidden = self.gru(x[begin:end], hidden.contiguous())
             outputs.append(output)

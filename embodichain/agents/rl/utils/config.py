@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from embodichain.config import Config, Field, configclass
+from pydantic import Field
+
+from embodichain.config.classes import Config, configclass
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]

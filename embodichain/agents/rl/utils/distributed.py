@@ -1,11 +1,9 @@
-"""The processes of a data-parallel training, and all that they tell each other.
+"""Data parallelism: what the processes (ranks) of one training exchange.
 
-``Ranks`` is the object for a process that is alone: what it hears from everybody is what it said. ``ProcessRanks`` does
-the same over ``torch.distributed``. Code that uses them need not know which of the two it has.
-
-Numbers of the training travel as tensors, on the device they are on. Everything else is JSON and safetensors, read as
-data: nothing that comes from another process is ever unpickled. Small sums are added up in the order of ranks by
-everybody, so that all ranks have the same bits and take the same decisions.
+``Ranks`` stands for a process that is alone, ``ProcessRanks`` for those of ``torch.distributed``; code that uses them
+need not know which of the two it has. Numbers of the training travel as tensors, on the device they are on. Everything
+else is JSON and safetensors: nothing that another process sends is unpickled. Small sums are added up in the order of
+ranks by every rank, so that all ranks have the same bits and take the same decisions.
 """
 
 from __future__ import annotations
@@ -23,13 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from embodichain.agents.rl.models.observation import Moments, batch_moments, merge_moments
-from embodichain.errors import RankError
+from embodichain.errors import ObservationError, RankError
 from embodichain.utils.tensor_tree import from_bytes, to_bytes
-
-# MERGED notes: Notes that a rank leaves for those that torchrun starts after it, in the store that torchrun keeps
-# meanwhile.
-
 
 _PROCESS = uuid.uuid4().hex
 
@@ -58,11 +51,40 @@ class Notes:
 
 
 _PART = 1 << 30  # bytes sent at a time
-_SMALL = 1 << 20  # numbers of all ranks together up to which the rounds of messages, not their size, take the time
-_LETTER = 2048  # bytes of a message that are sent before everybody knows how long it is
+_SMALL = 1 << 20  # numbers of all ranks together up to which latency, not bandwidth, limits a message
+_PREFIX = 2048  # bytes of a JSON message that are sent before its length is known
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Measures = dict[str, Tensor]
+Moments = tuple[Tensor, Tensor, Tensor]
+"""Count ``[]``, mean ``[dim]`` and sum of squared deviations ``[dim]``, in float64."""
+
+
+class RunningStatistics(nn.Module):
+    """A module that takes in the moments of its data; under data parallelism, of the data of all ranks."""
+
+    share: Callable[[Moments], Sequence[Moments]] | None = None
+    """Maps this rank's moments to those of all ranks, in their order: ``Ranks.share_moments``."""
+
+
+def batch_moments(x: Tensor, dim: int) -> Moments:
+    """Return count, mean and sum of squared deviations of ``[..., dim]`` in float64."""
+    if x.shape[-1] != dim:
+        raise ObservationError(f"expected observations [..., {dim}], got {list(x.shape)}")
+    rows = x.reshape(-1, dim).to(torch.float64)
+    mean = rows.mean(0)
+    return torch.tensor(float(rows.shape[0]), dtype=torch.float64, device=x.device), mean, (rows - mean).square().sum(0)
+
+
+def merge_moments(a: Moments, b: Moments) -> Moments:
+    """Return the moments of two sets of rows together, by Chan's formula.
+
+    ``n = n_a + n_b``, ``mean = mean_a + d n_b / n``, ``M2 = M2_a + M2_b + d^2 n_a n_b / n``, ``d = mean_b - mean_a``.
+    """
+    count = a[0] + b[0]
+    share = b[0] / count.clamp(min=1.0)
+    delta = b[1] - a[1]
+    return count, a[1] + delta * share, a[2] + b[2] + delta.square() * a[0] * share
 
 
 class Ranks:
@@ -84,8 +106,6 @@ class Ranks:
         """Return the seed of this rank: the first one's is the common one."""
         return common if self.rank == 0 else int(np.random.SeedSequence((common, self.rank)).generate_state(1)[0]) >> 1
 
-    # --- numbers of the training ----------------------------------------------------------------------------------
-
     def sum_gradients(self, parameters: Sequence[nn.Parameter], measures: Measures) -> Measures:
         """Replace every gradient by its sum over all ranks, and return the sums of what was measured, ``[]`` each.
 
@@ -106,13 +126,11 @@ class Ranks:
         return [(part.mean(), part.std(correction=0)) for part in values]
 
     def share_moments(self, own: Moments) -> Sequence[Moments]:
-        """Return the moments of all ranks, for a ``RunningNormalizer``."""
+        """Return the moments of all ranks, in their order; see ``RunningStatistics``."""
         return (own,)
 
     def copy_first(self, module: nn.Module) -> None:
         """Give a module the first rank's parameters and buffers."""
-
-    # --- everything else ------------------------------------------------------------------------------------------
 
     def exchange(self, value: Any) -> list[Any]:
         """Return the JSON data of all ranks, in their order."""
@@ -139,7 +157,7 @@ class ProcessRanks(Ranks):
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter], measures: Measures) -> Measures:
-        """Do so in one message; a missing gradient counts as zero."""
+        # One message for all; a missing gradient counts as zero.
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         flat = torch.cat([part.reshape(-1) for part in (*gradients, *measures.values())])
         if flat.device.type == "cpu" and flat.numel() * self.count <= _SMALL:
@@ -152,34 +170,29 @@ class ProcessRanks(Ranks):
         return dict(zip(measures, measured.unbind(), strict=True))
 
     def gather(self, values: Tensor) -> Tensor:
-        """Return the tensors ``[...]`` of all ranks as ``[count, ...]``; they have the same shape."""
         own = values.detach().contiguous()
-        everybody = [torch.empty_like(own) for _ in range(self.count)]
-        _call(dist.all_gather, everybody, own)
-        return torch.stack(everybody)
+        gathered = [torch.empty_like(own) for _ in range(self.count)]
+        _call(dist.all_gather, gathered, own)
+        return torch.stack(gathered)
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum of a small tensor over all ranks, the same bits on each."""
         first, *others = self.gather(values).unbind()
         for other in others:
             first = first + other
         return first
 
     def mean_and_std(self, *values: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return mean and standard deviation ``[]`` of several tensors' values, those of all ranks together."""
         columns = torch.stack([part.detach().reshape(-1) for part in values], dim=-1)
         count, mean, m2 = reduce(merge_moments, self.share_moments(batch_moments(columns, len(values))))
         std = (m2 / count).sqrt()
         return list(zip(mean.to(columns.dtype).unbind(), std.to(columns.dtype).unbind(), strict=True))
 
     def share_moments(self, own: Moments) -> Sequence[Moments]:
-        """Return the moments of all ranks, for a ``RunningNormalizer``."""
         dim = own[1].numel()
         rows = self.gather(torch.cat((own[0].reshape(1), own[1], own[2])))
         return [(row[0], row[1 : 1 + dim], row[1 + dim :]) for row in rows]
 
     def copy_first(self, module: nn.Module) -> None:
-        """Give a module the first rank's parameters and buffers."""
         with torch.no_grad():
             for tensor in (*module.parameters(), *module.buffers()):
                 sent = tensor.contiguous()
@@ -187,19 +200,20 @@ class ProcessRanks(Ranks):
                 tensor.copy_(sent)
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return the JSON data of all ranks, in their order."""
-        words = json.dumps(value).encode()
-        own = len(words).to_bytes(8, "little") + words
-        heard = [row.numpy().tobytes() for row in self.gather(_to_bytes(own[:_LETTER].ljust(_LETTER, b"\0")))]
-        sizes = [8 + int.from_bytes(row[:8], "little") for row in heard]
-        if max(sizes) > _LETTER:
-            rest = own[_LETTER:].ljust(max(sizes) - _LETTER, b"\0")
-            tails = self.gather(_to_bytes(rest))
-            heard = [row + tail.numpy().tobytes() for row, tail in zip(heard, tails, strict=True)]
-        return [json.loads(row[8:size]) for row, size in zip(heard, sizes, strict=True)]
+        text = json.dumps(value).encode()
+        own = len(text).to_bytes(8, "little") + text
+        rows = self._gather_bytes(own[:_PREFIX], _PREFIX)
+        sizes = [8 + int.from_bytes(row[:8], "little") for row in rows]
+        if max(sizes) > _PREFIX:
+            rest = self._gather_bytes(own[_PREFIX:], max(sizes) - _PREFIX)
+            rows = [row + tail for row, tail in zip(rows, rest, strict=True)]
+        return [json.loads(row[8:size]) for row, size in zip(rows, sizes, strict=True)]
+
+    def _gather_bytes(self, own: bytes, size: int) -> list[bytes]:
+        padded = torch.frombuffer(bytearray(own.ljust(size, b"\0")), dtype=torch.uint8)
+        return [row.numpy().tobytes() for row in self.gather(padded)]
 
     def from_first(self, value: Any) -> Any:
-        """Return the first rank's nested data, tensors included; what the others pass does not matter."""
         message = to_bytes(value) if self.is_first else torch.empty(0, dtype=torch.uint8)
         size = torch.tensor([message.numel()])
         _call(dist.broadcast, size, 0)
@@ -210,7 +224,6 @@ class ProcessRanks(Ranks):
         return value if self.is_first else from_bytes(message)
 
     def to_first(self, value: Any) -> list[Any]:
-        """Return the nested data of all ranks to the first one, and nothing to the others."""
         own = torch.empty(0, dtype=torch.uint8) if self.is_first else to_bytes(value)
         sizes = self.gather(torch.tensor([own.numel()])).flatten().tolist()
         if not self.is_first:
@@ -227,44 +240,33 @@ class ProcessRanks(Ranks):
 
     @contextmanager
     def together(self, doing: str) -> Iterator[None]:
-        """Fail on all ranks if what is done inside fails on one; inside, ranks must not talk to each other."""
         try:
             yield
-        except Exception as error:  # told to the others, and raised here as it came
+        except Exception as error:  # the others learn of it, and it is raised here as it is
             self.exchange(f"{type(error).__name__}: {error}")
             raise
-        said = self.exchange(None)
-        failed = [f"rank {rank} failed while {doing}: {words}" for rank, words in enumerate(said) if words is not None]
+        failed = [(rank, error) for rank, error in enumerate(self.exchange(None)) if error is not None]
         if failed:
-            raise RankError("\n".join(failed))
+            raise RankError("\n".join(f"rank {rank} failed while {doing}: {error}" for rank, error in failed))
 
 
 def check_equal(ranks: Ranks, module: nn.Module, when: str) -> None:
     """Raise ``RankError`` if the ranks' copies of a module are not the same, to the last bit."""
     if ranks.count == 1:
         return
-    sums = ranks.gather(fingerprint(module))
-    if bool((sums != sums[0]).any()):
-        differing = [rank for rank, own in enumerate(sums.tolist()) if own != sums[0].item()]
+    tensors = [tensor.detach().contiguous() for tensor in (*module.parameters(), *module.buffers())]
+    bits = torch.stack([t.view(_INTEGERS[t.element_size()]).sum(dtype=torch.int64) for t in tensors])
+    sums = ranks.gather((bits * torch.arange(1, len(bits) + 1, device=bits.device)).sum()).tolist()
+    differing = [str(rank) for rank, own in enumerate(sums) if own != sums[0]]
+    if differing:
         raise RankError(
-            f"the weights of rank {', '.join(map(str, differing))} are not those of rank 0 {when}: every rank needs "
+            f"the weights of rank {', '.join(differing)} are not those of rank 0 {when}: every rank needs "
             "the same kind of processor or GPU, and an algorithm has to add up its gradients over ranks"
         )
 
 
-def fingerprint(module: nn.Module) -> Tensor:
-    """Return a sum ``[]`` over the bits of all parameters and buffers."""
-    tensors = [tensor.detach().contiguous() for tensor in (*module.parameters(), *module.buffers())]
-    sums = [tensor.view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64) for tensor in tensors]
-    return (torch.stack(sums) * torch.arange(1, len(sums) + 1, device=sums[0].device)).sum()
-
-
-def _to_bytes(content: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
-
-
 def _call(collective: Callable[..., Any], *arguments: Any) -> None:
-    """Talk to the other ranks; what keeps them from hearing each other is an error with a name."""
+    """Run a collective operation; a broken connection becomes a ``RankError``."""
     try:
         collective(*arguments)
     except RuntimeError as error:

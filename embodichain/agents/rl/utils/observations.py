@@ -1,4 +1,7 @@
-"""Observations in their two forms: nested TensorDicts, as environments give them, and flat tensors."""
+"""Observations as nested TensorDicts, as environments give them, and as flat tensors; and their spaces as plain data.
+
+Spaces travel as data, so that a policy can be built again without its environment.
+"""
 
 from __future__ import annotations
 
@@ -75,10 +78,6 @@ def _nest(value: Any, batch: list[int]) -> Any:
     return value
 
 
-# MERGED spaces: Observation and action spaces as plain data, so that a policy can be built again without its
-# environment.
-
-
 def space_to_data(space: gym.Space[Any]) -> dict[str, Any]:
     """Return nested dicts of numbers, strings and arrays for a ``Box``, ``Discrete`` or ``Dict`` space."""
     if isinstance(space, gym.spaces.Dict):
@@ -106,7 +105,7 @@ def space_from_data(data: Mapping[str, Any]) -> gym.Space[Any]:
 
 
 def zeros_in(space: gym.spaces.Dict, rows: int, device: torch.device) -> TensorDict:
-    """Return so many observations that are zero everywhere, as an environment gives them."""
+    """Return ``rows`` observations that are zero everywhere, as an environment gives them."""
     leaves = {
         name: zeros_in(part, rows, device)
         if isinstance(part, gym.spaces.Dict)
@@ -117,9 +116,6 @@ def zeros_in(space: gym.spaces.Dict, rows: int, device: torch.device) -> TensorD
 
 
 def _bound(values: np.ndarray) -> float | int | np.ndarray:
-    """Return one number where all are equal, as they are for pictures and actions."""
-    if not values.size:
-        return 0.0
-    first = values.reshape(-1)[0]
-    same: float | int = first.item()
-    return same if bool((values == first).all()) else values
+    """Return one number where all are equal, as they are for images and actions."""
+    is_constant = values.size > 0 and bool((values == values.flat[0]).all())
+    return values.flat[0].item() if is_constant else values

@@ -30,7 +30,7 @@ def get_random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Go on drawing from where ``get_random_state`` was called."""
+    """Restore what ``get_random_state`` returned."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])  # noqa: NPY002
     torch.set_rng_state(state["torch"].clone())  # a view would be read from the beginning of its memory

@@ -1,14 +1,14 @@
-"""Vision-language-action models: pictures, an instruction and the robot's own state in, chunks of actions out.
+"""Vision-language-action models: images, an instruction and the robot's own state in, chunks of actions out.
 
 ``model.py`` says what such a model is, ``tiny_vla.py`` is one that fits a CPU, ``hf_backbone.py`` builds one on a
-vision-language model of the transformers library, ``loading.py`` reads and writes checkpoints.
+vision-language model of the transformers library, ``loading.py`` reads and writes checkpoints, freezes parts and adds
+LoRA.
 """
 
 from __future__ import annotations
 
-from embodichain.agents.rl.models.vla.finetuning import LoRACfg, apply_lora, merge_lora
 from embodichain.agents.rl.models.vla.hf_backbone import HFBackboneVLA, HFBackboneVLACfg
-from embodichain.agents.rl.models.vla.loading import load_vla_model, save_vla_model
+from embodichain.agents.rl.models.vla.loading import LoRACfg, apply_lora, load_vla_model, merge_lora, save_vla_model
 from embodichain.agents.rl.models.vla.model import (
     VLAModel,
     VLAModelCfg,

@@ -1,8 +1,8 @@
-"""Checkpoints of vision-language-action models: safetensors, every key and shape checked before a weight is set.
+"""From a checkpoint to a model that is trained: weights, frozen parts, and LoRA through peft.
 
 ``save_vla_model`` writes a folder with ``config.json`` (``model_class`` and ``model_config``) and
 ``model.safetensors``; ``load_vla_model`` reads such a folder, a single ``.safetensors`` file, or a plain torch file,
-from which nothing but tensors is taken.
+from which nothing but tensors is taken. Every key and shape is checked before a weight is set.
 """
 
 from __future__ import annotations
@@ -10,17 +10,22 @@ from __future__ import annotations
 import json
 import os
 import pickle
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from embodichain.agents.rl.models.vla.model import VLAModel, get_vla_model_class, registered_name
+from embodichain.agents.rl.utils.config import Count, Fraction, Positive
+from embodichain.config.classes import Config, configclass
 from embodichain.errors import CheckpointError, ConfigError
+from embodichain.extras import require
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 FORMAT, VERSION = "embodichain-vla", 1
@@ -45,28 +50,21 @@ def load_vla_model(
     ``model_class`` is a registered name, or ``module.Class`` of a module that may be imported; it and ``model_config``
     default to what a folder's ``config.json`` says. Without a ``model_path`` the weights are random.
     """
-    saved = _read_config(Path(model_path)) if model_path is not None else {}
+    saved = saved_config(model_path)
     name = model_class if model_class is not None else saved.get("model_class")
     if name is None:
-        place = "" if model_path is None else f", and {model_path} does not say it"
-        raise ConfigError(f"model_class: expected the name of a model class{place}", "load_vla_model")
+        where = "" if model_path is None else f", and {model_path} does not say it"
+        raise ConfigError(f"model_class: expected the name of a model class{where}", "load_vla_model")
     model_cls = get_vla_model_class(name, trusted_modules)
     settings = saved.get("model_config", {}) if model_config is None else dict(model_config)
     try:
         model = model_cls(**settings)
     except TypeError as error:
-        raise ConfigError(
-            f"{model_cls.__name__} cannot be built from these settings: {error}", "model_config"
-        ) from error
+        problem = f"{model_cls.__name__} cannot be built from these settings: {error}"
+        raise ConfigError(problem, "model_config") from error
     if model_path is not None:
         set_weights(model, read_weights(Path(model_path)), str(model_path))
     return model.to(device).eval()
-
-
-def saved_model_config(model_path: PathLike) -> tuple[str | None, dict[str, Any]]:
-    """Return the model class and the settings that a folder's ``config.json`` names; nothing for a single file."""
-    saved = _read_config(Path(model_path))
-    return saved.get("model_class"), dict(saved.get("model_config", {}))
 
 
 def save_vla_model(model: nn.Module, folder: PathLike) -> Path:
@@ -74,17 +72,29 @@ def save_vla_model(model: nn.Module, folder: PathLike) -> Path:
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     settings = model.cfg.to_dict() if isinstance(model, VLAModel) else {}
-    about = {
-        "format": FORMAT,
-        "version": VERSION,
-        "model_class": registered_name(type(model)),
-        "model_config": settings,
-    }
-    (target / CONFIG_FILE).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
-    # Tensors that share memory are written once each: the format has no word for sharing.
+    about = {"model_class": registered_name(type(model)), "model_config": settings}
+    text = json.dumps({"format": FORMAT, "version": VERSION, **about}, indent=2)
+    (target / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
+    # Tensors that share memory are written once each: the format has no sharing.
     weights = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in model.state_dict().items()}
     save_file(weights, target / WEIGHTS_FILE)
     return target
+
+
+def saved_config(model_path: PathLike | None) -> dict[str, Any]:
+    """Return what a folder's ``config.json`` says: ``model_class`` and ``model_config``; empty if there is none."""
+    file = Path(model_path or "") / CONFIG_FILE
+    if model_path is None or not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise CheckpointError(f"{file} is no config of a model saved by save_vla_model")
+    if not isinstance(content.get("version"), int) or content["version"] > VERSION:
+        raise CheckpointError(f"{file} has version {content.get('version')}; this package reads up to {VERSION}")
+    return content
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
@@ -100,19 +110,27 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     if file.suffix not in _TORCH_SUFFIXES:
         known = ", ".join((".safetensors", *_TORCH_SUFFIXES))
         raise CheckpointError(f"{file}: expected a checkpoint with one of the endings {known}")
-    return _read_torch_file(file)
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        reason = f"{str(error).splitlines()[0]} Save it as safetensors where it comes from."
+        raise CheckpointError(f"{file} cannot be read as plain weights: {reason}") from None
+    for key in _NESTED:
+        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
+            content = content[key]
+    if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):
+        raise CheckpointError(f"{file}: expected tensors by name, or those under one of {', '.join(_NESTED)}")
+    return dict(content)
 
 
 def set_weights(model: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
     """Load weights of exactly the right names and shapes; ``CheckpointError`` names the first five that do not fit."""
-    own = model.state_dict()
-    misfits = [f"{name}: missing, expected {list(own[name].shape)}" for name in own if name not in weights]
-    misfits += [f"{name}: not in the model" for name in weights if name not in own]
-    misfits += [
-        f"{name}: expected {list(own[name].shape)}, got {list(weights[name].shape)}"
-        for name in own
-        if name in weights and weights[name].shape != own[name].shape
-    ]
+    own = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    given = {name: list(tensor.shape) for name, tensor in weights.items()}
+    misfits = [f"{name}: missing, expected {own[name]}" for name in own if name not in given]
+    misfits += [f"{name}: not in the model" for name in given if name not in own]
+    both = [name for name in own if name in given]
+    misfits += [f"{name}: expected {own[name]}, got {given[name]}" for name in both if own[name] != given[name]]
     if misfits:
         shown = "".join(f"\n  - {misfit}" for misfit in misfits[:SHOWN])
         rest = f"\n  ... and {len(misfits) - SHOWN} more" if len(misfits) > SHOWN else ""
@@ -122,33 +140,77 @@ def set_weights(model: nn.Module, weights: Mapping[str, Tensor], source: str) ->
     model.load_state_dict(dict(weights))
 
 
-def _read_torch_file(file: Path) -> dict[str, Tensor]:
-    try:
-        content = torch.load(file, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        first = str(error).splitlines()[0]
-        raise CheckpointError(
-            f"{file} cannot be read as plain weights: {first} Save it as safetensors where it comes from."
-        ) from None
-    for key in _NESTED:
-        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
-            content = content[key]
-    if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):
-        raise CheckpointError(f"{file}: expected tensors by name, or those under one of {', '.join(_NESTED)}")
-    return dict(content)
+def freeze_but(module: nn.Module, parts: Collection[str]) -> None:
+    """Freeze all parameters but those of the submodules (or parameters) with these names; frozen ones stay frozen."""
+    names = [name for name, _ in module.named_parameters()]
+    for part in parts:
+        if not any(_belongs(name, part) for name in names):
+            depth = part.count(".") + 1
+            known = ", ".join(sorted({".".join(name.split(".")[:depth]) for name in names}))
+            raise ConfigError(f"trainable: no parameter is or lies in {part!r}; there are: {known}", "policy")
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad and any(_belongs(name, part) for part in parts))
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    """Return what a folder's config says about the model; nothing for a file or a folder without one."""
-    file = path / CONFIG_FILE
-    if not path.is_dir() or not file.is_file():
-        return {}
+@contextmanager
+def only_trained(module: nn.Module, *parts: str) -> Iterator[None]:
+    """Freeze everything but these parts inside the block."""
+    before = [parameter.requires_grad for parameter in module.parameters()]
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from None
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise CheckpointError(f"{file} is no config of a model saved by save_vla_model")
-    if not isinstance(content.get("version"), int) or content["version"] > VERSION:
-        raise CheckpointError(f"{file} has version {content.get('version')}; this package reads up to {VERSION}")
-    return content
+        freeze_but(module, parts)
+        yield
+    finally:
+        for parameter, was in zip(module.parameters(), before, strict=True):
+            parameter.requires_grad_(was)
+
+
+def _belongs(name: str, part: str) -> bool:
+    return name == part or name.startswith(f"{part}.")
+
+
+@configclass
+class LoRACfg(Config):
+    """Which layers get low-rank additions, and how large these are."""
+
+    rank: Count = 16
+    """Rank of the additions."""
+    alpha: Positive = 32.0
+    """The additions are scaled by ``alpha / rank``."""
+    dropout: Fraction = 0.0
+    """Dropout before the additions; anything above 0 makes the policy that is trained differ from the one that acts."""
+    target_modules: Annotated[tuple[str, ...], Field(min_length=1)] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    """Ends of the names of the layers that get additions."""
+    trainable: tuple[str, ...] = ("head", "to_action", "to_value", "to_points", "body", "queries")
+    """Beginnings of the names of parameters that stay trainable as they are: what is new, not pretrained."""
+
+
+def apply_lora(model: nn.Module, cfg: LoRACfg) -> nn.Module:
+    """Freeze the model, add low-rank parts to the chosen layers, in place, and return it.
+
+    At first the additions are zero, so the model's outputs do not change.
+    """
+    peft = require("peft", extra="vla")
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    for end in cfg.target_modules:
+        if not any(f".{name}".endswith(f".{end}") for name in names):
+            known = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
+            raise ConfigError(f"target_modules: no linear layer ends in {end!r}; there are: {known}", "lora")
+    settings = peft.LoraConfig(
+        r=cfg.rank, lora_alpha=cfg.alpha, lora_dropout=cfg.dropout, target_modules=list(cfg.target_modules)
+    )
+    peft.inject_adapter_in_model(settings, model)  # freezes everything but the additions
+    for name, parameter in model.named_parameters():
+        if any(_belongs(name, part) for part in cfg.trainable):
+            parameter.requires_grad_(True)
+    return model
+
+
+def merge_lora(model: nn.Module) -> nn.Module:
+    """Add the low-rank parts to the layers they belong to, in place: an ordinary model, with ordinary names."""
+    layers = require("peft.tuners.lora", extra="vla")
+    for name, module in list(model.named_modules()):
+        if isinstance(module, layers.LoraLayer):
+            module.merge()
+            parent, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(parent), attribute, module.get_base_layer())
+    return model.requires_grad_(True)

@@ -1,8 +1,8 @@
-"""What a vision-language-action model is: one Gaussian over a chunk of actions, and a value.
+"""What a vision-language-action model is: a Gaussian over a chunk of actions, and a value; and models by name.
 
-Any module will do for ``VLAPolicy`` that has ``forward(obs, deterministic) -> (action, log_prob, value)``,
-``get_value(obs)`` and ``evaluate_actions(obs, actions) -> (log_prob, entropy, value)``. ``VLAModel`` gives all three to
-an author who writes ``decode`` alone, and knows how to take shapes from an environment's spaces.
+``VLAPolicy`` takes any module with ``forward(obs, deterministic) -> (action, log_prob, value)``, ``get_value(obs)`` and
+``evaluate_actions(obs, actions) -> (log_prob, entropy, value)``. ``VLAModel`` gives all three to an author who writes
+``decode`` alone, and takes shapes from an environment's spaces.
 """
 
 from __future__ import annotations
@@ -15,155 +15,17 @@ from typing import Annotated, Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 
 import gymnasium as gym
 import torch
+from pydantic import Field
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from embodichain.agents.rl.models.distributions import DistributionCfg, GaussianHead
-from embodichain.agents.rl.models.observation import Leaf, RunningNormalizer, space_leaves
+from embodichain.agents.rl.models.observation import ObservationEntry, RunningNormalizer, entry_of, space_entries
 from embodichain.agents.rl.utils.config import Count
-from embodichain.agents.rl.utils.observations import Observation, sorted_leaves
-from embodichain.config import MISSING, Config, Field, configclass
+from embodichain.agents.rl.utils.observations import Observation
+from embodichain.config.classes import MISSING, Config, configclass
 from embodichain.errors import ConfigError, ObservationError, UnknownNameError, nearest
 from embodichain.extras import allowed_modules, check_trusted
-
-# MERGED spaces: From an environment's spaces to what a model has to know of its inputs and outputs.
-
-
-def inputs_from_space(
-    given: Mapping[str, Any], obs_space: gym.Space[Any], action_space: gym.Space[Any]
-) -> dict[str, Any]:
-    """Return ``cameras``, ``proprio``, ``instruction_length`` and ``action_dim`` for a pair of spaces.
-
-    ``given`` may choose cameras and vectors by name (default: all cameras, and the group ``robot``), and says how long
-    chunks are, which is checked against an action space of chunks.
-    """
-    if not isinstance(obs_space, gym.spaces.Dict):
-        raise ConfigError(f"expected nested observations with pictures, got {obs_space}", "observation_space")
-    leaves = {leaf.name: leaf for leaf in space_leaves(obs_space)}
-    pictures = {name.removeprefix("image/"): leaf for name, leaf in leaves.items() if leaf.is_image}
-    instruction = leaves.get("instruction")
-    return {
-        "cameras": _cameras(given.get("cameras"), pictures),
-        "proprio": _proprio(given.get("proprio"), leaves),
-        "instruction_length": 0 if instruction is None else instruction.size,
-        "action_dim": _action_dim(action_space, given.get("chunk_size")),
-    }
-
-
-def leaf_of(obs: Observation, name: str, remedy: str) -> Tensor:
-    """Return the tensor ``name`` of a nested observation, or say what is there and what to add."""
-    if not isinstance(obs, TensorDictBase):
-        raise ObservationError(f"{name!r} cannot be found in a flat tensor: pass the nested TensorDict")
-    path = tuple(name.split("/"))
-    value = obs.get(path, None)
-    if not isinstance(value, Tensor):
-        names = ["/".join(keys) for keys, _ in sorted_leaves(obs)]
-        raise ObservationError(f"the observation lacks {name!r}.{nearest(name, names)} Add {remedy}.")
-    return value
-
-
-def _cameras(given: Any, pictures: Mapping[str, Leaf]) -> dict[str, list[int]]:
-    chosen = list(pictures) if given is None else list(given)
-    unknown = [name for name in chosen if name not in pictures]
-    if unknown or not chosen:
-        wanted = f"no camera {unknown[0]!r}" if unknown else "no camera"
-        known = nearest(unknown[0] if unknown else "", pictures)
-        raise ObservationError(f"the observations have {wanted}.{known} Add it to env.observations.cameras.")
-    shapes = {name: list(pictures[name].shape) for name in chosen}
-    if isinstance(given, Mapping) and any(list(given[name]) != shapes[name] for name in chosen):
-        raise ConfigError(f"cameras: expected {shapes}, as the environment has them, got {dict(given)}", "model_config")
-    return shapes
-
-
-def _proprio(given: Any, leaves: Mapping[str, Leaf]) -> dict[str, int]:
-    names = [leaf.name for leaf in leaves.values() if not leaf.is_image and leaf.name != "instruction"]
-    if given is None:
-        wanted = ["robot"] if any(name.startswith("robot/") for name in names) else []
-    else:
-        wanted = list(given)
-    chosen: dict[str, int] = {}
-    for entry in wanted:
-        found = [name for name in names if name == entry or name.startswith(f"{entry}/")]
-        if not found:
-            raise ConfigError(f"proprio: the observations have no {entry!r}.{nearest(entry, names)}", "model_config")
-        chosen |= {name: leaves[name].size for name in found}
-    return chosen
-
-
-def _action_dim(action_space: gym.Space[Any], chunk_size: Any) -> int:
-    shape = action_space.shape if isinstance(action_space, gym.spaces.Box) else None
-    if shape is None or len(shape) not in (1, 2):
-        raise ConfigError(
-            f"expected a Box [action_dim] or [chunk_size, action_dim], got {action_space}", "action_space"
-        )
-    if len(shape) == 2 and chunk_size is not None and shape[0] != chunk_size:
-        raise ConfigError(
-            f"chunk_size: the environment takes chunks of {shape[0]} actions, got {chunk_size}", "model_config"
-        )
-    return int(shape[-1])
-
-
-# MERGED registry: Vision-language-action models by name; a class of the user's own only from a module that was allowed.
-
-
-M = TypeVar("M", bound=type[nn.Module])
-
-_MODELS: dict[str, type[nn.Module]] = {}
-
-
-@overload
-def register_vla_model(name: str, model_cls: M) -> M: ...
-@overload
-def register_vla_model(name: str) -> Callable[[M], M]: ...
-def register_vla_model(name: str, model_cls: Any = None) -> Any:
-    """Make a model class available to configs: ``register_vla_model("mine", Mine)``, or as a decorator."""
-    if model_cls is None:
-        return partial(register_vla_model, name)
-    _check_module(name, model_cls)
-    if _MODELS.get(name, model_cls) is not model_cls:
-        raise ConfigError(f"the model name {name!r} is taken by {_MODELS[name].__name__}", "register_vla_model")
-    _MODELS[name] = model_cls
-    return model_cls
-
-
-def get_registered_vla_model_names() -> list[str]:
-    """Return the names that a config may use, sorted."""
-    return sorted(_MODELS)
-
-
-def registered_name(model_cls: type[nn.Module]) -> str:
-    """Return the name under which a class is registered, else its dotted path."""
-    for name, known in _MODELS.items():
-        if known is model_cls:
-            return name
-    return f"{model_cls.__module__}.{model_cls.__qualname__}"
-
-
-def get_vla_model_class(name: str, trusted_modules: Collection[str] = ()) -> type[nn.Module]:
-    """Return the class registered under a name, or ``module.Class`` of a module that may be imported.
-
-    A module may be imported if it is among ``trusted_modules``, or was allowed when the program started (``--trust``).
-    """
-    if name in _MODELS:
-        return _MODELS[name]
-    module_name, _, class_name = name.rpartition(".")
-    if not module_name:
-        hint = "a class of your own is named by its module, as in my_module.MyVLA, or registered by it"
-        raise UnknownNameError(f"unknown model class {name!r}.{nearest(name, _MODELS)} {hint.capitalize()}.")
-    check_trusted([module_name], {*trusted_modules, *allowed_modules()}, "model_class")
-    module = importlib.import_module(module_name)
-    found = vars(module).get(class_name)
-    if found is None:
-        classes = [key for key, value in vars(module).items() if isinstance(value, type)]
-        raise UnknownNameError(f"module {module_name!r} has no class {class_name!r}.{nearest(class_name, classes)}")
-    _check_module(name, found)
-    return found
-
-
-def _check_module(name: str, model_cls: object) -> None:
-    if not isinstance(model_cls, type) or not issubclass(model_cls, nn.Module):
-        raise ConfigError(f"{name!r}: expected a subclass of torch.nn.Module, got {model_cls!r}", "model_class")
-
 
 Outcome = tuple[Tensor, Tensor, Tensor]
 
@@ -176,7 +38,7 @@ class Decoded(NamedTuple):
     value: Tensor
     """Value, ``[batch]``."""
     points: Tensor | None = None
-    """Where the model believes things to be, ``[batch, num_points]`` in units of their spread, if it points."""
+    """Predicted coordinates, ``[batch, num_points]`` in units of their spread, if the model has ``num_points``."""
 
 
 @runtime_checkable
@@ -195,14 +57,14 @@ class ActsOnObservations(Protocol):
 
 @configclass
 class VLAModelCfg(Config):
-    """What every model sees and says; shapes that are not given are taken from the environment's spaces."""
+    """Inputs and outputs of every model; shapes that are not given are taken from the environment's spaces."""
 
     cameras: dict[str, tuple[Count, Count, Count]] = MISSING
-    """Pictures: name of the camera to ``[height, width, channels]``. In a config a list of names is enough."""
+    """Images: name of the camera to ``[height, width, channels]``. In a config a list of names is enough."""
     proprio: dict[str, Count] = MISSING
     """Vectors of the robot's own state: key to width. In a config a list of keys or groups is enough."""
     instruction_length: Annotated[int, Field(ge=0)] = MISSING
-    """Bytes of ``instruction``; 0 for a task without words."""
+    """Bytes of ``instruction``; 0 for a task without one."""
     action_dim: Count = MISSING
     """Numbers per action."""
     chunk_size: Count = 4
@@ -210,11 +72,11 @@ class VLAModelCfg(Config):
     init_log_std: float = -1.5
     """First value of the learnable log-std of every action."""
     num_points: Annotated[int, Field(ge=0)] = 0
-    """Coordinates that the model learns to point out while it imitates, such as those of the goal that is meant."""
+    """Coordinates that the model learns to predict while it imitates, such as those of the goal that is meant."""
 
 
 class VLAModel(nn.Module, ABC):
-    """Pictures, words and proprioception to a Gaussian over ``[chunk_size, action_dim]`` and a value."""
+    """Images, an instruction and proprioception to a Gaussian over ``[chunk_size, action_dim]`` and a value."""
 
     cfg_type: ClassVar[type[VLAModelCfg]] = VLAModelCfg
     """Class of the model's settings."""
@@ -222,8 +84,7 @@ class VLAModel(nn.Module, ABC):
     def __init__(self, **settings: Any) -> None:
         super().__init__()
         self.cfg = self.cfg_type.from_dict(settings, source="model_config")
-        missing = self.cfg.validate()
-        if missing:
+        if missing := self.cfg.validate():
             problem = "expected a value, which a policy takes from the environment's spaces and a call has to give"
             raise ConfigError([f"{name}: {problem}" for name in missing], "model_config")
         self.chunk_size, self.action_dim = self.cfg.chunk_size, self.cfg.action_dim
@@ -234,9 +95,9 @@ class VLAModel(nn.Module, ABC):
 
     @abstractmethod
     def decode(self, obs: TensorDictBase) -> Decoded:
-        """Return the chunk's mean, the value, and the points where the model has any."""
+        """Return the chunk's mean, the value, and the points if the model has any."""
 
-    # --- what a policy calls --------------------------------------------------------------------------------------
+    # What a policy calls.
 
     def forward(
         self, obs: TensorDictBase, deterministic: bool = False, generator: torch.Generator | None = None
@@ -247,7 +108,7 @@ class VLAModel(nn.Module, ABC):
         """
         mean, value, _ = self.decode(obs)
         action, log_prob = self.head.sample(mean, deterministic, generator)
-        return self._squeeze(action, 1), self._squeeze(log_prob, 1), value
+        return self._squeeze(action), self._squeeze(log_prob), value
 
     def get_value(self, obs: TensorDictBase) -> Tensor:
         """Return the value ``[batch]``."""
@@ -257,44 +118,148 @@ class VLAModel(nn.Module, ABC):
         """Return ``(log_prob [batch, chunk_size], entropy [batch, chunk_size], value [batch])``."""
         mean, value, _ = self.decode(obs)
         log_prob, entropy = self.head.evaluate(mean, actions.reshape(mean.shape))
-        return self._squeeze(log_prob, 1), self._squeeze(entropy, 1), value
+        return self._squeeze(log_prob), self._squeeze(entropy), value
 
     def update_normalizer(self, obs: TensorDictBase) -> None:
         """Let the running statistics of proprioception take in observations."""
         if self.normalizer is not None:
             self.normalizer.update(self.proprioception(obs))
 
-    # --- what authors need ----------------------------------------------------------------------------------------
+    def _squeeze(self, value: Tensor) -> Tensor:
+        return value.squeeze(1) if self.chunk_size == 1 else value
 
-    def picture(self, obs: TensorDictBase, camera: str) -> Tensor:
-        """Return a camera's picture, float32 ``[batch, channels, height, width]`` in [-1, 1]."""
-        value = leaf_of(obs, f"image/{camera}", "the camera to env.observations.cameras")
-        if tuple(value.shape[1:]) != self.cfg.cameras[camera]:
-            expected = list(self.cfg.cameras[camera])
-            raise ObservationError(f"image/{camera}: expected [batch, *{expected}], got {list(value.shape)}")
+    # What an author needs.
+
+    def image(self, obs: TensorDictBase, camera: str) -> Tensor:
+        """Return a camera's image, float32 ``[batch, channels, height, width]`` in [-1, 1]."""
+        value = entry_of(obs, ("image", *camera.split("/")), " Add the camera to env.observations.cameras.")
+        expected = self.cfg.cameras[camera]
+        if tuple(value.shape[1:]) != expected:
+            raise ObservationError(f"image/{camera}: expected [batch, *{list(expected)}], got {list(value.shape)}")
         scaled = value.float() / 127.5 - 1.0 if value.dtype == torch.uint8 else value.float()
         return scaled.permute(0, 3, 1, 2)
 
     def instruction(self, obs: TensorDictBase) -> Tensor:
         """Return the instruction's bytes, int64 ``[batch, instruction_length]``."""
-        return leaf_of(obs, "instruction", "an instruction to the task").long()
+        return entry_of(obs, ("instruction",), " Add an instruction to the task.").long()
 
     def proprioception(self, obs: TensorDictBase) -> Tensor:
         """Return the robot's own state as one vector, float32 ``[batch, width]``, not normalised."""
-        parts = [leaf_of(obs, key, "it to the observations").flatten(1).float() for key in self.cfg.proprio]
-        return torch.cat(parts, dim=1)
+        parts = [entry_of(obs, tuple(key.split("/")), " Add it to the observations.") for key in self.cfg.proprio]
+        return torch.cat([part.flatten(1).float() for part in parts], dim=1)
 
     @classmethod
     def complete_config(
         cls, given: Mapping[str, Any], obs_space: gym.Space[Any], action_space: gym.Space[Any]
     ) -> dict[str, Any]:
-        """Return the settings with everything that the spaces tell; names are checked against them."""
-        return {**given, **inputs_from_space(given, obs_space, action_space)}
+        """Return the settings with ``cameras``, ``proprio``, ``instruction_length`` and ``action_dim`` of the spaces.
+
+        ``given`` may choose cameras and vectors by name; the default is all cameras and the group ``robot``.
+        """
+        if not isinstance(obs_space, gym.spaces.Dict):
+            raise ConfigError(f"expected nested observations with images, got {obs_space}", "observation_space")
+        entries = {entry.name: entry for entry in space_entries(obs_space)}
+        return {
+            **given,
+            "cameras": _cameras(given.get("cameras"), entries),
+            "proprio": _proprio(given.get("proprio"), entries),
+            "instruction_length": entries["instruction"].size if "instruction" in entries else 0,
+            "action_dim": _action_dim(action_space, given.get("chunk_size")),
+        }
 
     @classmethod
     def from_spaces(cls, obs_space: gym.Space[Any], action_space: gym.Space[Any], **settings: Any) -> Self:
         """Build the model for an environment's spaces."""
         return cls(**cls.complete_config(settings, obs_space, action_space))
 
-    def _squeeze(self, value: Tensor, dim: int) -> Tensor:
-        return value.squeeze(dim) if self.chunk_size == 1 else value
+
+def _cameras(given: Any, entries: Mapping[str, ObservationEntry]) -> dict[str, list[int]]:
+    images = {name.removeprefix("image/"): list(entry.shape) for name, entry in entries.items() if entry.is_image}
+    chosen = list(images) if given is None else list(given)
+    unknown = [name for name in chosen if name not in images]
+    if unknown or not chosen:
+        wanted = f"no camera {unknown[0]!r}" if unknown else "no camera"
+        known = nearest(unknown[0] if unknown else "", images)
+        raise ObservationError(f"the observations have {wanted}.{known} Add it to env.observations.cameras.")
+    shapes = {name: images[name] for name in chosen}
+    if isinstance(given, Mapping) and any(list(given[name]) != shapes[name] for name in chosen):
+        raise ConfigError(f"cameras: expected {shapes}, as the environment has them, got {dict(given)}", "model_config")
+    return shapes
+
+
+def _proprio(given: Any, entries: Mapping[str, ObservationEntry]) -> dict[str, int]:
+    sizes = {name: entry.size for name, entry in entries.items() if not entry.is_image and name != "instruction"}
+    if given is None:
+        given = ["robot"] if any(name.startswith("robot/") for name in sizes) else []
+    chosen: dict[str, int] = {}
+    for key in given:
+        found = {name: size for name, size in sizes.items() if name == key or name.startswith(f"{key}/")}
+        if not found:
+            raise ConfigError(f"proprio: the observations have no {key!r}.{nearest(key, sizes)}", "model_config")
+        chosen |= found
+    return chosen
+
+
+def _action_dim(action_space: gym.Space[Any], chunk_size: Any) -> int:
+    shape = action_space.shape if isinstance(action_space, gym.spaces.Box) else None
+    if shape is None or len(shape) not in (1, 2):
+        problem = f"expected a Box [action_dim] or [chunk_size, action_dim], got {action_space}"
+        raise ConfigError(problem, "action_space")
+    if len(shape) == 2 and chunk_size not in (None, shape[0]):
+        problem = f"chunk_size: the environment takes chunks of {shape[0]} actions, got {chunk_size}"
+        raise ConfigError(problem, "model_config")
+    return int(shape[-1])
+
+
+M = TypeVar("M", bound=type[nn.Module])
+
+_MODELS: dict[str, type[nn.Module]] = {}
+
+
+@overload
+def register_vla_model(name: str, model_cls: M) -> M: ...
+@overload
+def register_vla_model(name: str) -> Callable[[M], M]: ...
+def register_vla_model(name: str, model_cls: Any = None) -> Any:
+    """Make a model class available to configs: ``register_vla_model("mine", Mine)``, or as a decorator."""
+    if model_cls is None:
+        return partial(register_vla_model, name)
+    if _MODELS.setdefault(name, _checked(name, model_cls)) is not model_cls:
+        raise ConfigError(f"the model name {name!r} is taken by {_MODELS[name].__name__}", "register_vla_model")
+    return model_cls
+
+
+def get_registered_vla_model_names() -> list[str]:
+    """Return the names that a config may use, sorted."""
+    return sorted(_MODELS)
+
+
+def registered_name(model_cls: type[nn.Module]) -> str:
+    """Return the name under which a class is registered, else its dotted path."""
+    dotted = f"{model_cls.__module__}.{model_cls.__qualname__}"
+    return next((name for name, known in _MODELS.items() if known is model_cls), dotted)
+
+
+def get_vla_model_class(name: str, trusted_modules: Collection[str] = ()) -> type[nn.Module]:
+    """Return the class registered under a name, or ``module.Class`` of a module that may be imported.
+
+    A module may be imported if it is among ``trusted_modules``, or was allowed when the program started (``--trust``).
+    """
+    if name in _MODELS:
+        return _MODELS[name]
+    module_name, _, class_name = name.rpartition(".")
+    if not module_name:
+        hint = "A class of your own is named by its module, as in my_module.MyVLA, or registered by it."
+        raise UnknownNameError(f"unknown model class {name!r}.{nearest(name, _MODELS)} {hint}")
+    check_trusted([module_name], {*trusted_modules, *allowed_modules()}, "model_class")
+    members = vars(importlib.import_module(module_name))
+    if class_name not in members:
+        classes = [key for key, value in members.items() if isinstance(value, type)]
+        raise UnknownNameError(f"module {module_name!r} has no class {class_name!r}.{nearest(class_name, classes)}")
+    return _checked(name, members[class_name])
+
+
+def _checked(name: str, model_cls: Any) -> type[nn.Module]:
+    if not isinstance(model_cls, type) or not issubclass(model_cls, nn.Module):
+        raise ConfigError(f"{name!r}: expected a subclass of torch.nn.Module, got {model_cls!r}", "model_class")
+    return model_cls

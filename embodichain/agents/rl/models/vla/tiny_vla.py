@@ -1,8 +1,8 @@
 """``TinyVLA``: a vision-language-action model of little more than a million parameters, fit for a CPU.
 
-Patches of all cameras and the bytes of the instruction are what is seen and said. A few readout tokens, which know what
-was said, look at it layer by layer; what they found and proprioception become the chunk of actions and the value. The
-cost is that of the few readouts looking at the patches, not of all patches looking at each other.
+The patches of all cameras and the bytes of the instruction are the context. A few readout tokens, conditioned on the
+instruction, attend to it layer by layer; together with proprioception they become the chunk of actions and the value.
+The patches do not attend to each other, which keeps the cost low.
 """
 
 from __future__ import annotations
@@ -17,11 +17,8 @@ from torch import Tensor, nn
 
 from embodichain.agents.rl.models.vla.model import Decoded, VLAModel, VLAModelCfg, register_vla_model
 from embodichain.agents.rl.utils.config import Count
-from embodichain.config import configclass
+from embodichain.config.classes import configclass
 from embodichain.errors import ConfigError
-
-# MERGED tokenizer: Instructions as tokens: UTF-8 bytes, a few at a time.
-
 
 PAD = 0
 """The byte that ends an instruction; no text contains it."""
@@ -29,7 +26,7 @@ VOCABULARY = 256
 
 
 class ByteTokenizer(nn.Module):
-    """Embeds ``stride`` neighbouring bytes as one token, with its place: ``[batch, length]`` to ``[batch, n, width]``.
+    """Embeds ``stride`` neighbouring UTF-8 bytes as one token with its position: ``[batch, length]`` to tokens.
 
     Any text in any language has bytes, so there is no vocabulary to fit and none that could be missing.
     """
@@ -56,26 +53,26 @@ class TinyVLACfg(VLAModelCfg):
     width: Count = 128
     """Numbers per token."""
     depth: Count = 2
-    """Layers in which the readouts look and talk."""
+    """Layers of attention."""
     num_readouts: Count = 4
-    """Tokens that carry what was found to the heads."""
+    """Readout tokens, which carry information from the context to the heads."""
     hidden_size: Count = 256
     """Width of the heads' hidden layers."""
     num_heads: Count = 4
     """Attention heads; they divide the width."""
     patch_size: Literal[2, 4, 8, 16, 32] = 8
-    """Pixels along a side of one patch; it divides height and width of every picture."""
+    """Pixels along a side of one patch; it divides height and width of every image."""
     bytes_per_token: Count = 4
     """Bytes of the instruction that make one token."""
     value_shapes_perception: bool = True
-    """Whether the value's errors, too, change what is perceived; without, what was imitated is better kept."""
+    """Whether the gradient of the value also trains perception; ``false`` preserves what was imitated."""
 
 
 class PatchEncoder(nn.Module):
-    """Turns a picture into one token per patch, each with its place: ``[batch, C, H, W]`` to ``[batch, n, width]``.
+    """Turns an image into one token per patch, each with its position: ``[batch, C, H, W]`` to ``[batch, n, width]``.
 
-    Overlapping convolutions, each halving the picture, make the patches; beside the colours they are given the pixels'
-    coordinates, so that where something is can be read off as easily as what it is.
+    Overlapping convolutions, each halving the image, make the patches. The pixels' coordinates are extra channels, so
+    that where something is can be read off as easily as what it is.
     """
 
     pixels: Tensor
@@ -84,9 +81,7 @@ class PatchEncoder(nn.Module):
         super().__init__()
         height, across, channels = shape
         if height % patch_size or across % patch_size:
-            raise ConfigError(
-                f"patch_size: {patch_size} does not divide a picture of {height}x{across}", "model_config"
-            )
+            raise ConfigError(f"patch_size: {patch_size} does not divide an image of {height}x{across}", "model_config")
         halvings = patch_size.bit_length() - 1
         widths = [channels + 2, *(max(16, width >> (halvings - i)) for i in range(1, halvings)), width]
         layers: list[nn.Module] = []
@@ -98,10 +93,10 @@ class PatchEncoder(nn.Module):
         grid = torch.meshgrid(torch.linspace(-1, 1, height), torch.linspace(-1, 1, across), indexing="ij")
         self.register_buffer("pixels", torch.stack(grid), persistent=False)
 
-    def forward(self, picture: Tensor) -> Tensor:
+    def forward(self, image: Tensor) -> Tensor:
         """Return tokens ``[batch, num_tokens, width]``."""
-        placed = torch.cat((picture, self.pixels.expand(picture.shape[0], -1, -1, -1)), dim=1)
-        return self.embed(placed).flatten(2).transpose(1, 2) + self.place
+        located = torch.cat((image, self.pixels.expand(image.shape[0], -1, -1, -1)), dim=1)
+        return self.embed(located).flatten(2).transpose(1, 2) + self.place
 
 
 class Attention(nn.Module):
@@ -113,17 +108,17 @@ class Attention(nn.Module):
         self.query, self.key_value = nn.Linear(width, width), nn.Linear(width, 2 * width)
         self.out = nn.Linear(width, width)
 
-    def forward(self, x: Tensor, seen: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return what each query takes from ``seen``; ``mask`` ``[batch, n]`` tells what there is to see."""
+    def forward(self, x: Tensor, context: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return what each query takes from ``context``; ``mask`` ``[batch, n]`` is true for the tokens that count."""
         query = self.query(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-        key, value = self.key_value(seen).unflatten(-1, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        key, value = self.key_value(context).unflatten(-1, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
         allowed = None if mask is None else mask[:, None, None, :]
         taken = F.scaled_dot_product_attention(query, key, value, attn_mask=allowed)
         return self.out(taken.transpose(1, 2).flatten(2))
 
 
 class Layer(nn.Module):
-    """Readouts look at what is seen and said, then at each other, then think."""
+    """Readouts attend to the context (``look``), then to each other (``talk``), then pass a perceptron (``think``)."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
@@ -131,9 +126,9 @@ class Layer(nn.Module):
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3))
         self.think = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
-    def forward(self, x: Tensor, seen: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, context: Tensor, mask: Tensor) -> Tensor:
         """Return the readouts ``[batch, q, width]`` after this layer."""
-        x = x + self.look(self.norms[0](x), seen, mask)
+        x = x + self.look(self.norms[0](x), context, mask)
         own = self.norms[1](x)
         x = x + self.talk(own, own)
         return x + self.think(self.norms[2](x))
@@ -167,35 +162,35 @@ class TinyVLA(VLAModel):
 
     def decode(self, obs: TensorDictBase) -> Decoded:
         """Return the chunk's mean, the value and the points."""
-        seen, mask, said = self._perceive(obs)
-        x = self.readouts.expand(seen.shape[0], -1, -1)
-        if said is not None:  # what is looked for depends on what was said, from the first layer on
-            x = x + said.unsqueeze(1)
+        context, mask, instruction = self._context(obs)
+        x = self.readouts.expand(context.shape[0], -1, -1)
+        if instruction is not None:
+            x = x + instruction.unsqueeze(1)
         for layer in self.layers:
-            x = layer(x, seen, mask)
-        perceived = known = self.out_norm(x).flatten(1)
+            x = layer(x, context, mask)
+        perceived = features = self.out_norm(x).flatten(1)
         if self.normalizer is not None:
-            known = torch.cat((perceived, self.normalizer(self.proprioception(obs))), dim=1)
-        mean = self.to_action(known).unflatten(1, (self.chunk_size, self.action_dim))
+            features = torch.cat((perceived, self.normalizer(self.proprioception(obs))), dim=1)
+        mean = self.to_action(features).unflatten(1, (self.chunk_size, self.action_dim))
         points = None if self.to_points is None else self.to_points(perceived).float()
-        judged = known if self.cfg.value_shapes_perception else known.detach()
-        return Decoded(mean.float(), self.to_value(judged).squeeze(-1).float(), points)
+        if not self.cfg.value_shapes_perception:
+            features = features.detach()
+        return Decoded(mean.float(), self.to_value(features).squeeze(-1).float(), points)
 
-    def _perceive(self, obs: TensorDictBase) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return all tokens, which of them mean something ``[batch, n]``, and the instruction as a whole."""
-        tokens = [self.eyes[name](self.picture(obs, name)) for name in self.cfg.cameras]
-        seen = torch.cat(tokens, dim=1)
-        mask = torch.ones(seen.shape[:2], dtype=torch.bool, device=seen.device)
-        if self.words is None or self.meaning is None:
-            return self.seen_norm(seen), mask, None
-        said, is_text = self.words(self.instruction(obs))
-        whole = self.meaning((F.gelu(said) * is_text.unsqueeze(-1)).flatten(1))
-        seen, mask = torch.cat((seen, said), dim=1), torch.cat((mask, is_text), dim=1)
-        return self.seen_norm(seen), mask, whole
+    def _context(self, obs: TensorDictBase) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return all tokens, which of them count ``[batch, n]``, and the instruction as one vector."""
+        tokens = torch.cat([self.eyes[name](self.image(obs, name)) for name in self.cfg.cameras], dim=1)
+        mask = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+        instruction = None
+        if self.words is not None and self.meaning is not None:
+            words, is_text = self.words(self.instruction(obs))
+            instruction = self.meaning((F.gelu(words) * is_text.unsqueeze(-1)).flatten(1))
+            tokens, mask = torch.cat((tokens, words), dim=1), torch.cat((mask, is_text), dim=1)
+        return self.seen_norm(tokens), mask, instruction
 
 
 def _head(width: int, hidden: int, out: int) -> nn.Sequential:
-    """Return a perceptron that begins with zeros, nearly: no action, worth nothing."""
+    """Return a perceptron whose output is close to zero at first."""
     last = nn.Linear(hidden, out)
     nn.init.normal_(last.weight, std=0.01)
     nn.init.zeros_(last.bias)
