@@ -12,14 +12,37 @@ from embodichain.agents.rl.algo import PPO, PPOCfg
 from embodichain.agents.rl.collector import SyncCollector
 from embodichain.agents.rl.models import build_policy
 from embodichain.agents.rl.models.vla import load_vla_model, merge_lora, save_vla_model
-from embodichain.agents.rl.models.vla.hf_backbone import smolvlm_config
 from embodichain.envs.wrappers import chunked
 from embodichain.errors import ConfigError, EmbodiChainError
 from tests.agents.rl.vla_cases import language_env, vla_block
 
 pytestmark = pytest.mark.extra("vla")
 
-BACKBONE = smolvlm_config(width=64, depth=1, image_size=16)
+BACKBONE = {
+    "model_type": "smolvlm",
+    "scale_factor": 2,
+    "image_token_id": 257,
+    "vision_config": {
+        "hidden_size": 64,
+        "intermediate_size": 256,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "image_size": 16,
+        "patch_size": 8,
+    },
+    "text_config": {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 256,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "vocab_size": 512,
+        "pad_token_id": 0,
+        "bos_token_id": 256,
+        "eos_token_id": 258,
+    },
+}
 SMALL = {"chunk_size": 2, "backbone": BACKBONE}
 
 
