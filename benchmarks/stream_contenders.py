@@ -12,8 +12,8 @@ from tensordict import TensorDict
 
 from embodichain.agents.datasets.frames import FrameLayout, Leaf
 from embodichain.agents.engine import OnlineDataEngineCfg
-from embodichain.agents.engine.outputs import RING_SIZE
 from embodichain.agents.engine.reader import StreamReader
+from embodichain.agents.engine.sampling import RING_SIZE
 from embodichain.agents.engine.shared_buffer import Control, SharedBuffer, State
 
 ROWS, STEPS = 256, 300

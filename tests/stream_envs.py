@@ -9,8 +9,29 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
+import torch
+
+from embodichain.agents.engine import register_actor
 
 STAMPS = 1 << 20
+
+
+class ConstantActor:
+    """An actor of the user's own: the action is always the same."""
+
+    version = 5
+
+    def __init__(self, env: Any, **_: Any) -> None:
+        self.action = torch.full((env.num_envs, 2), 0.25)
+
+    def __call__(self, observation: Any) -> torch.Tensor:
+        return self.action
+
+    def reset(self, env_ids: list[int]) -> None:
+        pass
+
+
+register_actor("constant", ConstantActor)
 
 
 class StampEnv(gym.Env):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import copy
+import copyreg
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase, pad_sequence
-from torch.utils.data import IterableDataset, get_worker_info
-from torch.utils.data._utils import collate as torch_collate
+from torch.utils.data import IterableDataset, default_convert, get_worker_info
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from embodichain.agents.datasets.sampler import ChunkSizeSampler
 from embodichain.errors import ChunkSizeError
@@ -17,26 +20,51 @@ from embodichain.errors import ChunkSizeError
 if TYPE_CHECKING:
     from embodichain.agents.engine import OnlineDataEngine
 
-# MERGED collate: From a list of chunks to one batch, padded and masked where their lengths differ.
-
+Transform = Callable[[TensorDictBase], TensorDictBase]
 
 MASK = "mask"
 """The key that tells frames (True) from padding (False), ``[batch_size, chunk_size]``."""
 
 
-def collate_chunks(batch: Sequence[TensorDictBase]) -> TensorDictBase:
+class StreamTensorDict(TensorDict):
+    """A TensorDict that a DataLoader without a ``collate_fn`` can handle; copied or pickled it is an ordinary one.
+
+    Chunks are collated through the map that torch keeps for types of one's own. Ready batches (``batch_size=None``) go
+    through ``default_convert``, which has no such map: it copies a mapping and then converts it key by key.
+    """
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over the batch; for ``default_convert``, which expects keys, there is nothing to convert."""
+        return iter(()) if sys._getframe(1).f_code is default_convert.__code__ else super().__iter__()
+
+    def __copy__(self) -> TensorDict:
+        return _as(TensorDict, self)
+
+    def __reduce__(self) -> Any:
+        return copyreg.dispatch_table[TensorDict](copy.copy(self))
+
+
+def _as(kind: type[TensorDict], data: TensorDictBase) -> TensorDict:
+    """Return a TensorDict of another class on the same memory."""
+    new = kind._new_unsafe(dict(data.items()), data.batch_size, data.device, data.names if data._has_names() else None)
+    if data.is_consolidated():
+        new._consolidated = data._consolidated  # it lies in one piece, which is sent as such
+    return new
+
+
+def collate_chunks(batch: Sequence[TensorDictBase], **_: Any) -> TensorDictBase:
     """Stack chunks ``[chunk_size]`` into ``[len(batch), chunk_size]``; shorter ones are padded and masked."""
     if len({chunk.batch_size[:1] for chunk in batch}) <= 1:
-        return ready_to_send(torch.stack(list(batch)))
+        return ready_to_send(copy.copy(torch.stack(list(batch))))
     masked = [chunk if MASK in chunk else with_mask(chunk) for chunk in batch]
-    return ready_to_send(pad_sequence(masked, pad_dim=0, padding_value=0.0))
+    return ready_to_send(copy.copy(pad_sequence(masked, pad_dim=0, padding_value=0.0)))
+
+
+default_collate_fn_map[StreamTensorDict] = collate_chunks
 
 
 def ready_to_send(batch: TensorDictBase) -> TensorDictBase:
-    """Return a batch as a DataLoader worker should send it: in one piece of shared memory instead of one per key.
-
-    Outside of a worker, and for what is no TensorDict (a transform may return anything), nothing is done.
-    """
+    """Return a batch as a DataLoader worker should send it: in one piece of shared memory instead of one per key."""
     if get_worker_info() is None or not isinstance(batch, TensorDictBase):
         return batch
     return batch.consolidate(share_memory=True)
@@ -48,46 +76,13 @@ def with_mask(chunk: TensorDictBase) -> TensorDictBase:
     return chunk.copy().set(MASK, torch.ones(frames, dtype=torch.bool, device=chunk.device))
 
 
-def register_default_collation() -> None:
-    """Teach torch's default collation what a TensorDict is, so that a DataLoader needs no ``collate_fn``.
-
-    Items are collated through the map that torch keeps for this. Ready batches (``batch_size=None``) go through
-    ``default_convert``, which has no such map and takes a TensorDict for a dict it can iterate over by key; there the
-    function itself is wrapped, once.
-    """
-    torch_collate.default_collate_fn_map.setdefault(TensorDict, _collate_by_default)
-    if torch_collate.default_convert is not default_convert:
-        torch_collate.default_convert = default_convert
-
-
-_torch_convert: Callable[[Any], Any] = torch_collate.default_convert
-
-
-def default_convert(data: Any) -> Any:
-    """Do what torch's ``default_convert`` does, and leave TensorDicts as they are."""
-    return data if isinstance(data, TensorDictBase) else _torch_convert(data)
-
-
-def _collate_by_default(
-    batch: Sequence[TensorDictBase],
-    *,
-    collate_fn_map: Mapping[type | tuple[type, ...], Callable[..., Any]] | None = None,
-) -> TensorDictBase:
-    return collate_chunks(batch)
-
-
-Transform = Callable[[TensorDictBase], TensorDictBase]
-
-register_default_collation()
-
-
 class OnlineDataset(IterableDataset[TensorDictBase]):
     """Endless random chunks from the shared buffer of a running engine.
 
     * Item mode (``batch_size=None``) yields one chunk ``[chunk_size]`` at a time; ``DataLoader(dataset, batch_size=B)``
       makes batches of them. With a :class:`ChunkSizeSampler` every chunk carries a boolean ``mask``, and a batch of
       mixed lengths is padded to its longest chunk.
-    * Batch mode (``batch_size=N``) yields ``[N, chunk_size]``, gathered in one go and so many times faster; use
+    * Batch mode (``batch_size=N``) yields ``[N, chunk_size]``, gathered in one go and much faster; use
       ``DataLoader(dataset, batch_size=None)``. A :class:`ChunkSizeSampler` is asked once per batch.
 
     Each iterator has its own random stream, seeded by torch: ``torch.manual_seed`` (or the DataLoader's ``generator``)
@@ -115,7 +110,9 @@ class OnlineDataset(IterableDataset[TensorDictBase]):
     def __iter__(self) -> Iterator[TensorDictBase]:
         generator = np.random.default_rng(_stream_seed())
         while True:
-            yield self._draw(generator)
+            drawn = self._draw(generator)
+            # a transform may return anything
+            yield _as(StreamTensorDict, drawn) if isinstance(drawn, TensorDictBase) else drawn
 
     def _draw(self, generator: np.random.Generator) -> TensorDictBase:
         size = self._next_chunk_size()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from embodichain.agents.datasets.frames import EpisodeInfo
-from embodichain.agents.engine.config import ActionSourceCfg, OnlineDataEngineCfg
+from embodichain.agents.engine.config import ActionSourceCfg, OnlineDataEngineCfg, register_actor
 from embodichain.agents.engine.data import OnlineDataEngine
 from embodichain.agents.engine.stats import StreamStats, WorkerStats
 from embodichain.agents.processes.ray_config import PlacementCfg
@@ -16,4 +16,5 @@ __all__ = [
     "PlacementCfg",
     "StreamStats",
     "WorkerStats",
+    "register_actor",
 ]

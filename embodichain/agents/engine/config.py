@@ -1,22 +1,41 @@
-"""What a user can set about the data engine."""
+"""Settings of the data engine, and the names of what can act in its environments."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 from embodichain.agents.processes.ray_config import PlacementCfg
 from embodichain.config import Config, Field, configclass
-from embodichain.errors import ConfigError
+from embodichain.errors import ConfigError, nearest
 
-SourceName = Literal["expert", "random", "policy", "dataset"]
+ActorFactory = Callable[..., Any]
+ACTORS: dict[str, ActorFactory | str] = {
+    "expert": "embodichain.agents.engine.sources:ExpertActor",
+    "random": "embodichain.agents.engine.sources:RandomActor",
+    "policy": "embodichain.agents.rl.evaluation:PolicyActor.from_checkpoint",
+}
+"""What chooses actions, by name. A string is an entry point of this package, imported by the worker that needs it."""
+
+
+def register_actor(name: str, factory: ActorFactory) -> None:
+    """Make ``{"source": name}`` a valid ``action_config``.
+
+    A worker calls ``factory(env, path=..., deterministic=..., seed=..., trusted_modules=...)`` and gets an ``Actor``, a
+    callable from observations to actions. Register it in a module of ``trusted_modules``: workers import these.
+    """
+    if name == "dataset" or isinstance(ACTORS.get(name), str):
+        raise ConfigError(f"source: the name {name!r} is taken", "register_actor")
+    ACTORS[name] = factory
 
 
 @configclass
 class ActionSourceCfg(Config):
     """Where the episodes come from: the ``action_config`` of an engine, checked."""
 
-    source: SourceName = "expert"
-    """``expert`` (the task's own), ``random``, ``policy`` (a checkpoint) or ``dataset`` (a recorded folder)."""
+    source: str = "expert"
+    """``expert`` (the task's own), ``random``, ``policy`` (a checkpoint), ``dataset`` (a recorded folder), or a name
+    given to ``register_actor``."""
     path: str | None = None
     """The checkpoint of ``policy``, or the folder of ``dataset``."""
     only_success: bool = False
@@ -28,19 +47,21 @@ class ActionSourceCfg(Config):
     """Whether a policy acts by its mean instead of a sample."""
 
     @classmethod
-    def of(cls, action_config: dict[str, Any]) -> ActionSourceCfg:
-        """Check an ``action_config``."""
+    def of(cls, action_config: dict[str, Any], trusted_modules: Sequence[str] = ()) -> ActionSourceCfg:
+        """Check an ``action_config``; a trusted module, which only workers import, may register further names."""
         cfg = cls.from_dict(action_config, source="action_config")
-        if cfg.source in ("policy", "dataset") and cfg.path is None:
-            raise ConfigError(
-                f"path: source {cfg.source!r} needs the path of its {_PATHS[cfg.source]}", "action_config"
-            )
+        problems = []
+        names = [*ACTORS, "dataset"]
+        if cfg.source not in names and not trusted_modules:
+            problems.append(f"source: unknown name {cfg.source!r}.{nearest(cfg.source, names)}")
+        needed = {"policy": "checkpoint", "dataset": "folder"}.get(cfg.source)
+        if needed and cfg.path is None:
+            problems.append(f"path: source {cfg.source!r} needs the path of its {needed}")
         if cfg.source == "dataset" and cfg.noise_std:
-            raise ConfigError("noise_std: recorded episodes are stored as they are; expected 0", "action_config")
+            problems.append("noise_std: recorded episodes are stored as they are; expected 0")
+        if problems:
+            raise ConfigError(problems, "action_config")
         return cfg
-
-
-_PATHS = {"policy": "checkpoint", "dataset": "folder"}
 
 
 @configclass
@@ -66,7 +87,7 @@ class OnlineDataEngineCfg(Config):
     max_samples_per_episode: Annotated[float, Field(gt=0)] | None = None
     """With ``continuous``: readers wait rather than draw more samples per written episode; None: they never wait."""
     num_workers: Annotated[int, Field(ge=1, le=4096)] = 1
-    """Number of simulation processes; on a Ray cluster at most so many, as nodes come and go."""
+    """Number of simulation processes; on a Ray cluster the most there are, as nodes come and go."""
     workers: Literal["local", "ray"] = "local"
     """Where they run: on this machine, or anywhere in a Ray cluster (extra ``ray``)."""
     address: str | None = None
@@ -82,25 +103,21 @@ class OnlineDataEngineCfg(Config):
     worker_timeout: Annotated[float, Field(gt=0)] = 60.0
     """Seconds without a sign of life after which a worker counts as hung."""
     trusted_modules: list[str] = []
-    """Modules that an environment id like ``my_module:MyEnv-v0`` may import."""
+    """Modules that an environment id like ``my_module:MyEnv-v0`` may import, or that register actors."""
     progress: bool = True
     """Whether ``start`` shows a progress bar (in a terminal only)."""
 
     def check(self) -> ActionSourceCfg:
         """Raise ConfigError for settings that contradict each other; return the checked ``action_config``."""
-        action = ActionSourceCfg.of(self.action_config)
+        action = ActionSourceCfg.of(self.action_config, self.trusted_modules)
         problems = []
         if not self.gym_config and action.source != "dataset":
             problems.append("gym_config: expected the config of an environment, got {}")
         if self.workers == "local":
-            problems += [
-                f'{name}: only workers="ray" has a cluster; got {given!r}'
-                for name, given, default in (
-                    ("address", self.address, None),
-                    ("placement", self.placement, PlacementCfg()),
-                )
-                if given != default
-            ]
+            cluster = {"address": (self.address, None), "placement": (self.placement, PlacementCfg())}
+            for name, (given, default) in cluster.items():
+                if given != default:
+                    problems.append(f'{name}: only workers="ray" has a cluster; got {given!r}')
         if self.buffer_size < self.num_workers and self.workers == "local":
             problems.append(
                 f"buffer_size: expected at least one row per worker ({self.num_workers}), got {self.buffer_size}"

@@ -22,7 +22,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from embodichain.agents.datasets.frames import Key, Leaf, unflatten
-from embodichain.agents.engine.outputs import RING_SIZE
+from embodichain.agents.engine.sampling import RING_SIZE
 from embodichain.agents.engine.shared_buffer import Control, Ints, SharedBuffer, State
 from embodichain.agents.processes.shared_memory import fence
 from embodichain.envs.random import combine

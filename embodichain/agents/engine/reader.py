@@ -1,4 +1,4 @@
-"""The sampling side of the engine: everything a process needs that only reads."""
+"""``StreamReader``: the sampling side of the engine, with all that a process needs that only reads."""
 
 from __future__ import annotations
 
@@ -14,71 +14,26 @@ import torch
 from tensordict import TensorDict
 
 from embodichain.agents.engine.config import OnlineDataEngineCfg
-from embodichain.agents.engine.outputs import OutputPool, OutputRing
 from embodichain.agents.engine.refill import ReadLimiter
-from embodichain.agents.engine.sampling import WindowSampler
+from embodichain.agents.engine.sampling import OutputPool, OutputRing, WindowSampler
 from embodichain.agents.engine.shared_buffer import MAX_READERS, Control, Floats, Ints, Read, SharedBuffer, State
 from embodichain.agents.processes.failure import FailureReport
 from embodichain.errors import ChunkSizeError, EngineStateError
 
-# MERGED readers: One place per sampling process to count in, so that counting needs no lock between processes and loses
-# nothing.
+Generator = np.random.Generator | torch.Generator
 
-
-_SAMPLES = int(Read.SAMPLES)  # a plain int: numpy takes ten times as long to index with an enum
-
-
-class ReaderSlot:
-    """The counters of this process in the shared buffer.
-
-    A slot is claimed at the first count and after a fork. The slot of a process that has ended is taken over with its
-    counts: what was drawn stays drawn, and the sum over all slots never goes back.
-    """
-
-    def __init__(self, buffer: SharedBuffer) -> None:
-        self._buffer = buffer
-        self._mine: Floats = buffer.readers[0]
-        self._index = 0
-        self._forks = -1
-        self._lock = threading.Lock()
-
-    def add(self, samples: int, redrawn: int, ages: tuple[float, float] | None = None) -> None:
-        """Count one batch, with its mean age (in seconds, in episodes) where that was measured."""
-        mine = self._slot()
-        with self._lock:
-            mine[_SAMPLES] += samples
-            if redrawn:
-                mine[Read.REDRAWN] += redrawn
-            if ages is not None:
-                mine[Read.AGED] += 1
-                mine[Read.AGE_SECONDS] += ages[0]
-                mine[Read.AGE_EPISODES] += ages[1]
-
-    def new_stream(self, seed: int) -> np.random.SeedSequence:
-        """Return the seed of a random stream that no other thread or process draws from."""
-        mine = self._slot()
-        with self._lock:
-            mine[Read.STREAMS] += 1
-            return np.random.SeedSequence(seed, spawn_key=(self._index, int(mine[Read.STREAMS])))
-
-    def _slot(self) -> Floats:
-        if self._forks != Forks.count:
-            with Forks.lock:
-                if self._forks != Forks.count:
-                    self._lock = threading.Lock()  # the parent may have held it while it forked
-                    self._index = _claim(self._buffer, os.getpid())
-                    self._mine = self._buffer.readers[self._index]
-                    self._forks = Forks.count
-        return self._mine
+_STATE, _SAMPLES = int(Control.STATE), int(Read.SAMPLES)  # numpy takes ten times as long to index with an enum
+_AGE_EVERY = 16
+"""Ages are measured on every 16th batch: a mean over many draws needs no more, and the others stay cheap."""
 
 
 class Forks:
-    """How a process notices that it is a forked copy of the one that made an object; a fraction of ``os.getpid``."""
+    """How a process notices that it is a forked copy of the one that made an object, at a fraction of ``os.getpid``."""
 
     count = 0
     """Number of forks between the first process and this one."""
     lock = threading.Lock()
-    """Under which the threads of one process claim their common slot; a forked child gets its own."""
+    """Held by whoever claims a slot for this process or counts in it; a forked child has its own."""
 
     @classmethod
     def after_in_child(cls) -> None:
@@ -90,13 +45,51 @@ class Forks:
 os.register_at_fork(after_in_child=Forks.after_in_child)
 
 
+class ReaderSlot:
+    """The counters of this process in the shared buffer: counting needs no lock between processes and loses nothing.
+
+    A slot is claimed at the first count and after a fork; all readers of one process share it. The slot of a process
+    that has ended is taken over with its counts, so that the sum over all slots never goes back.
+    """
+
+    def __init__(self, buffer: SharedBuffer) -> None:
+        self._buffer = buffer
+        self._counters: Floats = buffer.readers[0]
+        self._index = 0
+        self._forks = -1
+
+    def add(self, samples: int, redrawn: int, ages: tuple[float, float] | None = None) -> None:
+        """Count one batch, with its mean age (in seconds, in episodes) where that was measured."""
+        with Forks.lock:
+            counters = self._claimed()
+            counters[_SAMPLES] += samples
+            if redrawn:
+                counters[Read.REDRAWN] += redrawn
+            if ages is not None:
+                counters[Read.AGED] += 1
+                counters[Read.AGE_SECONDS] += ages[0]
+                counters[Read.AGE_EPISODES] += ages[1]
+
+    def new_stream(self, seed: int) -> np.random.SeedSequence:
+        """Return the seed of a random stream that no other thread or process draws from."""
+        with Forks.lock:
+            counters = self._claimed()
+            counters[Read.STREAMS] += 1
+            return np.random.SeedSequence(seed, spawn_key=(self._index, int(counters[Read.STREAMS])))
+
+    def _claimed(self) -> Floats:
+        if self._forks != Forks.count:
+            self._index = _claim(self._buffer, os.getpid())
+            self._counters, self._forks = self._buffer.readers[self._index], Forks.count
+        return self._counters
+
+
 def _claim(buffer: SharedBuffer, pid: int) -> int:
-    """Return the index of a free slot, or of one whose process is gone."""
+    """Return the index of this process's slot: its own, a free one, or one whose process is gone."""
     # A record lock belongs to the process, not to the descriptor, which all processes share.
     fcntl.lockf(buffer.segment.fd, fcntl.LOCK_EX, 1, 0)
     try:
         owners = buffer.owners.tolist()
-        # A slot under our own number is that of an ended process whose number we were given.
         index = next((i for i, owner in enumerate(owners) if owner in (0, pid) or not _alive(owner)), None)
         if index is None:
             raise EngineStateError(f"more than {MAX_READERS} processes sample from one engine: use fewer")
@@ -112,19 +105,12 @@ def _alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        return True
+        pass
     return True
 
 
-Generator = np.random.Generator | torch.Generator
-
-_STATE = int(Control.STATE)  # a plain int: numpy takes ten times as long to index with an enum
-_AGE_EVERY = 16
-"""Ages are measured on every 16th batch: a mean over many draws needs no more, and the others stay cheap."""
-
-
 class _PerThread:
-    """What one thread draws with: nothing of it may be shared."""
+    """What one thread draws with; nothing of it is shared."""
 
     def __init__(self, buffer: SharedBuffer, seed: np.random.SeedSequence, check_state: Callable[[], None]) -> None:
         self.forks = Forks.count
@@ -157,16 +143,10 @@ class StreamReader:
         self.prepare(batch_size, chunk_size)
         own = self._own()
         source = own.generator if generator is None else self.generator(generator)
-        if reuse_outputs:
-            output = own.ring.get(batch_size, chunk_size)
-            windows, redrawn = own.sampler.draw(source, output.target, batch_size, chunk_size)
-            batch = output.batch
-        else:
-            target = own.pool.get(batch_size, chunk_size)
-            windows, redrawn = own.sampler.draw(source, target, batch_size, chunk_size)
-            batch = target.as_batch(batch_size, chunk_size)
+        output = (own.ring if reuse_outputs else own.pool).get(batch_size, chunk_size)
+        windows, redrawn = own.sampler.draw(source, output, batch_size, chunk_size)
         self.count(batch_size, redrawn, lambda: windows // self.buffer.max_steps)
-        return batch
+        return output.batch
 
     def generator(self, given: Generator | None) -> np.random.Generator:
         """Return a numpy generator determined by the given one, or this thread's own."""
@@ -180,9 +160,10 @@ class StreamReader:
         return self._own().generator if given is None else given
 
     def prepare(self, batch_size: int, chunk_size: int) -> None:
-        """Check the request, the state of the engine, and wait if readers are ahead of a limit."""
-        if type(batch_size) is not int or type(chunk_size) is not int:
-            _check_integers(batch_size=batch_size, chunk_size=chunk_size)
+        """Check the request and the state of the engine, and wait if readers are ahead of a limit."""
+        for name, size in (("batch_size", batch_size), ("chunk_size", chunk_size)):
+            if type(size) is not int and (isinstance(size, bool) or not isinstance(size, int | np.integer)):
+                raise ChunkSizeError(f"{name} must be an integer >= 1, got {size!r}")
         if chunk_size > self.buffer.max_steps:
             raise ChunkSizeError(f"chunk_size is {chunk_size}, but max_episode_steps is {self.buffer.max_steps}")
         if chunk_size < 1 or batch_size < 1:
@@ -203,7 +184,7 @@ class StreamReader:
         raise EngineStateError("the buffer is still being filled for the first time: wait until is_init is True")
 
     def count(self, samples: int, redrawn: int, rows: Callable[[], Ints]) -> None:
-        """Count a batch towards the refill, and now and then ask for its rows to note how old it was."""
+        """Count a batch towards the refill; for some batches, ``rows`` tells of which rows to measure the age."""
         own = self._own()
         own.batches += 1
         if own.batches % _AGE_EVERY != 1:
@@ -221,10 +202,3 @@ class StreamReader:
                 self._forks = Forks.count
             own = self._local.own = _PerThread(self.buffer, self._slot.new_stream(self._cfg.seed), self.check_state)
         return own
-
-
-def _check_integers(**sizes: object) -> None:
-    """Raise unless all are integers; numpy's are as good as Python's."""
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int | np.integer):
-            raise ChunkSizeError(f"{name} must be an integer >= 1, got {size!r}")

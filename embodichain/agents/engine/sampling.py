@@ -1,8 +1,11 @@
-"""Random windows of stored episodes, gathered while workers overwrite rows.
+"""Random windows of stored episodes, gathered while workers overwrite rows, and the memory of sampled batches.
 
 The picks are numpy on a few hundred row headers. The copy is one ``index_select`` per key over overlapping windows:
 the frames ``[num_rows, max_steps, ...]`` seen as ``[num_rows * max_steps - chunk_size + 1, chunk_size, ...]`` with the
 stride of one frame, so that window ``row * max_steps + start`` is one contiguous piece of memory.
+
+Fresh pages cost more than the copy itself, so the memory of batches is used again, in two ways, both per thread:
+:class:`OutputPool` and :class:`OutputRing`.
 """
 
 from __future__ import annotations
@@ -15,19 +18,111 @@ from functools import cached_property
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from tensordict import TensorDict
 from torch import Tensor
 
-from embodichain.agents.datasets.frames import Key
-from embodichain.agents.engine.outputs import Target
+from embodichain.agents.datasets.frames import FrameLayout, Key, Leaf, unflatten
 from embodichain.agents.engine.shared_buffer import Floats, Ints, SharedBuffer
 from embodichain.agents.processes.shared_memory import fence
 from embodichain.errors import ChunkSizeError, StreamStalledError
 
-_NONE: Ints = np.zeros(0, np.int64)
-_QUICK_TRIES = 16
+RING_SIZE = 2
+"""One batch to work with while the next is drawn; more of them would take the place of the frames in the caches."""
 STALL_SECONDS = 60.0
 """How long a reader waits for rows that are being rewritten before it says so; a new worker repairs what a killed one
 left half-written, and takes its time to start."""
+_RING_SHAPES, _POOL_SIZE, _QUICK_TRIES = 16, 8, 16
+_NONE: Ints = np.zeros(0, np.int64)
+
+# How many tensors share a storage. torch has the number but no public name for it; without it nothing is recycled.
+_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+
+
+class Output:
+    """Memory for a batch: ``[batch_size, chunk_size, ...]`` per key, contiguous, and the batch on it."""
+
+    def __init__(self, tensors: dict[Key, Tensor], batch_size: int, chunk_size: int) -> None:
+        self.tensors = tensors
+        # The shapes are ours; the checks of the public constructor take several times as long as the rest.
+        self.batch = TensorDict._new_unsafe(unflatten(tensors), batch_size=torch.Size((batch_size, chunk_size)))
+
+    @cached_property
+    def bytes(self) -> list[NDArray[np.uint8]]:
+        """The same memory, ``[batch_size, chunk_size * bytes_per_frame]`` per key, for copying single windows."""
+        return [value.flatten(1).view(torch.uint8).numpy() for value in self.tensors.values()]
+
+
+class _Block:
+    """Memory for one array of a batch."""
+
+    def __init__(self, leaf: Leaf, frames: int) -> None:
+        self.frames = frames
+        self._leaf = leaf
+        self._base = torch.empty(frames * leaf.elements, dtype=leaf.dtype)
+        self._storage = self._base.untyped_storage()
+        self._own_count = self._count()
+
+    def _count(self) -> int:
+        return -1 if _use_count is None else _use_count(self._storage._cdata)
+
+    def is_free(self) -> bool:
+        """Tell whether no tensor but our own uses this memory."""
+        return _use_count is not None and self._count() == self._own_count
+
+    def is_shared(self) -> bool:
+        """Tell whether the memory went to another process (a DataLoader does that), whose holders cannot be counted."""
+        return self._storage.is_shared()
+
+    def tensor(self, batch_size: int, chunk_size: int) -> Tensor:
+        """Return a new tensor ``[batch_size, chunk_size, ...]`` on this memory."""
+        leaf = self._leaf
+        return self._base.as_strided((batch_size, chunk_size, *leaf.shape), (chunk_size * leaf.elements, *leaf.strides))
+
+
+class OutputPool:
+    """Memory that is used again once nobody holds the batch, a view of it, or a gradient that saved it."""
+
+    def __init__(self, layout: FrameLayout) -> None:
+        self._layout = layout
+        self._blocks: dict[Key, list[_Block]] = {leaf.key: [] for leaf in layout.leaves}
+
+    def get(self, batch_size: int, chunk_size: int) -> Output:
+        """Return memory that nothing else refers to."""
+        blocks = {leaf.key: self._block(leaf, batch_size * chunk_size) for leaf in self._layout.leaves}
+        tensors = {key: block.tensor(batch_size, chunk_size) for key, block in blocks.items()}
+        return Output(tensors, batch_size, chunk_size)
+
+    def _block(self, leaf: Leaf, frames: int) -> _Block:
+        blocks = self._blocks[leaf.key]
+        for index, block in enumerate(blocks):
+            if block.is_free():
+                if block.frames < frames or block.is_shared():
+                    block = blocks[index] = _Block(leaf, frames)
+                return block
+        if len(blocks) == _POOL_SIZE:  # the caller keeps many batches: the oldest block is not tracked any more
+            blocks.pop(0)
+        blocks.append(_Block(leaf, frames))
+        return blocks[-1]
+
+
+class OutputRing:
+    """The same ``RING_SIZE`` batches per shape, in turn: each is overwritten by the ``RING_SIZE``-th draw after it."""
+
+    def __init__(self, layout: FrameLayout) -> None:
+        self._layout = layout
+        self._rings: dict[tuple[int, int], list[Output]] = {}
+
+    def get(self, batch_size: int, chunk_size: int) -> Output:
+        """Return the batch of this shape that was given out longest ago."""
+        shape = (batch_size, chunk_size)
+        ring = self._rings.get(shape)
+        if ring is None:
+            if len(self._rings) == _RING_SHAPES:
+                self._rings.pop(next(iter(self._rings)))
+            pool = OutputPool(self._layout)
+            ring = self._rings[shape] = [pool.get(*shape) for _ in range(RING_SIZE)]
+        ring.append(ring.pop(0))
+        return ring[-1]
 
 
 @dataclass
@@ -77,7 +172,7 @@ class WindowSampler:
         self._windows: dict[int, dict[Key, Windows]] = {}
         self._known = Candidates(b"", b"", 0, _NONE, _NONE, np.zeros(0))
 
-    def draw(self, generator: np.random.Generator, out: Target, batch_size: int, chunk_size: int) -> tuple[Ints, int]:
+    def draw(self, generator: np.random.Generator, out: Output, batch_size: int, chunk_size: int) -> tuple[Ints, int]:
         """Fill ``out``; return which windows were drawn (``row * max_steps + start``), and how many again.
 
         An episode is drawn uniformly from those that are long enough, then a start uniformly within it.
@@ -122,7 +217,7 @@ class WindowSampler:
         return self._known
 
     def _changed(self, known: Candidates, chosen: Ints) -> Ints:
-        """Return the places in ``chosen`` whose row was being written at the time of ``known``, or has been since."""
+        """Return the indices into ``chosen`` whose row was being written at the time of ``known`` or has been since."""
         fence()
         now = self.buffer.sequence.tobytes()
         if now == known.stamp and not known.is_busy:
@@ -132,7 +227,7 @@ class WindowSampler:
         marks = changed[known.rows[chosen]]
         return np.flatnonzero(marks) if b"\1" in marks.tobytes() else _NONE
 
-    def _redraw(self, generator: np.random.Generator, out: Target, picks: Ints, changed: Ints, chunk_size: int) -> int:
+    def _redraw(self, generator: np.random.Generator, out: Output, picks: Ints, changed: Ints, chunk_size: int) -> int:
         """Replace the windows whose row changed while it was copied, and only those, one by one; return how often."""
         sources = [windows.bytes for windows in self._windows_of(chunk_size).values()]
         pairs = list(zip(out.bytes, sources, strict=True))

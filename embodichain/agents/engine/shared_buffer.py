@@ -4,7 +4,7 @@ Every word here has exactly one writer at a time: rows and worker records belong
 process that claimed it, the control words to the creator. So no lock is ever taken while frames are read or written.
 
 A row's ``sequence`` is odd while the row is being written. A reader notes the sequence, copies, and looks again: if the
-number changed, what it copied may be torn and is drawn anew.
+number changed, what it copied may be torn and is drawn again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""Where episodes come from: a simulation with somebody who acts, or a folder of recorded ones."""
+"""Sources of episodes: a simulation in which an actor chooses the actions, or a folder of recorded episodes."""
 
 from __future__ import annotations
 
+import importlib
+import operator
 import os
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -13,11 +15,24 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from embodichain.agents.datasets.frames import Episode, FrameLayout, Key, flatten
-from embodichain.agents.engine.config import ActionSourceCfg, OnlineDataEngineCfg
+from embodichain.agents.engine.config import ACTORS, ActionSourceCfg, OnlineDataEngineCfg
 from embodichain.envs.vec_env import HasExpert, VecEnv
-from embodichain.errors import ConfigError, EnvContractError
+from embodichain.errors import ConfigError, EnvContractError, nearest
+from embodichain.extras import import_trusted
 
-# MERGED actors: Who acts in a simulated episode: the task's expert, chance, or a trained policy.
+
+class EpisodeSource(Protocol):
+    """Delivers finished episodes."""
+
+    layout: FrameLayout
+    max_steps: int
+    """No episode is longer."""
+
+    def advance(self) -> list[Episode]:
+        """Take one step and return the episodes that it finished, valid until the next call."""
+
+    def close(self) -> None:
+        """Release what the source holds."""
 
 
 class Actor(Protocol):
@@ -26,11 +41,11 @@ class Actor(Protocol):
     version: int
     """How many updates shaped the policy that acts; -1 where there is none."""
 
-    def act(self, observation: TensorDict) -> Tensor:
+    def __call__(self, observation: TensorDict) -> Tensor:
         """Return the actions ``[num_envs, ...]`` for the present observation."""
 
-    def ended(self, env_ids: list[int]) -> None:
-        """Take note that the episodes of these envs ended."""
+    def reset(self, env_ids: list[int]) -> None:
+        """Forget the episodes of these envs, which have ended."""
 
 
 class ExpertActor:
@@ -38,7 +53,7 @@ class ExpertActor:
 
     version = -1
 
-    def __init__(self, env: VecEnv) -> None:
+    def __init__(self, env: VecEnv, **_: object) -> None:
         if not isinstance(env, HasExpert):
             raise ConfigError(
                 f'source: {type(env).__name__} has no expert; use "random", or "policy" with a checkpoint',
@@ -46,11 +61,11 @@ class ExpertActor:
             )
         self._env: HasExpert = env
 
-    def act(self, observation: TensorDict) -> Tensor:
+    def __call__(self, observation: TensorDict) -> Tensor:
         """Return what the expert does in the present state."""
         return self._env.expert_action()
 
-    def ended(self, env_ids: list[int]) -> None:
+    def reset(self, env_ids: list[int]) -> None:
         """Do nothing: the expert looks at the state alone."""
 
 
@@ -59,13 +74,12 @@ class RandomActor:
 
     version = -1
 
-    def __init__(self, env: VecEnv, generator: torch.Generator) -> None:
-        self._generator = generator
-        self._device = env.device
-        self._num_envs = env.num_envs
+    def __init__(self, env: VecEnv, seed: int, **_: object) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self._device, self._num_envs = env.device, env.num_envs
         self._space: gym.Space[Any] = env.action_space
 
-    def act(self, observation: TensorDict) -> Tensor:
+    def __call__(self, observation: TensorDict) -> Tensor:
         """Return uniform draws from [-1, 1], or from the choices of a discrete space."""
         if isinstance(self._space, gym.spaces.Discrete):
             action = torch.randint(int(self._space.n), (self._num_envs,), generator=self._generator)
@@ -73,45 +87,23 @@ class RandomActor:
             action = torch.rand((self._num_envs, *(self._space.shape or ())), generator=self._generator) * 2 - 1
         return action.to(self._device)
 
-    def ended(self, env_ids: list[int]) -> None:
-        """Do nothing: chance has no memory."""
-
-
-class PolicyActor:
-    """A trained policy, from a checkpoint."""
-
-    def __init__(self, env: VecEnv, path: str, deterministic: bool, trusted_modules: Sequence[str]) -> None:
-        # Here, because only this actor needs the reinforcement-learning half.
-        from embodichain.agents.rl.checkpoint import load_policy
-        from embodichain.agents.rl.evaluation import PolicyActor as Acting
-
-        policy = load_policy(path, env, device=env.device, trusted_modules=trusted_modules)
-        if policy.chunk_size != 1:
-            raise ConfigError(f"path: {path} chooses {policy.chunk_size} actions at once, expected 1", "action_config")
-        self.version = int(policy.version)
-        self._acting = Acting(policy, env, deterministic)
-
-    @torch.no_grad()
-    def act(self, observation: TensorDict) -> Tensor:
-        """Return what the policy does, remembering what it saw if it has a memory."""
-        return self._acting(observation)
-
-    def ended(self, env_ids: list[int]) -> None:
-        """Clear the policy's memory of these envs."""
-        self._acting.forget(env_ids)
+    def reset(self, env_ids: list[int]) -> None:
+        """Do nothing: every draw is independent."""
 
 
 def make_actor(cfg: ActionSourceCfg, env: VecEnv, seed: int, trusted_modules: Sequence[str] = ()) -> Actor:
-    """Return the actor that the config names."""
-    if cfg.source == "expert":
-        return ExpertActor(env)
-    if cfg.source == "policy":
-        torch.manual_seed(seed)  # policies draw from torch's own generator
-        return PolicyActor(env, str(cfg.path), cfg.deterministic, trusted_modules)
-    return RandomActor(env, torch.Generator().manual_seed(seed))
-
-
-# MERGED simulation: Episodes from a simulation: step all envs, and hand out each episode when it ends.
+    """Return the actor that the config names; a name that is not registered may be in a trusted module."""
+    if cfg.source not in ACTORS:
+        import_trusted(trusted_modules)
+    factory = ACTORS.get(cfg.source)
+    if factory is None:
+        raise ConfigError(f"source: unknown name {cfg.source!r}.{nearest(cfg.source, ACTORS)}", "action_config")
+    if isinstance(factory, str):
+        module, _, attribute = factory.partition(":")
+        factory = operator.attrgetter(attribute)(importlib.import_module(module))
+    settings = {"path": cfg.path, "deterministic": cfg.deterministic, "seed": seed, "trusted_modules": trusted_modules}
+    actor: Actor = factory(env, **settings)
+    return actor
 
 
 class SimulatedEpisodes:
@@ -130,7 +122,7 @@ class SimulatedEpisodes:
         self._generator = torch.Generator().manual_seed(seed)
         self._observation, info = env.reset(seed=seed)
         self._seeds = _episode_seeds(info, env.num_envs)
-        self.layout = FrameLayout.of_step(self._observation, actor.act(self._observation))
+        self.layout = FrameLayout.of_step(self._observation, actor(self._observation))
         self._ring: dict[Key, Tensor] = {
             leaf.key: torch.empty((self.max_steps, env.num_envs, *leaf.shape), dtype=leaf.dtype)
             for leaf in self.layout.leaves
@@ -141,7 +133,7 @@ class SimulatedEpisodes:
     def advance(self) -> list[Episode]:
         """Take one step in every env and return the episodes that ended, valid until the next step."""
         at, env = self._step % self.max_steps, self.env
-        action = self.actor.act(self._observation)
+        action = self.actor(self._observation)
         for key, value in flatten(self._observation).items():
             self._ring[("observation", *key)][at] = value
         self._ring[("action",)][at] = action
@@ -176,7 +168,7 @@ class SimulatedEpisodes:
             episodes.append(Episode(frames, length, self._seeds[index], known, self.actor.version))
             self._begin[index] = self._step
             self._seeds[index] = next_seeds[index]
-        self.actor.ended(ended)
+        self.actor.reset(ended)
         return episodes
 
     def _column(self, ring: Tensor, env: int, length: int) -> tuple[Tensor, ...]:
@@ -196,37 +188,14 @@ def _episode_seeds(info: dict[str, Any], num_envs: int) -> list[int]:
     return [-1] * num_envs if seeds is None else [int(seed) for seed in seeds.tolist()]
 
 
-class EpisodeSource(Protocol):
-    """Delivers finished episodes, some at a time."""
-
-    layout: FrameLayout
-    max_steps: int
-    """No episode is longer."""
-
-    def advance(self) -> list[Episode]:
-        """Go one step on and return what was finished by it; the episodes are valid until the next call."""
-
-    def close(self) -> None:
-        """Release what the source holds."""
-
-
 def open_source(cfg: OnlineDataEngineCfg, worker: int = 0, incarnation: int = 0) -> EpisodeSource:
     """Open the source of one worker; a worker's replacement (the next incarnation) draws other episodes."""
     action = cfg.check()
     seed = stream_seed(cfg.seed, worker, incarnation)
     if action.source == "dataset":
-        return _open_recorded(action, seed)
-    return _open_simulation(cfg, action, seed)
+        from embodichain.agents.datasets.lerobot import RecordedEpisodes
 
-
-def stream_seed(seed: int, worker: int, incarnation: int) -> int:
-    """Return the seed of a worker's simulation."""
-    return int(
-        np.random.SeedSequence(seed, spawn_key=(worker, incarnation)).generate_state(1, np.uint64)[0] >> np.uint64(3)
-    )
-
-
-def _open_simulation(cfg: OnlineDataEngineCfg, action: ActionSourceCfg, seed: int) -> SimulatedEpisodes:
+        return RecordedEpisodes(str(action.path), seed)
     from embodichain.envs.registration import make
 
     overrides: dict[str, Any] = {}
@@ -237,7 +206,7 @@ def _open_simulation(cfg: OnlineDataEngineCfg, action: ActionSourceCfg, seed: in
     return SimulatedEpisodes(env, actor, seed, action.noise_std)
 
 
-def _open_recorded(action: ActionSourceCfg, seed: int) -> EpisodeSource:
-    from embodichain.agents.datasets.lerobot import RecordedEpisodes
-
-    return RecordedEpisodes(str(action.path), seed)
+def stream_seed(seed: int, worker: int, incarnation: int) -> int:
+    """Return the seed of a worker's simulation."""
+    sequence = np.random.SeedSequence(seed, spawn_key=(worker, incarnation))
+    return int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(3))

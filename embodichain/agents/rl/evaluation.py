@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from embodichain.agents.rl.utils.random_state import get_random_state, set_rando
 from embodichain.envs.recording import EpisodeRecorder, EpisodeResult, Summary, roll
 from embodichain.envs.vec_env import VecEnv
 from embodichain.envs.wrappers import chunked
+from embodichain.errors import ConfigError
 from embodichain.utils.threads import torch_threads
 
 FILM_SIZE = (240, 320)
@@ -50,20 +52,34 @@ class Evaluation:
 
 
 class PolicyActor:
-    """Lets a policy act on observations one after the other, keeping its memory between them."""
+    """Lets a policy act on observations one after the other, keeping its recurrent state between them."""
 
     def __init__(self, policy: Policy, env: VecEnv, deterministic: bool = True) -> None:
         self.policy, self.env, self.deterministic = policy, env, deterministic
         self.state = policy.initial_state(env.num_envs)
+        self.version = int(policy.version)
 
+    @classmethod
+    def from_checkpoint(
+        cls, env: VecEnv, *, path: str, deterministic: bool, seed: int, trusted_modules: Sequence[str] = ()
+    ) -> PolicyActor:
+        """Load the policy of a checkpoint; this is the ``policy`` among the actors of the data engine."""
+        from embodichain.agents.rl.checkpoint import load_policy
+
+        torch.manual_seed(seed)  # policies draw from torch's own generator
+        policy = load_policy(path, env, device=env.device, trusted_modules=trusted_modules)
+        if policy.chunk_size != 1:
+            raise ConfigError(f"path: {path} chooses {policy.chunk_size} actions at once, expected 1", "action_config")
+        return cls(policy, env, deterministic)
+
+    @torch.no_grad()
     def __call__(self, obs: TensorDict) -> Tensor:
         """Return the action that the environment is given."""
-        seen = obs.to(self.policy.device)
-        action, _, _, self.state = self.policy.act(seen, self.state, self.deterministic)
+        action, _, _, self.state = self.policy.act(obs.to(self.policy.device), self.state, self.deterministic)
         return bound_action(action).to(self.env.device)
 
-    def forget(self, env_ids: list[int]) -> None:
-        """Clear the memory of envs whose episode ended."""
+    def reset(self, env_ids: list[int]) -> None:
+        """Clear the recurrent state of envs whose episode ended."""
         initial = self.policy.initial_state(len(env_ids))
         if self.state is not None and initial is not None and env_ids:
             self.state = self.state.index_copy(0, torch.tensor(env_ids, device=self.state.device), initial)
@@ -85,7 +101,7 @@ def evaluate(
         with torch_threads(collection_threads(policy, env.num_envs)):
             for step in roll(env, actor, episodes, seed):
                 ended += step.ended
-                actor.forget([episode.env for episode in step.ended])
+                actor.reset([episode.env for episode in step.ended])
                 if recorder is not None:
                     recorder.watch(step)
         files = recorder.finish() if recorder is not None else []

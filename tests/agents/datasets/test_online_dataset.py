@@ -10,7 +10,8 @@ import pytest
 import torch
 from stream_envs import check_chunks, stream_settings
 from tensordict import TensorDict
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_convert
+from torch.utils.data._utils import collate
 
 from embodichain.agents.datasets import ChunkSizeSampler, GMMChunkSampler, OnlineDataset, UniformChunkSampler
 from embodichain.agents.engine import OnlineDataEngine, OnlineDataEngineCfg
@@ -55,6 +56,18 @@ def test_batch_mode_in_a_data_loader(engine: OnlineDataEngine, collate: Any, wor
         assert isinstance(batch, TensorDict)
         assert batch.batch_size == torch.Size([32, 4])
         check_chunks(batch)
+
+
+def test_torch_treats_other_tensordicts_as_ever(engine: OnlineDataEngine) -> None:
+    """What makes a ``collate_fn`` unnecessary concerns the chunks of the stream alone."""
+    batch = next(iter(OnlineDataset(engine, 4, batch_size=3)))
+    assert [row.batch_size for row in batch] == [torch.Size([4])] * 3  # iterating over one goes over its batch
+    assert type(default_convert(batch)) is TensorDict
+    plain = TensorDict({"x": torch.ones(2)}, batch_size=[2])
+    assert TensorDict not in collate.default_collate_fn_map
+    assert collate.default_convert.__module__ == "torch.utils.data._utils.collate"
+    with pytest.raises((RuntimeError, TypeError, KeyError, IndexError)):
+        default_convert(plain)
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])

@@ -13,7 +13,7 @@ from stream_envs import check_chunks, gym_config, stream_settings
 from embodichain.agents.datasets.frames import Episode, FrameLayout, Leaf
 from embodichain.agents.engine import OnlineDataEngine, OnlineDataEngineCfg
 from embodichain.agents.engine.gpu_mirror import DeviceMirror, draw_key, pick
-from embodichain.agents.engine.outputs import RING_SIZE
+from embodichain.agents.engine.sampling import RING_SIZE
 from embodichain.agents.engine.shared_buffer import Control, SharedBuffer, State
 from embodichain.errors import ChunkSizeError, ConfigError
 

@@ -11,9 +11,9 @@ import torch
 from tensordict import TensorDict
 
 from embodichain.agents.datasets.frames import Episode, FrameLayout, Leaf
-from embodichain.agents.engine import OnlineDataEngineCfg, outputs
+from embodichain.agents.engine import OnlineDataEngineCfg
 from embodichain.agents.engine.reader import StreamReader
-from embodichain.agents.engine.sampling import WindowSampler
+from embodichain.agents.engine.sampling import RING_SIZE, OutputPool, WindowSampler
 from embodichain.agents.engine.shared_buffer import Control, SharedBuffer, State
 from embodichain.agents.processes.failure import FailureReport
 from embodichain.errors import ChunkSizeError, EngineStateError, StreamStalledError, WorkerError
@@ -168,10 +168,10 @@ def test_only_windows_whose_row_changed_are_drawn_again(buffer: SharedBuffer, mo
         return original(self, known, chosen)
 
     monkeypatch.setattr(WindowSampler, "_changed", overwrite_then_check)
-    target = outputs.OutputPool(LAYOUT).get(200, 8)
+    target = OutputPool(LAYOUT).get(200, 8)
     windows, redrawn = sampler.draw(np.random.default_rng(0), target, 200, 8)
     assert redrawn == int((drawn[0] == 3).sum()) > 0
-    got, starts = chunks(target.as_batch(200, 8))
+    got, starts = chunks(target.batch)
     assert 3 not in got.tolist()  # its new episode is too short
     assert torch.equal(got * buffer.max_steps + starts, torch.from_numpy(windows))
     kept = torch.from_numpy(drawn[0] != 3)
@@ -225,11 +225,11 @@ def test_memory_that_went_to_another_process_is_not_used_again(reader: StreamRea
 
 
 def test_reused_outputs_live_for_the_documented_number_of_draws(reader: StreamReader) -> None:
-    batches = [reader.sample(8, 4, reuse_outputs=True) for _ in range(2 * outputs.RING_SIZE)]
-    assert len({id(batch) for batch in batches}) == outputs.RING_SIZE
+    batches = [reader.sample(8, 4, reuse_outputs=True) for _ in range(2 * RING_SIZE)]
+    assert len({id(batch) for batch in batches}) == RING_SIZE
     first = reader.sample(8, 4, reuse_outputs=True)
     copy = first.clone()
-    for _ in range(outputs.RING_SIZE - 1):
+    for _ in range(RING_SIZE - 1):
         assert reader.sample(8, 4, reuse_outputs=True) is not first
     assert (first == copy).all()
     assert reader.sample(8, 4, reuse_outputs=True) is first

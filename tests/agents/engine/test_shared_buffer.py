@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import pickle
+import threading
 import time
 from typing import Any
 
@@ -172,6 +173,35 @@ def test_no_sample_is_lost_or_counted_twice_between_processes() -> None:
             process.join()
     assert buffer.samples == 3 * (4 * 2000 * 3 + 500 * 7)
     assert np.count_nonzero(buffer.owners) <= 5
+
+
+class _Slow(np.ndarray):
+    """An array from which other threads get their turn whenever a number is read."""
+
+    def __getitem__(self, index: Any) -> Any:
+        value = super().__getitem__(index)
+        time.sleep(1e-4)
+        return value
+
+
+def test_readers_of_one_process_share_a_slot_and_lose_nothing() -> None:
+    buffer = make_buffer()
+    buffer.readers = buffer.readers.view(_Slow)
+    slots, keys = [ReaderSlot(buffer) for _ in range(4)], []
+
+    def count(slot: ReaderSlot) -> None:
+        for _ in range(50):
+            slot.add(3, 0)
+            keys.append(slot.new_stream(0).spawn_key)
+
+    threads = [threading.Thread(target=count, args=(slot,)) for slot in slots]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert np.count_nonzero(buffer.owners) == 1
+    assert buffer.samples == 4 * 50 * 3
+    assert len(set(keys)) == 4 * 50
 
 
 def test_random_streams_of_readers_differ() -> None:

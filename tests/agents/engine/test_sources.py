@@ -10,7 +10,7 @@ import torch
 from stream_envs import gym_config, stream_settings
 from tensordict import TensorDict
 
-from embodichain.agents.engine import OnlineDataEngine, OnlineDataEngineCfg
+from embodichain.agents.engine import OnlineDataEngine, OnlineDataEngineCfg, register_actor
 from embodichain.agents.engine.shared_buffer import SharedBuffer
 from embodichain.agents.engine.sources import EpisodeSource, open_source, stream_seed
 from embodichain.agents.engine.worker import Worker
@@ -84,6 +84,21 @@ def test_a_checkpoint_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     cfg = OnlineDataEngineCfg(gym_config=TASK, action_config={"source": "policy", "path": str(tmp_path / "none")})
     with pytest.raises(CheckpointError):
         open_source(cfg)
+
+
+def test_an_actor_of_a_trusted_module_acts_in_worker_processes() -> None:
+    with OnlineDataEngine(OnlineDataEngineCfg(**stream_settings(action_config={"source": "constant"}))) as engine:
+        assert (engine.sample_batch(32, 4)["action"] == 0.25).all()
+        assert engine.episode_info(0).policy_version == 5
+
+
+def test_names_of_actors_are_checked() -> None:
+    with pytest.raises(ConfigError, match="expert"):
+        OnlineDataEngineCfg(gym_config=TASK, action_config={"source": "exprt"}).check()
+    with pytest.raises(ConfigError, match="expert"):  # and in the worker, which knows those of trusted modules, too
+        open_source(OnlineDataEngineCfg(**stream_settings(action_config={"source": "exprt"})))
+    with pytest.raises(ConfigError, match="taken"):
+        register_actor("policy", lambda env, **_: None)
 
 
 def test_the_stored_action_is_the_one_before_the_noise() -> None:

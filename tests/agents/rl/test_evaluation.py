@@ -111,7 +111,7 @@ def test_actor_forgets_only_the_envs_named():
         actor = PolicyActor(policy, env)
     actor(TensorDict({"x": torch.ones(3, 3)}, batch_size=[3]))
     before = actor.state.clone()
-    actor.forget([1])
+    actor.reset([1])
     assert torch.equal(actor.state[[0, 2]], before[[0, 2]])
     assert actor.state[1].abs().sum() == 0 < before[1].abs().sum()
 
