@@ -31,8 +31,7 @@ from benchmarks.scale_family import family_cpu
 from benchmarks.timing import Rounds, Window, cores, machine, total_cpu
 from embodichain.agents.engine import OnlineDataEngine, OnlineDataEngineCfg
 from embodichain.agents.engine.shared_buffer import Work
-from embodichain.agents.processes.ray_config import PlacementCfg
-from embodichain.agents.processes.ray_session import RaySession
+from embodichain.agents.processes.ray_backend import PlacementCfg, RayCluster
 from embodichain.agents.rl.buffer import VLABuffer
 from embodichain.agents.rl.collector import AsyncCfg, AsyncCollector
 from embodichain.agents.rl.models import build_policy
@@ -229,10 +228,10 @@ def main(args: Args) -> int:
     measured: dict[str, list[Row]] = {}
     ours = [part for part in args.parts if part != "ranks"]
     if ours:
-        session = RaySession(None, 2, PlacementCfg())  # one Ray for all of them
+        cluster = RayCluster(None, 2, PlacementCfg())  # one Ray for all of them
         for part in ours:
             measured[part] = ingest_rows(args) if part == "ingest" else rows_of(part, args)
-        session.close()
+        cluster.close()
     if "ranks" in args.parts:
         from benchmarks.scale_ranks import rows as rank_rows
 

@@ -10,14 +10,12 @@ import time
 from collections import deque
 from typing import Any
 
-import ray
-
 from benchmarks.timing import cores
 from embodichain.agents.datasets.frames import FrameLayout
 from embodichain.agents.engine import OnlineDataEngineCfg
-from embodichain.agents.engine.ray_batch import EpisodeBatch
-from embodichain.agents.engine.ray_worker import StreamWorker
+from embodichain.agents.engine.ray_workers import EpisodeBatch, StreamWorker
 from embodichain.agents.engine.shared_buffer import SharedBuffer
+from embodichain.agents.processes.ray_backend import load_ray
 
 _DEPTH = 2
 
@@ -43,6 +41,7 @@ class Sender:
 
 def ingest(cfg: OnlineDataEngineCfg, episodes: int, seconds: float) -> dict[str, Any]:
     """Take in batches of so many episodes; return bytes per episode, and episodes and megabytes per second."""
+    ray = load_ray()
     sender = ray.remote(Sender).options(num_cpus=1).remote(cfg.replace(workers="local").to_dict(), episodes)
     layout = FrameLayout.from_json(ray.get(sender.layout.remote()))
     buffer = SharedBuffer.create(layout, cfg.buffer_size, cfg.max_episode_steps, 1)

@@ -1,7 +1,9 @@
-"""A Ray cluster of two nodes on this machine, on the loopback interface."""
+"""A Ray cluster of two nodes on this machine, on the loopback interface, which asks for a token."""
 
 from __future__ import annotations
 
+import os
+import secrets
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,8 @@ for folder in (Path(__file__).parents[1], Path(__file__).parent):
         sys.path.insert(0, str(folder))
 
 _STORE_BYTES = 100 << 20
+# Ray reads these when it is imported: it asks for a token, and stays on the loopback interface.
+os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32), RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0")
 
 
 class TwoNodes:
@@ -24,26 +28,21 @@ class TwoNodes:
     def __init__(self) -> None:
         from ray.cluster_utils import Cluster
 
-        from embodichain.agents.processes.ray_session import loopback_only
-
         quick = {
             "health_check_initial_delay_ms": 200,
             "health_check_period_ms": 200,
             "health_check_timeout_ms": 10_000,
             "health_check_failure_threshold": 4,
         }
-        self._loopback = loopback_only
-        with loopback_only():
-            head = {"num_cpus": 1, "include_dashboard": False, "_system_config": quick}
-            self._cluster = Cluster(initialize_head=True, head_node_args=head | self._node())
+        head = {"num_cpus": 1, "include_dashboard": False, "_system_config": quick}
+        self._cluster = Cluster(initialize_head=True, head_node_args=head | self._node())
         self.address: str = self._cluster.address
         self.guest: Any = None
         self.add()
 
     def add(self) -> None:
         """Add a node."""
-        with self._loopback():
-            self.guest = self._cluster.add_node(num_cpus=1, **self._node())
+        self.guest = self._cluster.add_node(num_cpus=1, **self._node())
 
     def kill(self) -> None:
         """Kill the node that came last, as a power cut would."""

@@ -13,10 +13,10 @@ import pytest
 from ray_envs import make_in_some_processes
 from stream_envs import stream_settings
 
-from embodichain.agents.engine import OnlineDataEngine, OnlineDataEngineCfg, ray_fleet
-from embodichain.agents.engine.ray_worker import StreamWorker
+from embodichain.agents.engine import OnlineDataEngine, OnlineDataEngineCfg, ray_workers
+from embodichain.agents.engine.ray_workers import StreamWorker
 from embodichain.agents.processes.backoff import restart_delay
-from embodichain.agents.rl.collector.ray_weights import StoredWeights
+from embodichain.agents.rl.collector.backends.ray import StoredWeights
 from embodichain.errors import CollectorError, WorkerError
 from tests.agents.rl.async_cases import NUM_STEPS, make_env, make_learner
 from tests.scale.test_ray_rl import learn, ray_collector
@@ -47,7 +47,7 @@ def test_a_constructor_that_fails_is_counted_and_told(
                 raise ModuleNotFoundError("this node has no simulator")
             super().__init__(job)
 
-    monkeypatch.setattr(ray_fleet, "StreamWorker", Broken)
+    monkeypatch.setattr(ray_workers, "StreamWorker", Broken)
     settings = stream_settings(workers="ray", address=cluster.address, start_timeout=60.0, refill_threshold=4)
     with OnlineDataEngine(OnlineDataEngineCfg(**settings, max_restarts=2)) as engine:
         os.kill(engine.worker_pids[0], signal.SIGKILL)
@@ -68,10 +68,10 @@ def test_a_replacement_that_cannot_open_is_counted_and_told_while_others_work(
     env = functools.partial(make_in_some_processes, str(tmp_path), 2)
     collector = ray_collector(algorithm, cluster, env, num_workers=2, max_policy_lag=1, max_restarts=2)
     with collector:
-        crew = collector._desk.worker
-        learn_until(algorithm, collector, lambda: crew.num_workers == 2)
-        os.kill(crew._hands[0].pid, signal.SIGKILL)
-        learn_until(algorithm, collector, lambda: crew.restarts == 2)
+        pool = collector._desk.worker
+        learn_until(algorithm, collector, lambda: pool.num_workers == 2)
+        os.kill(pool._workers[0].pid, signal.SIGKILL)
+        learn_until(algorithm, collector, lambda: pool.restarts == 2)
         words = r"(?s)worker 0 raised ValueError: process 4 has no simulator, after 2 rep.*In the process:.*Traceback"
         with pytest.raises(CollectorError, match=words) as raised:
             learn(algorithm, collector, 1000)
@@ -88,14 +88,14 @@ def test_a_worker_that_never_worked_is_an_error_at_once(cluster: Any, tmp_path: 
         collector.start()
 
 
-def test_in_lockstep_a_replacement_gets_the_weights_of_its_ticket(
+def test_in_lockstep_a_replacement_gets_the_weights_of_its_request(
     cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A process is killed, and the next one is replaced because an order to it gets lost on the way."""
+    """A process is killed, and the next one is replaced because the weights of a request get lost on the way."""
     import ray
 
     lag, rollouts, lost = 2, 12, []
-    reference = StoredWeights._reference
+    stored = StoredWeights.stored
 
     def lose() -> None:
         raise OSError("the object is lost")
@@ -104,17 +104,17 @@ def test_in_lockstep_a_replacement_gets_the_weights_of_its_ticket(
         if snapshot.version == rollouts - 4 and not lost:
             lost.append(snapshot.version)
             return ray.remote(num_cpus=0)(lose).remote()
-        return reference(weights, snapshot)
+        return stored(weights, snapshot)
 
-    monkeypatch.setattr(StoredWeights, "_reference", lose_one)
+    monkeypatch.setattr(StoredWeights, "stored", lose_one)
     algorithm = make_learner()
     killed = make_env(trouble="kill", at=3 * NUM_STEPS + 2, mark=str(tmp_path / "killed"))
     collector = ray_collector(algorithm, cluster, killed, max_policy_lag=lag, adopt="lockstep")
     with collector:
         stamps = [int(rollout["policy_version"].unique()) for rollout in learn(algorithm, collector, rollouts)]
-        crew = collector._desk.worker
-        assert crew.restarts == 2
-        assert len(crew._weights) <= lag + 2
+        pool = collector._desk.worker
+        assert pool.restarts == 2
+        assert len(pool._weights) <= lag + 2
     assert stamps == [max(0, number - lag) for number in range(rollouts)]
     assert "worker process has died" in caplog.text
     assert "the object is lost" in caplog.text

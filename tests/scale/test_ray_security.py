@@ -1,62 +1,25 @@
-"""Who can reach a Ray that is started here, the token that it asks for, and what others are told that have none."""
+"""Who can reach a Ray that is started here, and which clusters are refused: those with another token, or with none."""
 
 from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import signal
-import stat
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from stream_envs import stream_settings
 
 from embodichain.agents.engine import OnlineDataEngine, OnlineDataEngineCfg
-from embodichain.agents.processes.ray_token import keep_token_private
+from embodichain.agents.processes.ray_backend import PlacementCfg, RayCluster
 from embodichain.errors import ClusterError
 from embodichain.extras import available
 
 needs_ray = pytest.mark.skipif(not available("ray"), reason="Ray is not installed (extra ray)")
-
-
-def test_a_token_is_kept_from_others(tmp_path: Path) -> None:
-    file = tmp_path / "home" / "auth_token"
-    keep_token_private(file)
-    token = file.read_text()
-    assert len(bytes.fromhex(token)) == 32
-    file.chmod(0o644)  # as Ray writes it
-    keep_token_private(file)
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert file.read_text() == token
-    assert os.listdir(file.parent) == ["auth_token"]
-
-
-def test_an_empty_token_is_none_and_file_systems_may_lack_links(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "auth_token"
-    file.write_text("\n")
-    keep_token_private(file)
-    assert len(bytes.fromhex(file.read_text())) == 32
-    file.unlink()
-
-    def no_links(*_: Any) -> None:
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", no_links)
-    keep_token_private(file)
-    assert len(bytes.fromhex(file.read_text())) == 32
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert os.listdir(tmp_path) == ["auth_token"]
-
-
-def test_a_home_without_room_for_a_token_is_an_error_with_advice() -> None:
-    with pytest.raises(ClusterError, match=r"/proc/nohome/\.ray/auth_token .*RAY_AUTH_TOKEN_PATH"):
-        keep_token_private(Path("/proc/nohome/.ray/auth_token"))
 
 
 @needs_ray
@@ -72,74 +35,88 @@ def test_nobody_at_the_address_is_an_error() -> None:
 _OWN = """
 import sys, time
 sys.path[:0] = {path!r}
-import ray
 from stream_envs import stream_settings
 from embodichain.agents.engine import OnlineDataEngine, OnlineDataEngineCfg
 engine = OnlineDataEngine(OnlineDataEngineCfg(**stream_settings(workers="ray")))
 engine.start()
+import ray
 print(engine.worker_pids[0], ray.get_runtime_context().gcs_address, flush=True)
 time.sleep(600)
 """
+_VISITOR = """
+import sys, time
+from embodichain.agents.processes.ray_backend import PlacementCfg, RayCluster
+began = time.monotonic()
+try:
+    RayCluster(sys.argv[1], 1, PlacementCfg())
+finally:
+    print(time.monotonic() - began)
+"""
+
+
+def program(code: str, home: Path, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+    """Start a program that has no token, but for what ``variables`` say."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment |= {"HOME": str(home), "PYTHONPATH": str(Path(__file__).parents[2]), **variables}
+    command = [sys.executable, "-c", code.format(path=[str(Path(__file__).parents[1])]), *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
 @needs_ray
-def test_a_ray_of_its_own_keeps_to_itself_and_dies_with_the_program(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    command = [sys.executable, "-c", _OWN.format(path=[str(Path(__file__).parents[1])])]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
-    environment["HOME"] = str(tmp_path)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as program:
-        assert program.stdout is not None
-        pid, address = program.stdout.readline().split()
+def test_a_ray_of_its_own_keeps_to_itself_and_dies_with_the_program(tmp_path: Path) -> None:
+    with program(_OWN, tmp_path) as owner:
+        assert owner.stdout is not None
+        pid, address = owner.stdout.readline().split()
         worker = int(pid)
-        family = descendants(program.pid)
-        listening = [address for pid in [program.pid, *family] for address in listening_at(pid)]
+        family = descendants(owner.pid)
+        listening = [address for pid in [owner.pid, *family] for address in listening_at(pid)]
         assert worker in family
         assert len(listening) >= 4  # GCS, raylet, worker, driver
         assert {ipaddress.ip_address(address).is_loopback for address in listening} == {True}, listening
         servers = [pid for pid in family if "gcs_server" in Path(f"/proc/{pid}/cmdline").read_text()]
         assert len(servers) == 1
         assert "RAY_AUTH_MODE=token" in Path(f"/proc/{servers[0]}/environ").read_text().split("\0")
-        assert stat.S_IMODE((tmp_path / ".ray" / "auth_token").stat().st_mode) == 0o600
-        visitor = OnlineDataEngine(OnlineDataEngineCfg(**stream_settings(workers="ray", address=address)))
-        for variable, words in {
-            "": "RAY_AUTH_MODE is not set here",
-            "RAY_AUTH_TOKEN": "the one in RAY_AUTH_TOKEN",
-        }.items():
-            if variable:
-                monkeypatch.setenv("RAY_AUTH_MODE", "token")
-                monkeypatch.setenv(variable, "of another cluster")
-            began = time.monotonic()
-            with pytest.raises(ClusterError, match=f"asks for its token, and .*{words}"):
-                visitor.start()
-            assert time.monotonic() - began < 10, "Ray tried again and again"
-        program.send_signal(signal.SIGKILL)
+        assert not (tmp_path / ".ray" / "auth_token").exists()
+        refused = {
+            "there is none in": program(_VISITOR, tmp_path, address),
+            "given the one in RAY_AUTH_TOKEN": program(_VISITOR, tmp_path, address, RAY_AUTH_TOKEN="another"),
+            "RAY_AUTH_MODE is 'disabled' here": program(_VISITOR, tmp_path, address, RAY_AUTH_MODE="disabled"),
+        }
+        for words, visitor in refused.items():
+            out, err = visitor.communicate(timeout=60)
+            assert re.search(f"ClusterError: .* asks for its token, and .*{words}", err), err
+            assert float(out) < 10, "Ray tried again and again"
+        owner.send_signal(signal.SIGKILL)
     deadline = time.monotonic() + 15
     while state_of(worker) not in ("", "Z"):
         assert time.monotonic() < deadline, "a worker outlived its program"
         time.sleep(0.1)
 
 
-_TWICE = """
-import os, sys
-from embodichain.agents.processes.ray_config import PlacementCfg
-from embodichain.agents.processes.ray_session import RaySession
-RaySession(None, 1, PlacementCfg()).close()
-print("RAY_AUTH_MODE" in os.environ)
-RaySession(sys.argv[1], 1, PlacementCfg()).close()
+_OPEN = """
+import sys
+sys.path[:0] = {path!r}
+import ray
+from stream_envs import stream_settings
+from embodichain.agents.engine import OnlineDataEngine, OnlineDataEngineCfg
+ray.init("local", num_cpus=1, include_dashboard=False, _node_ip_address="127.0.0.1")
+OnlineDataEngine(OnlineDataEngineCfg(**stream_settings(workers="ray"))).start()
 """
 
 
-def test_after_a_ray_of_its_own_a_program_can_connect_with_one_that_asks_for_no_token(
-    cluster: Any, tmp_path: Path
-) -> None:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
-    command = [sys.executable, "-c", _TWICE, cluster.address]
-    environment |= {"HOME": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=90)
-    assert ended.stdout.split() == ["False"], ended.stderr
-    assert ended.returncode == 0, ended.stderr
+@needs_ray
+def test_a_cluster_that_asks_for_no_token_is_refused(tmp_path: Path) -> None:
+    variables = {"RAY_AUTH_MODE": "disabled", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    _, err = program(_OPEN, tmp_path, **variables).communicate(timeout=90)
+    assert "ClusterError: the Ray cluster asks nobody for a token" in err, err
+
+
+@needs_ray
+def test_a_ray_that_would_listen_on_all_interfaces_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray")
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "192.0.2.7")
+    with pytest.raises(ClusterError, match="would listen on all network interfaces"):
+        RayCluster(None, 1, PlacementCfg())
 
 
 def state_of(pid: int) -> str:

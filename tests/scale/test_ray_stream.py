@@ -15,7 +15,7 @@ from stream_envs import check_chunks, gym_config, stream_settings
 
 from embodichain.agents.datasets.frames import Episode, FrameLayout, Leaf
 from embodichain.agents.engine import OnlineDataEngine, OnlineDataEngineCfg
-from embodichain.agents.engine.ray_batch import BatchWriter
+from embodichain.agents.engine.ray_workers import BatchWriter
 from embodichain.agents.engine.sources import open_source
 from embodichain.errors import ClusterError, ConfigError, SimulationError
 

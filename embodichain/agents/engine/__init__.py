@@ -6,7 +6,7 @@ from embodichain.agents.datasets.frames import EpisodeInfo
 from embodichain.agents.engine.config import ActionSourceCfg, OnlineDataEngineCfg, register_actor
 from embodichain.agents.engine.data import OnlineDataEngine
 from embodichain.agents.engine.stats import StreamStats, WorkerStats
-from embodichain.agents.processes.ray_config import PlacementCfg
+from embodichain.agents.processes.ray_backend import PlacementCfg
 
 __all__ = [
     "ActionSourceCfg",

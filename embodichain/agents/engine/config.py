@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
-from embodichain.agents.processes.ray_config import PlacementCfg
+from embodichain.agents.processes.ray_backend import PlacementCfg
 from embodichain.config import Config, Field, configclass
 from embodichain.errors import ConfigError, nearest
 

@@ -96,7 +96,7 @@ class LocalFleet:
 def make_fleet(cfg: OnlineDataEngineCfg) -> Fleet:
     """Return the fleet that the config asks for."""
     if cfg.workers == "ray":
-        from embodichain.agents.engine.ray_fleet import RayFleet  # it needs an extra
+        from embodichain.agents.engine.ray_workers import RayFleet  # it needs an extra
 
         return RayFleet(cfg)
     return LocalFleet(cfg)

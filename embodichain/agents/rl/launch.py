@@ -27,7 +27,6 @@ from torch.distributed.rendezvous import rendezvous
 
 from embodichain.agents.processes.boot import die_with_parent
 from embodichain.agents.rl.checkpoint import CHECKPOINTS, checkpoint_step, list_checkpoints
-from embodichain.agents.rl.collector.ray_names import name_of_rank
 from embodichain.agents.rl.config import TrainCfg, TrainerCfg
 from embodichain.agents.rl.runs import CONFIG_FILE, RunFolder
 from embodichain.agents.rl.utils.distributed import Notes, ProcessRanks, Ranks
@@ -217,10 +216,7 @@ def for_rank(cfg: TrainCfg, ranks: Ranks) -> TrainCfg:
     environment["device"] = _own_device(str(environment.get("device", "cpu")))
     if not environment.get("num_threads"):
         environment["num_threads"] = max(1, available_cores() // local_count())
-    collector = trainer.collector.replace(name=name_of_rank(trainer.collector.name, ranks.rank, ranks.count))
-    settled = trainer.replace(
-        seed=seed, device=_own_device(trainer.device), gym_config=environment, collector=collector
-    )
+    settled = trainer.replace(seed=seed, device=_own_device(trainer.device), gym_config=environment)
     settings = dict(cfg.algorithm.cfg)
     settings["device"] = _own_device(str(settings.get("device", trainer.device)))
     return cfg.replace(trainer=settled, algorithm=cfg.algorithm.replace(cfg=settings))
@@ -334,15 +330,15 @@ def _check_nothing_is_lost(found: list[dict[str, Any]], ranks: Ranks) -> None:
 
 def open_folder(cfg: TrainCfg, run: Path | None, ranks: Ranks, is_new: bool) -> RunFolder:
     """Return the folder of a run, which the first rank makes; the others may be on machines that do not have it."""
-    made = ("", "")
+    made = ""
     with ranks.together("making the folder of the run"):
         if ranks.is_first:
             make = RunFolder.begin_anew if is_new else RunFolder.open
             folder = RunFolder.create(cfg) if run is None else make(run, cfg)
-            made = (str(folder.path), folder.run_id)
-    path, run_id = ranks.from_first(made)
+            made = str(folder.path)
+    path = ranks.from_first(made)
     ranks.notes.leave(_note(cfg.trainer))
-    return RunFolder(Path(path), cfg.trainer.keep_checkpoints, run_id)
+    return RunFolder(Path(path), cfg.trainer.keep_checkpoints)
 
 
 def check_same_config(cfg: TrainCfg, ranks: Ranks) -> None:

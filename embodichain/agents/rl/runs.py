@@ -6,12 +6,10 @@ import contextlib
 import json
 import math
 import os
-import re
 import shutil
 import signal
 import threading
 import time
-import uuid
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -31,7 +29,6 @@ from embodichain.agents.rl.checkpoint import (
     restore_former,
     save_checkpoint,
 )
-from embodichain.agents.rl.collector.ray_names import name_of_rank
 from embodichain.agents.rl.config import TrainCfg
 from embodichain.config import save_config
 from embodichain.errors import OutputError, TrainingStateError
@@ -42,7 +39,6 @@ from embodichain.extras import require
 # ::
 #
 #     train_config.json           the resolved config: it starts the same run again
-#     run_id                      what no other run is called; workers that stay in a cluster are found again by it
 #     metrics.jsonl               every logged scalar, one line per iteration or evaluation
 #     events.out.tfevents...      the same for TensorBoard
 #     checkpoints/step_.../       the latest checkpoints; the links ``latest`` and ``best`` name two of them
@@ -51,16 +47,14 @@ from embodichain.extras import require
 
 
 CONFIG_FILE = "train_config.json"
-ID_FILE = "run_id"
 LATEST = "latest"
 
 
 class RunFolder:
     """Where a run's files are, and which checkpoints stay."""
 
-    def __init__(self, path: Path, keep: int = 2, run_id: str = "") -> None:
+    def __init__(self, path: Path, keep: int = 2) -> None:
         self.path = path
-        self.run_id = run_id
         self.keep = keep
         self.checkpoints = path / CHECKPOINTS
         self.metrics = path / "metrics.jsonl"
@@ -86,12 +80,11 @@ class RunFolder:
         """Use a folder and write the config into it."""
         try:
             save_config(cfg, path / CONFIG_FILE)
-            run_id = _run_id(path / ID_FILE)
         except OSError as error:
             raise OutputError(
                 f"cannot write to the run's folder {path}: {error.strerror}. Choose another one."
             ) from error
-        return cls(path, cfg.trainer.keep_checkpoints, run_id)
+        return cls(path, cfg.trainer.keep_checkpoints)
 
     @classmethod
     def begin_anew(cls, path: Path, cfg: TrainCfg) -> RunFolder:
@@ -100,11 +93,6 @@ class RunFolder:
         for old in (folder.metrics, *path.glob("events.out.tfevents.*")):
             old.unlink(missing_ok=True)
         return folder
-
-    def name_of(self, rank: int, ranks: int) -> str:
-        """Return what the workers of a rank are called in a cluster: like the folder, but as no other run's."""
-        name = re.sub(r"[^\w.+-]", "_", f"{self.path.resolve().name}-{self.run_id}")
-        return name_of_rank(name, rank, ranks)
 
     def save(self, step: int, state: Mapping[str, Any], best: bool = False) -> Path:
         """Write a checkpoint, let ``latest`` (and ``best``) point at it, and remove those that nothing points at."""
@@ -145,13 +133,6 @@ class RunFolder:
         for old in list_checkpoints(self.checkpoints)[: -self.keep]:
             if old.resolve() != kept:
                 shutil.rmtree(old)
-
-
-def _run_id(file: Path) -> str:
-    """Return what a run is called since it was created: a folder's path may be that of another run elsewhere."""
-    if not file.exists():
-        file.write_text(uuid.uuid4().hex[:12])
-    return file.read_text().strip()
 
 
 def _unused(path: Path) -> Path:

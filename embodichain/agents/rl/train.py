@@ -104,12 +104,9 @@ def in_chunks(env: VecEnv, chunk_size: int) -> VecEnv:
 
 
 def build_collector(
-    trainer: TrainerCfg, env: VecEnv, make_env: EnvMaker, algorithm: BaseAlgorithm, name: str = ""
+    trainer: TrainerCfg, env: VecEnv, make_env: EnvMaker, algorithm: BaseAlgorithm
 ) -> SyncCollector | AsyncCollector:
-    """Return the collector that a config asks for; a collecting process makes environments of its own.
-
-    In a cluster its workers are called ``name``, unless the config says otherwise.
-    """
+    """Return the collector that a config asks for; a collecting process makes environments of its own."""
     if not trainer.collects_async:
         return SyncCollector(
             env,
@@ -120,7 +117,6 @@ def build_collector(
             pipeline_stages=trainer.collector.pipeline_stages,
         )
     cfg = settle(trainer, algorithm)
-    cfg = cfg.replace(name=cfg.name or name)
     room = (cfg.max_policy_lag + 1) * env.num_envs * trainer.buffer_size
     buffer = VLABuffer(room, algorithm.device)
     if cfg.worker != "thread":
@@ -280,7 +276,7 @@ def build_trainer(
         algorithm = build_algo(cfg.algorithm.name, algorithm_settings(cfg), policy)
         eval_env = make_eval_env(cfg, trusted_modules) if settings.enable_eval and ranks.is_first else None
     algorithm.join(ranks)
-    collector = build_collector(settings, env, maker, algorithm, folder.name_of(ranks.rank, ranks.count))
+    collector = build_collector(settings, env, maker, algorithm)
     return Trainer(given, env, algorithm, folder, eval_env, console, collector)
 
 

@@ -11,9 +11,9 @@ from typing import Any, cast
 import pytest
 
 from embodichain.agents.engine import OnlineDataEngineCfg
-from embodichain.agents.engine.ray_nodes import NodeNames
 from embodichain.agents.engine.supervisor import Supervisor
 from embodichain.agents.processes.failure import FailureReport
+from embodichain.agents.processes.ray_backend import NodeNames
 from embodichain.errors import ClusterError
 
 
@@ -32,10 +32,11 @@ def test_nodes_of_one_host_are_told_apart_and_one_that_returns_keeps_its_name() 
 @pytest.mark.parametrize("lost", [True, False])
 def test_a_lost_node_is_one_line_and_a_dead_process_is_told_once(lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray", reason="needs the extra 'ray'")
-    from embodichain.agents.engine import ray_fleet
+    from embodichain.agents.engine import ray_workers
+    from embodichain.agents.processes import ray_backend
 
-    monkeypatch.setattr(ray_fleet, "node_died", lambda *_: lost)
-    worker = ray_fleet.RayWorker(cast(Any, None), 3, 0, None)
+    monkeypatch.setattr(ray_backend, "node_died", lambda *_: lost)
+    worker = ray_workers.RayWorker(cast(Any, None), 3, 0, None)
     worker.node = "box#2"
     text = "class_name: StreamWorker\nThe worker process has died. Exit detail: End of file. " + "Perhaps this. " * 90
     worker.ended(RuntimeError(text))
@@ -62,15 +63,14 @@ def test_who_only_waited_for_a_node_that_died_is_not_counted_as_replaced(caplog:
 
 def test_a_lost_connection_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray", reason="needs the extra 'ray'")
-    from embodichain.agents.engine.ray_fleet import RayFleet, RaySession
+    from embodichain.agents.engine.ray_workers import RayCluster, RayFleet
 
     def broken(*_: object) -> Iterator[Any]:
         raise OSError("Broken pipe")
         yield
 
-    monkeypatch.setattr(RaySession, "alive", lambda: True)
-    monkeypatch.setattr(RayFleet, "_hear", broken)
+    monkeypatch.setattr(RayCluster, "is_alive", lambda: True)
+    monkeypatch.setattr(RayFleet, "_poll", broken)
     fleet = object.__new__(RayFleet)
-    fleet._ray = pytest.importorskip("ray")
     with pytest.raises(ClusterError, match=r"lost \(Broken pipe\): the node of this machine or the head is gone"):
         list(fleet.hear(0.1))

@@ -1,8 +1,7 @@
-"""A worker of a Ray cluster without the cluster: for whom it works, and whether it goes on or has to be replaced."""
+"""A worker of a Ray cluster without the cluster: requests, weights that come late, interruptions and failures."""
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from typing import Any
@@ -10,136 +9,123 @@ from typing import Any
 import pytest
 import torch
 
-from embodichain.agents.processes.loaded_code import LoadedCode
-from embodichain.agents.rl.collector import AsyncCfg, ray_collect
+from embodichain.agents.processes.shared_memory import tensor_of
+from embodichain.agents.rl.collector import AsyncCfg
+from embodichain.agents.rl.collector.backends import ray_actor
+from embodichain.agents.rl.collector.backends.ray_actor import RolloutActor
 from embodichain.agents.rl.collector.background.child import Job
 from embodichain.agents.rl.collector.background.station import Setup
-from embodichain.agents.rl.collector.ray_collect import CollectorActor
-from embodichain.agents.rl.collector.weights import WeightStore
+from embodichain.agents.rl.collector.weights import WeightSnapshot, WeightStore
+from embodichain.utils.tensor_tree import decode
 from tests.agents.rl.async_cases import NUM_ENVS, NUM_STEPS, make_env, make_learner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture
-def actor(monkeypatch: pytest.MonkeyPatch) -> CollectorActor:
-    """A worker that nobody has asked for anything, in this process."""
-    monkeypatch.setattr(ray_collect, "_place", lambda: {"node": "here", "node_id": "0", "pid": 1})
-    monkeypatch.setattr(ray_collect, "_granted_cores", lambda: 1)
-    monkeypatch.setattr(ray_collect, "limit_cores", lambda cores: None)
-    monkeypatch.setattr(LoadedCode, "what_changed", lambda self, path: "")
-    return CollectorActor("key", orphan_timeout=math.inf)  # it would end this process
+class Learner:
+    """Sends an actor in this process what a learner would."""
+
+    def __init__(self, **env: Any) -> None:
+        self.policy = make_learner().policy
+        self.store = WeightStore(self.policy)
+        setup = Setup(self.policy, torch.device("cpu"), None, None, AsyncCfg(worker="ray"))
+        self.job = Job(make_env(**env), setup, NUM_STEPS).for_another_process()
+        self.actor = RolloutActor([])
+        self.sequence = 0
+
+    def snapshot(self) -> WeightSnapshot:
+        self.policy.version += 1
+        return self.store.publish()
+
+    def build(self) -> dict[str, Any]:
+        return self.actor.build(self.job, "cpu", 1, 1)
+
+    def collect(self, snapshot: WeightSnapshot) -> dict[str, Any]:
+        self.sequence += 1
+        weights = (snapshot.version, snapshot.digest)
+        return self.actor.collect(self.sequence, 0, weights, snapshot.data.numpy(), None, snapshot.version)
 
 
-def claim(actor: CollectorActor, learner: str, key: str = "key") -> dict[str, Any]:
-    return actor.claim(learner, key, [], 0.5)
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_actor, "location_of_actor", dict)
+    monkeypatch.setattr(ray_actor, "cores_of_actor", lambda: 1)
+    monkeypatch.setattr(ray_actor, "limit_cores", lambda cores: None)
 
 
-def work(actor: CollectorActor, until: str, **env: Any) -> dict[str, Any]:
-    """Let a worker build an environment and collect for a learner until something happens; return that."""
-    policy = make_learner().policy
-    setup = Setup(policy, torch.device("cpu"), None, None, AsyncCfg(worker="ray"))
-    assert claim(actor, "first")["phase"] == "new"
-    actor.build("first", Job(make_env(**env), setup, NUM_STEPS), "cpu", 1, 1)
-    snapshot = WeightStore(policy).publish()
-    actor.order("first", 1, "ticket", 0, 0, None)  # calls may arrive in any order
-    actor.order("first", 0, "weights", snapshot.version, snapshot.digest, snapshot.data.numpy())
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        for event in actor.events("first", 0.05):
-            if event["event"] == until or (until == "hang" and event.get("busy", 0.0) > 0.2):
-                return event
-    raise AssertionError(f"no {until}")
+def versions(event: dict[str, Any]) -> list[int]:
+    steps = decode(event["content"][0], tensor_of(event["content"][1]))["steps"]
+    assert steps.shape == (NUM_STEPS, NUM_ENVS)
+    return steps["policy_version"].unique().tolist()
 
 
-def test_orders_given_before_a_claim_are_not_taken_for_later_ones(actor: CollectorActor) -> None:
-    work(actor, "rollout")
-    first = claim(actor, "first")["first_order"]  # of the same learner, after its connection was interrupted
-    followed: list[int] = []
-    actor._followers["weights"] = followed.append
-    actor.order("first", 2, "weights", -1)  # late
-    actor.order("first", first + 1, "weights", 1)
-    actor.order("first", first, "weights", 0)
-    actor.order("first", first + 2, "weights", 2)
-    assert followed == [0, 1, 2]
+def test_an_environment_is_built_once_and_goes_on_from_rollout_to_rollout() -> None:
+    learner = Learner()
+    assert learner.build() == {"event": "built", "num_envs": NUM_ENVS}
+    station = learner.actor._station
+    assert learner.build() == {"event": "built", "num_envs": NUM_ENVS}  # its first answer was lost
+    assert learner.actor._station is station
+    first = learner.snapshot()
+    event = learner.collect(first)
+    assert event["event"] == "rollout"
+    assert versions(event) == [first.version]
+    again = learner.collect(first)  # nothing is adopted anew, but the learner may have missed the answer before
+    assert again["adopted"] == event["adopted"] == {first.version: first.digest}
+    assert learner.actor._station.collector.env.steps == 2 * NUM_STEPS
 
 
-def leave(actor: CollectorActor) -> None:
-    """Let time go by since the learner was last heard."""
-    actor._heard -= 60.0
+def test_newer_weights_are_used_from_the_next_step_on_and_older_ones_never() -> None:
+    learner = Learner(pause=0.05)
+    learner.build()
+    old, first, newer = learner.snapshot(), learner.snapshot(), learner.snapshot()
+
+    def send() -> None:
+        while learner.actor.status()["steps"] < 3:
+            time.sleep(0.005)
+        for snapshot in (old, newer, first):  # calls may arrive in any order
+            learner.actor.adopt((snapshot.version, snapshot.digest), snapshot.data.numpy())
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    event = learner.collect(first)
+    thread.join()
+    assert versions(event) == [first.version, newer.version]
+    assert event["adopted"] == {first.version: first.digest, newer.version: newer.digest}
 
 
-def test_the_next_learner_goes_on_in_the_environment(actor: CollectorActor) -> None:
-    work(actor, "rollout")
-    station = actor._station
-    leave(actor)
-    answer = claim(actor, "second")
-    assert (answer["event"], answer["phase"], answer["num_envs"]) == ("claimed", "built", NUM_ENVS)
-    assert actor._station is station
-    assert [event["event"] for event in actor.events("second", 0.0)] == ["alive"]  # nothing of what was before
-    assert actor.events("first", 0.0) == [{"event": "taken"}]
+def test_a_rollout_is_interrupted_between_two_steps_and_the_next_one_is_not() -> None:
+    learner = Learner(pause=0.05)
+    learner.build()
+    snapshot = learner.snapshot()
+
+    def interrupt() -> None:
+        while learner.actor.status()["steps"] < 2:
+            time.sleep(0.005)
+        learner.actor.interrupt(learner.sequence)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    assert learner.collect(snapshot) == {"event": "interrupted"}
+    thread.join()
+    taken = learner.actor._station.collector.env.steps
+    assert 0 < taken < NUM_STEPS
+    assert versions(learner.collect(snapshot)) == [snapshot.version]
+    assert learner.actor._station.collector.env.steps == taken + NUM_STEPS
 
 
-def test_another_learner_is_refused_while_the_first_one_is_there(actor: CollectorActor) -> None:
-    work(actor, "rollout")
-    ended = threading.Event()
+def test_failures_are_reports_and_a_long_step_can_be_seen() -> None:
+    learner = Learner(trouble="raise", at=2)
+    assert '"raised CollectorError"' in learner.collect(learner.snapshot())["report"]  # nothing was built
+    learner.build()
+    assert '"raised ValueError"' in learner.collect(learner.snapshot())["report"]
 
-    def listen() -> None:
-        while not ended.wait(0.1):
-            actor.events("first", 0.1)
-
-    listener = threading.Thread(target=listen)
-    listener.start()
-    try:
-        assert claim(actor, "second")["event"] == "refused"
-        assert actor.dismiss()["event"] == "refused"
-    finally:
-        ended.set()
-        listener.join()
-
-
-@pytest.mark.parametrize(
-    ("until", "env", "key", "why"),
-    [
-        ("rollout", {}, "another key", "was asked for something else"),
-        ("failed", {"trouble": "raise", "at": 2}, "key", "raised ValueError"),
-        ("hang", {"trouble": "hang", "at": 2}, "key", "has not come back from a step for"),
-    ],
-)
-def test_what_cannot_go_on_says_so(actor: CollectorActor, until: str, env: Any, key: str, why: str) -> None:
-    work(actor, until, **env)
-    leave(actor)
-    answer = claim(actor, "second", key)
-    assert answer["event"] == "unfit"
-    assert answer["why"].startswith(why)
-
-
-def test_code_that_was_changed_is_told(actor: CollectorActor, monkeypatch: pytest.MonkeyPatch) -> None:
-    work(actor, "rollout")
-    leave(actor)
-    monkeypatch.setattr(LoadedCode, "what_changed", lambda self, path: "envs.py")
-    assert claim(actor, "first")["event"] == "claimed"  # it was there when that was edited, and goes on as it began
-    leave(actor)
-    assert claim(actor, "second")["why"] == "has loaded code that was changed since (envs.py)"
-
-
-def test_a_learner_that_comes_while_the_environment_is_built_waits_for_it(actor: CollectorActor) -> None:
-    begun, go_on = threading.Event(), threading.Event()
-
-    def make() -> Any:
-        begun.set()
-        go_on.wait(20)
-        return make_env()()
-
-    setup = Setup(make_learner().policy, torch.device("cpu"), None, None, AsyncCfg(worker="ray"))
-    claim(actor, "first")
-    building = threading.Thread(target=actor.build, args=("first", Job(make, setup, NUM_STEPS), "cpu", 1, 1))
-    building.start()
-    assert begun.wait(20)
-    leave(actor)
-    assert claim(actor, "second")["phase"] == "building"
-    go_on.set()
-    building.join()
-    assert {"event": "ready", "num_envs": NUM_ENVS} in actor.events("second", 5.0)
-    actor.build("second", Job(make_env(), setup, NUM_STEPS), "cpu", 1, 1)  # one environment is enough
-    assert [event["event"] for event in actor.events("second", 0.0)] == ["alive"]
+    slow = Learner(pause=0.3)
+    slow.build()
+    thread = threading.Thread(target=slow.collect, args=(slow.snapshot(),))
+    thread.start()
+    busy = 0.0
+    while thread.is_alive():
+        busy = max(busy, slow.actor.status()["busy"])
+        time.sleep(0.01)
+    assert 0.2 < busy < 0.6
+    assert slow.actor.status() == {"event": "status", "sequence": 1, "busy": 0.0, "steps": NUM_STEPS + 1}

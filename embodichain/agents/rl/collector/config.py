@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from embodichain.agents.processes.ray_config import PlacementCfg
+from embodichain.agents.processes.ray_backend import PlacementCfg
 from embodichain.agents.rl.utils.config import Count, Positive
 from embodichain.config import Config, Field, Shorthand, configclass
 from embodichain.errors import ConfigError
@@ -55,12 +55,6 @@ class AsyncCfg(Config):
     """With ``ray``: the cluster, as ``HOST:PORT`` or ``auto``; None starts one on this machine, for itself alone."""
     placement: PlacementCfg = PlacementCfg()
     """With ``ray``: what a worker needs of a node; with a GPU, the policy acts on it there."""
-    name: Annotated[str, Field(pattern=r"^[\w.+-]*$")] = ""
-    """With ``ray`` and an address: what workers are called in the cluster, where they stay when the learner dies and
-    are found again when it is resumed. Default: the name of the run's folder and its ``run_id``; without a run they
-    end with the learner."""
-    orphan_timeout: Positive = 600.0
-    """With ``ray``: seconds after which workers whose learner is gone end by themselves."""
     patience: Annotated[float, Field(ge=1)] = 3.0
     """With ``ray``: times the usual duration of a rollout that all others wait for a slow one, at ``max_policy_lag``,
     before it is broken off and collected by another worker."""

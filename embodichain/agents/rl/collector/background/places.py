@@ -15,7 +15,7 @@ from embodichain.envs.vec_env import StepsInHalves, VecEnv
 from embodichain.errors import ConfigError
 
 if TYPE_CHECKING:
-    from embodichain.agents.rl.collector.ray_crew import RayCrew
+    from embodichain.agents.rl.collector.backends.ray import RayBackend
 
 EnvSource = VecEnv | Callable[[], VecEnv]
 """An environment, or a function that makes one."""
@@ -74,7 +74,7 @@ class RemotePlace(ABC):
         self._state: Mapping[str, Any] | None = None
 
     @abstractmethod
-    def _begin(self, job: Job, learner: Learner) -> ProcessWorker | RayCrew:
+    def _begin(self, job: Job, learner: Learner) -> ProcessWorker | RayBackend:
         """Start a worker."""
 
     def start(self, num_steps: int, learner: Learner) -> Worker:
@@ -110,12 +110,12 @@ class ProcessPlace(RemotePlace):
 
 
 class RayPlace(RemotePlace):
-    """Processes anywhere in a Ray cluster. What their environments are at is not saved: they may be there still."""
+    """Processes anywhere in a Ray cluster. The state of their environments is not saved."""
 
-    def _begin(self, job: Job, learner: Learner) -> RayCrew:
-        from embodichain.agents.rl.collector.ray_crew import RayCrew  # it needs an extra
+    def _begin(self, job: Job, learner: Learner) -> RayBackend:
+        from embodichain.agents.rl.collector.backends.ray import RayBackend  # it needs an extra
 
-        return RayCrew(job, learner, self._seed)
+        return RayBackend(job, learner, self._seed)
 
 
 def make_place(env: EnvSource, setup: Setup) -> Place:

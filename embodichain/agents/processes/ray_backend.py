@@ -1,0 +1,395 @@
+"""Workers in a Ray cluster: the connection with it, its token, where workers are placed, and what became of them.
+
+Without an address a cluster is started on this machine, for this process alone: it listens on the loopback interface,
+has no dashboard, and ends with the process. Any other cluster has to use Ray's token authentication.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import itertools
+import logging
+import math
+import os
+import re
+import secrets
+import signal
+import socket
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from embodichain.config import Config, Field, configclass
+from embodichain.errors import ClusterError
+from embodichain.extras import require
+
+log = logging.getLogger("embodichain.ray")
+
+Share = Annotated[float, Field(ge=0)]
+Location = dict[str, Any]
+"""Where an actor runs: ``node_id``, ``node`` (its host), ``pid``, and the ``auth_mode`` of its node."""
+Owner = TypeVar("Owner")
+
+_LOOPBACK = "127.0.0.1"
+_AUTH_MODE, _AUTH_TOKEN, _AUTH_TOKEN_FILE = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+_OWN_TOKEN = secrets.token_hex(32)
+"""Token of a cluster that this process starts; nobody else needs it, so it is in no file."""
+_ENVIRONMENT = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # a cluster that is started here binds to loopback
+    "RAY_NUM_REDIS_GET_RETRIES": "6",  # seconds until a cluster that refuses the token is an error
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+_PROBE_SECONDS = 5.0
+_STORE_BYTES = 512 << 20
+"""Object store of a cluster that is started here: it holds what is in flight only."""
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_LINE_LENGTH = 120
+"""Ray describes the end of a process in one long line; the whole text follows the message."""
+
+
+@configclass
+class PlacementCfg(Config):
+    """What one worker needs of a node of a Ray cluster. It waits for a node that has it; others do not wait for it."""
+
+    num_cpus: Share = 1.0
+    """Cores that are set aside for a worker; its simulator uses as many threads."""
+    num_gpus: Share = 0.0
+    """GPUs, or the part of one, that are set aside for a worker."""
+    resources: dict[str, Share] = {}
+    """Named resources of your own, such as ``{"simulation": 1}`` for nodes started with ``--resources``."""
+    strategy: Literal["spread", "pack"] = "spread"
+    """Whether workers are spread over the nodes, or packed onto as few as will do."""
+
+    def actor_options(self) -> dict[str, Any]:
+        """Return the options of an actor; actors end with the process that created them."""
+        return {
+            "num_cpus": self.num_cpus,
+            "num_gpus": self.num_gpus,
+            "resources": dict(self.resources),
+            "scheduling_strategy": {"spread": "SPREAD", "pack": "DEFAULT"}[self.strategy],
+            "max_restarts": 0,  # the owner replaces it: it knows what the next one has to do
+        }
+
+    def no_room(self, seconds: float) -> ClusterError:
+        """Return the error for a cluster that has had no room for any worker for so long."""
+        needs = {name: value for name, value in self.to_dict().items() if value}
+        free = load_ray().available_resources()
+        return ClusterError(
+            f"no node of the cluster had room for a worker within start_timeout ({seconds:g} s): each needs {needs}; "
+            f"free are {free}. Change placement, or add nodes"
+        )
+
+
+# --- the connection -----------------------------------------------------------------------------------------------
+
+
+class RayCluster:
+    """A connection with a cluster; all in a process share one, and the last one that is closed ends it."""
+
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+    _num_open: ClassVar[int] = 0
+    _connected_here: ClassVar[bool] = False
+    _started_here: ClassVar[bool] = False
+    _exiting: ClassVar[bool] = False
+
+    def __init__(self, address: str | None, num_workers: int, placement: PlacementCfg) -> None:
+        """Connect with the cluster at ``address``, or start one with room for so many workers."""
+        self._closed = False
+        cls = RayCluster
+        with cls._lock, ray_environment():
+            ray = load_ray()
+            if not ray.is_initialized():
+                with _own_signal_handlers():
+                    if address is None:
+                        _start(ray, num_workers, placement)
+                    else:
+                        _connect(ray, address)
+                cls._connected_here, cls._started_here = True, address is None
+                atexit.register(cls._at_exit)  # after Ray's own, so it runs before that
+            elif address is not None:
+                log.info("this process is connected with Ray already; address %r is not used", address)
+            cls._num_open += 1
+
+    @classmethod
+    def is_alive(cls) -> bool:
+        """Tell whether Ray can be used: not before it was started, nor after it was shut down."""
+        return not cls._exiting and bool(load_ray().is_initialized())
+
+    @classmethod
+    def check_token(cls, location: Location) -> None:
+        """Raise ``ClusterError`` for a node that lets everybody in, unless this process started the cluster."""
+        if not cls._started_here and str(location["auth_mode"]).lower() != "token":
+            raise ClusterError(
+                f"the Ray cluster asks nobody for a token (node {location['node']}): whoever reaches it can run code "
+                f"there. Start all of its nodes with {_AUTH_MODE}=token"
+            )
+
+    def close(self) -> None:
+        """Disconnect, if nobody else uses the connection; calling it twice is fine."""
+        cls = RayCluster
+        with cls._lock:
+            if self._closed:
+                return
+            self._closed = True
+            cls._num_open -= 1
+            if cls._num_open == 0 and cls._connected_here:
+                cls._connected_here = cls._started_here = False
+                if cls.is_alive():
+                    # What is left of Ray's objects must not be collected after it is gone: in a forked child, such as
+                    # a worker of a DataLoader, Ray aborts the process then.
+                    gc.collect()
+                    load_ray().shutdown()
+
+    @classmethod
+    def _at_exit(cls) -> None:
+        cls._exiting = True
+
+
+def load_ray() -> Any:
+    """Return the module ``ray``, or say which extra brings it."""
+    return require("ray", extra="ray")
+
+
+@contextmanager
+def ray_environment() -> Iterator[None]:
+    """Set the variables that Ray reads when it is imported and passes on to the processes that it starts."""
+    values = dict(_ENVIRONMENT)
+    if "ray" not in sys.modules:  # later it would not hear of it
+        values[_AUTH_MODE] = "token"
+    added = {name: value for name, value in values.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+
+
+@contextmanager
+def _own_signal_handlers() -> Iterator[None]:
+    """Keep the signal handlers of the program: Ray would end it, where a training saves itself first."""
+    is_main = threading.current_thread() is threading.main_thread()  # others cannot set handlers, nor can Ray there
+    former = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)} if is_main else {}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            if callable(handler):
+                signal.signal(number, handler)
+
+
+def _start(ray: Any, num_workers: int, placement: PlacementCfg) -> None:
+    if ray.util.get_node_ip_address() != _LOOPBACK:
+        raise ClusterError(
+            "Ray was imported before, and would listen on all network interfaces: set "
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 before 'import ray', or give an address"
+        )
+    own_token = not os.environ.get(_AUTH_TOKEN) and not os.environ.get(_AUTH_TOKEN_FILE)
+    if own_token:
+        os.environ[_AUTH_TOKEN] = _OWN_TOKEN
+    try:
+        ray.init(
+            address="local",
+            num_cpus=max(os.cpu_count() or 1, math.ceil(num_workers * placement.num_cpus)),
+            resources={name: share * num_workers for name, share in placement.resources.items()},
+            include_dashboard=False,
+            object_store_memory=_STORE_BYTES,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            _node_ip_address=_LOOPBACK,
+        )
+    finally:
+        if own_token:
+            del os.environ[_AUTH_TOKEN]
+
+
+def _connect(ray: Any, address: str) -> None:
+    host, _, port = address.rpartition(":")
+    if port.isdigit():  # Ray itself would try for long
+        _probe(host.strip("[]"), int(port), address)
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except ray.exceptions.AuthenticationError as error:
+        raise _refused(address) from error
+    except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+        if port.isdigit() and isinstance(error, ConnectionError):  # somebody is there, but does not let us in
+            raise _refused(address) from error
+        raise _nobody(address, error_text(error)) from error
+
+
+def _probe(host: str, port: int, address: str) -> None:
+    """Raise ``ClusterError`` if nobody listens at an address."""
+    try:
+        socket.getaddrinfo(host, port)
+    except OSError as error:
+        raise _nobody(address, f"there is no host {host!r}: {error.strerror}") from error
+    try:
+        socket.create_connection((host, port), _PROBE_SECONDS).close()
+    except OSError as error:
+        raise _nobody(address, "nobody listens there") from error
+
+
+def _nobody(address: str, why: str) -> ClusterError:
+    return ClusterError(
+        f"there is no Ray cluster at {address!r} ({why}); start one with 'ray start --head', or leave address away"
+    )
+
+
+def _refused(address: str) -> ClusterError:
+    """Return the error for a cluster that does not accept the token of this process, or got none."""
+    mode = os.environ.get(_AUTH_MODE, "")
+    if mode.lower() != "token":
+        given = f"{_AUTH_MODE} is {repr(mode) if mode else 'not set'} here"
+    elif os.environ.get(_AUTH_TOKEN):
+        given = f"it was given the one in {_AUTH_TOKEN}"
+    else:
+        file = os.environ.get(_AUTH_TOKEN_FILE) or os.path.expanduser("~/.ray/auth_token")
+        given = f"it was given the one in {file}" if os.path.exists(file) else f"there is none in {file}"
+    return ClusterError(
+        f"the Ray cluster at {address!r} asks for its token, and {given}: set {_AUTH_MODE}=token and copy "
+        "~/.ray/auth_token from the machine on which it was started"
+    )
+
+
+# --- actors -------------------------------------------------------------------------------------------------------
+
+
+def location_of_actor() -> Location:
+    """Return where the actor that calls this runs."""
+    node_id = load_ray().get_runtime_context().get_node_id()
+    mode = os.environ.get(_AUTH_MODE, "")  # of the node's own processes: no program that connects can change it
+    return {"node_id": node_id, "node": socket.gethostname(), "pid": os.getpid(), "auth_mode": mode}
+
+
+def cores_of_actor() -> int:
+    """Return the cores that are set aside for the actor that calls this."""
+    return max(1, int(load_ray().get_runtime_context().get_assigned_resources().get("CPU", 1)))
+
+
+@dataclass(frozen=True)
+class ActorEnd:
+    """How an actor ended."""
+
+    what: str
+    """To be read after its name: ``ended: The worker process has died``."""
+    text: str = ""
+    """Everything that Ray says about it."""
+    lost: bool = False
+    """Whether it ended with its node, which is no fault of its own."""
+
+
+class ActorHandle:
+    """One actor, seen from the process that owns it."""
+
+    def __init__(self, index: int, actor: Any) -> None:
+        self.index, self.actor = index, actor
+        self.node = ""
+        """Name of its node; empty while it waits for one."""
+        self.node_id: str | None = None
+        self.pid = 0
+        """The process id on its node; 0 while there is none."""
+        self.unreachable = False
+        """Whether Ray could not reach it and does not know yet what has become of it."""
+
+    def locate(self, location: Location, names: NodeNames) -> None:
+        """Note where it runs; ``ClusterError`` if that is no place for it."""
+        RayCluster.check_token(location)
+        self.node_id, self.pid = location["node_id"], location["pid"]
+        self.node = names.name(location["node_id"], location["node"])
+        self.unreachable = False
+
+    def end_of(self, error: Exception) -> ActorEnd:
+        """Return how it ended, by the error of one of its answers."""
+        if node_died(error, self.node_id):  # Ray tells no more than ids of it
+            return ActorEnd(f"is gone with its node {self.node}".rstrip(), lost=True)
+        text = error_text(error)
+        last = textwrap.shorten(text.splitlines()[-1], _LINE_LENGTH, placeholder=" ...")
+        return ActorEnd(f"ended: {last}", text)
+
+    def kill(self) -> None:
+        """End it, now."""
+        if RayCluster.is_alive():
+            load_ray().kill(self.actor, no_restart=True)
+
+
+def wait_for_answers(awaited: Mapping[Any, Owner], seconds: float) -> list[tuple[Any, Owner, Any]]:
+    """Wait until one of the ``awaited`` answers is there; return all that are: reference, owner, content or error."""
+    if not awaited:
+        time.sleep(seconds)
+        return []
+    ray = load_ray()
+    ready, _ = ray.wait(list(awaited), num_returns=1, timeout=seconds)
+    if len(awaited) > len(ready) > 0:
+        ready, _ = ray.wait(list(awaited), num_returns=len(awaited), timeout=0)
+    answers: list[tuple[Any, Owner, Any]] = []
+    for reference in ready:
+        try:
+            answers.append((reference, awaited[reference], ray.get(reference)))
+        except ray.exceptions.RayError as error:
+            answers.append((reference, awaited[reference], error))
+    return answers
+
+
+def is_unreachable(answer: Any) -> bool:
+    """Tell whether an answer is Ray's error for an actor that may be gone or may come back: the next call tells."""
+    return isinstance(answer, load_ray().exceptions.ActorUnavailableError)
+
+
+# --- nodes --------------------------------------------------------------------------------------------------------
+
+
+class NodeNames:
+    """Names for nodes: their host, with a number where a host has several of them (``box``, ``box#2``).
+
+    The name of a node that is gone is free for the next one: a host that comes back keeps its name.
+    """
+
+    def __init__(self, alive: Callable[[], Collection[str]] | None = None) -> None:
+        """``alive`` returns the ids of the nodes that are there; it is asked only if a name may be taken."""
+        self._alive = alive or nodes_alive
+        self._names: dict[str, str] = {}
+
+    def name(self, node_id: str, host: str) -> str:
+        """Return the name of a node."""
+        if node_id in self._names:
+            return self._names[node_id]
+        if host in self._names.values():
+            alive = self._alive()
+            self._names = {known: name for known, name in self._names.items() if known in alive}
+        choices = itertools.chain([host], (f"{host}#{number}" for number in itertools.count(2)))
+        self._names[node_id] = next(name for name in choices if name not in self._names.values())
+        return self._names[node_id]
+
+
+def nodes_alive() -> set[str]:
+    """Return the ids of the nodes that are part of the cluster."""
+    return {node["NodeID"] for node in load_ray().nodes() if node["Alive"]}
+
+
+def node_is_gone(node_id: str | None) -> bool:
+    """Tell whether a node that was there is part of the cluster no more."""
+    return node_id is not None and node_id not in nodes_alive()
+
+
+def node_died(error: Exception, node_id: str | None) -> bool:
+    """Tell whether an actor ended because its node did; ``node_id`` is where it ran, if it ever did.
+
+    Nothing else is a lost node: a constructor that fails, a process that crashes or has no memory left, an answer that
+    gets lost. Ray tells the cause in words only.
+    """
+    exceptions = load_ray().exceptions
+    if isinstance(error, exceptions.ActorDiedError) and not error.actor_init_failed:
+        return error.preempted or "its node has died" in str(error) or node_is_gone(node_id)
+    return isinstance(error, exceptions.NodeDiedError) or node_is_gone(node_id)
+
+
+def error_text(error: Exception) -> str:
+    """Return what Ray says about an error, without colours; at least its name."""
+    return _COLOURS.sub("", str(error)).strip() or type(error).__name__
