@@ -55,11 +55,14 @@ def cameras(rounds: int) -> list[Row]:
     for num_envs, size in ((256, 96), (1024, 96), (1024, 224)):
         camera = {"name": "side", "width": size, "height": size}
         ours = make_env(num_envs, env={"observations": {"cameras": [camera]}})
-        take = ours._pictures
+        renderer = ours._batch_renderer
         action = torch.zeros(num_envs, ours.action_manager.action_dim, device="cuda")
         contenders: dict[str, Turn] = {"step": (nothing, lambda ours=ours, action=action: ours.step(action))}
-        if take is not None:
-            contenders["pictures"] = (nothing, lambda take=take, ours=ours: take.take(ours.task.markers()))
+        if renderer is not None:
+            contenders["pictures"] = (
+                nothing,
+                lambda draw=renderer, ours=ours: draw.render(ours.task.markers()),
+            )
         for name, seconds in take_turns(contenders, rounds).items():
             rows.append(report("cameras", f"{name}, {num_envs} envs x {size}x{size}", seconds, num_envs))
         ours.close()

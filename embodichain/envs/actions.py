@@ -37,7 +37,7 @@ class ActionManager:
 
     def unwrap(self, action: Action, step: Tensor | int | None = None) -> Tensor:
         """Return the action as a checked tensor ``[num_envs, ...]`` on the env's device."""
-        value = self._take_out(action)
+        value = self.unpack(action)
         if tuple(value.shape) != self.shape:
             raise ActionError(
                 f"action {self.action_type!r} must have shape {list(self.shape)}, envs first, got {list(value.shape)}"
@@ -51,10 +51,9 @@ class ActionManager:
             self._raise_not_finite(value, step)
         return value
 
-    def _take_out(self, action: Action) -> Tensor:
-        if isinstance(action, Tensor):
-            return self._to_tensor(action)
-        if isinstance(action, np.ndarray):
+    def unpack(self, action: Action) -> Tensor:
+        """Return the tensor of an action that may come in a dict, whatever its shape."""
+        if isinstance(action, Tensor | np.ndarray):
             return self._to_tensor(action)
         if isinstance(action, Mapping | TensorDictBase):
             keys = [str(key) for key in action.keys()]  # noqa: SIM118 - a TensorDict iterates over its rows

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 
-from embodichain.config import Config, Field, configclass
+from embodichain.config.classes import Config, configclass
 from embodichain.envs.rendering import CameraCfg
 
 

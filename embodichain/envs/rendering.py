@@ -28,7 +28,7 @@ import numpy as np
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from embodichain.config import MISSING, Config, configclass
+from embodichain.config.classes import MISSING, Config, configclass
 from embodichain.errors import ConfigError, RenderingError, UnknownNameError, nearest
 
 # MERGED gl: Offscreen OpenGL: which backend works on this machine.

@@ -1,4 +1,7 @@
-"""How episodes begin: in some envs by index, as on the CPU, or by mask, as on a GPU, which waits for nothing."""
+"""Resets of a simulated environment: its whole state by row, domain randomisation, and how episodes begin.
+
+Episodes begin by index on the CPU, and by mask on a GPU, where nothing waits for the device.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +15,15 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from embodichain.envs.env_cfg import EventsCfg
-from embodichain.envs.observations import Seen
+from embodichain.envs.observations import PackedObservation
 from embodichain.envs.physics import Physics
 from embodichain.envs.random import EPISODE, KEY, RandomStreams
-from embodichain.envs.task import Start, Task
+from embodichain.envs.task import ResetState, Task
 from embodichain.errors import ConfigError, EnvContractError
-
-# MERGED domain: Domain randomisation: per-env friction and mass of the task's object, drawn when an episode starts.
-
-
-_MASS_FIELDS = ("body_mass", "body_inertia")
 
 
 class DomainRandomization:
-    """Scales the object's friction and mass per env; does nothing, and costs nothing, unless configured."""
+    """Scales friction and mass of the task's object per env; does nothing, and costs nothing, unless configured."""
 
     def __init__(self, events: EventsCfg, physics: Physics, object_body: str | None) -> None:
         self._physics = physics
@@ -40,8 +38,8 @@ class DomainRandomization:
         body = mujoco.mj_name2id(physics.model, int(mujoco.mjtObj.mjOBJ_BODY), object_body)
         first, count = int(physics.model.body_geomadr[body]), int(physics.model.body_geomnum[body])
         self._body, self._geoms = body, slice(first, first + count)
-        names: tuple[str, ...] = ("geom_friction",) if self._friction is not None else ()
-        names += _MASS_FIELDS if self._mass is not None else ()
+        names = ["geom_friction"] if self._friction is not None else []
+        names += ["body_mass", "body_inertia"] if self._mass is not None else []
         self._nominal = {name: physics.model_field(name)[0].clone() for name in names}
 
     def apply(self, env_ids: Tensor, streams: RandomStreams) -> None:
@@ -59,7 +57,7 @@ class DomainRandomization:
     def apply_where(self, mask: Tensor, streams: RandomStreams, drawn: Tensor) -> Tensor:
         """Draw new values where ``mask`` ``[num_envs]`` holds, without waiting for the device.
 
-        ``drawn`` is the state of the streams to draw from; what they are afterwards is returned.
+        ``drawn`` is the state of the streams to draw from; their state afterwards is returned.
         """
         before, fields = streams.state.clone(), self.state()
         env_ids = torch.arange(mask.shape[0], device=mask.device)
@@ -69,7 +67,7 @@ class DomainRandomization:
         streams.state.copy_(before)
         for name, old in fields.items():
             target = self._physics.model_field(name)
-            target.copy_(torch.where(mask.view(-1, *([1] * (old.dim() - 1))), target, old))
+            target.copy_(torch.where(_like(mask, old), target, old))
         if self._mass is not None:
             self._physics.refresh_model(env_ids)
         return after
@@ -79,7 +77,7 @@ class DomainRandomization:
         return {name: self._physics.model_field(name).clone() for name in self._nominal} if self.active else {}
 
     def set_state(self, env_ids: Tensor, fields: dict[str, Tensor]) -> None:
-        """Restore what :meth:`state` returned."""
+        """Restore rows of :meth:`state`."""
         for name, values in fields.items():
             self._physics.model_field(name)[env_ids] = values
         if self._mass is not None:
@@ -92,17 +90,14 @@ class DomainRandomization:
         target[env_ids] = rows
 
 
-# MERGED states: The whole state of a simulated environment by row, and whether a saved one fits.
-
-
 @dataclass(frozen=True)
-class LiveState:
+class EnvState:
     """Everything of an environment that changes while it simulates; the tensors are the environment's own."""
 
     physics: Physics
     streams: RandomStreams
     step: Tensor
-    """Steps taken in the present episodes, ``[num_envs]``."""
+    """Steps taken in the current episodes, ``[num_envs]``."""
     variables: dict[str, Tensor]
     """The task's own values, such as goals, ``[num_envs, ...]``."""
     domain: DomainRandomization
@@ -136,7 +131,7 @@ def check_state(state: Any, template: TensorDictBase, count: int) -> None:
         )
     if tuple(state.batch_size) != (count,):
         raise EnvContractError(f"set_state: expected one row per env, [{count}], got {list(state.batch_size)}")
-    wanted, came = _leaves(template), _leaves(state)
+    wanted, came = template.flatten_keys("/").to_dict(), state.flatten_keys("/").to_dict()
     problems = [f"{name} is missing" for name in wanted if name not in came]
     problems += [f"{name} is unknown here" for name in came if name not in wanted]
     for name in wanted.keys() & came.keys():
@@ -151,61 +146,105 @@ def check_state(state: Any, template: TensorDictBase, count: int) -> None:
         )
 
 
-def _leaves(state: TensorDictBase) -> dict[str, Tensor]:
-    items = state.items(include_nested=True, leaves_only=True)
-    return {"/".join(key) if isinstance(key, tuple) else key: value for key, value in items}
+Drawn = tuple[ResetState, Tensor]
+"""The next reset state of every env, and the random streams after drawing it."""
 
 
-# MERGED starts: Starts drawn ahead: the beginnings of many envs' next episodes in one go, kept until they are needed.
-#
-# How an episode begins follows from its random stream alone, and one start takes nearly as long to draw and to observe
-# as
-# a hundred. At 64 envs, where more than every second step ends an episode, doing them one by one took as long as
-# everything else outside the physics.
+class Resets:
+    """Draws how episodes begin and puts that into the simulation.
 
+    A reset state follows from its env's random stream alone, and drawing and observing one takes nearly as long as a
+    hundred. So on the CPU those of all envs are drawn ahead, kept until they are needed, and replaced together.
+    """
 
-class StartStore:
-    """Keeps one start per env, with what is observed in it; those that were used are replaced together."""
+    def __init__(self, task: Task, state: EnvState, observe: Callable[[Tensor], PackedObservation]) -> None:
+        """``observe`` returns the observation of some envs in their present state."""
+        self._task, self._state, self._observe = task, state, observe
+        self._all = torch.arange(state.physics.num_envs, device=state.physics.device)
+        self._ahead: dict[str, Any] = {}
+        self._ahead_obs: PackedObservation | None = None
+        self._drawn_from = torch.full((state.physics.num_envs, 2), -1, dtype=torch.int64)
 
-    def __init__(self, live: LiveState, begin: Callable[[Tensor], Seen]) -> None:
-        """``begin`` starts the next episode in some envs and returns what is then observed in them."""
-        self._live, self._begin = live, begin
-        self._drawn_from = torch.full((live.step.shape[0], 2), -1, dtype=torch.int64)
-        self._rows: dict[str, Any] = {}
-        self._seen: Seen | None = None
+    def begin(self, env_ids: Tensor, episodes: Tensor | None = None) -> None:
+        """Begin the next episode in each of these envs, or the episodes of these seeds."""
+        state, variables = self._state, self._task.variables
+        state.streams.next_episode(env_ids, episodes)
+        start = self._task.sample_start(env_ids, state.streams)
+        state.physics.set(env_ids, start.qpos, start.qvel)
+        if state.domain.active:
+            state.domain.apply(env_ids, state.streams)
+        for name, value in start.variables.items():
+            if name not in variables:  # the first reset, of all envs, gives shapes and types
+                variables[name] = torch.empty_like(value)
+            variables[name][env_ids] = value
+        state.step[env_ids] = 0
 
-    def enter(self, env_ids: Tensor) -> Seen:
-        """Start the next episode in these envs and return what is observed in them."""
+    # --- by index, drawn ahead ------------------------------------------------------------------------------------
+
+    def begin_drawn(self, env_ids: Tensor) -> PackedObservation:
+        """Begin the next episode in each of these envs, drawn ahead, and return their observation."""
         origins = self._origins().index_select(0, env_ids)
-        if self._seen is None or not torch.equal(self._drawn_from.index_select(0, env_ids), origins):
-            self._seen = self._draw()
-        self._live.write(env_ids, _select(self._rows, env_ids))
-        return self._seen.rows(env_ids)
+        if self._ahead_obs is None or not torch.equal(self._drawn_from.index_select(0, env_ids), origins):
+            self._ahead_obs = self._draw_ahead()
+        self._state.write(env_ids, _select(self._ahead, env_ids))
+        return self._ahead_obs.rows(env_ids)
 
-    def refill(self) -> None:
-        """Draw what was used, now that nobody waits for it."""
+    def draw_ahead(self) -> None:
+        """Draw again what was used, while nobody waits for it."""
         if not torch.equal(self._drawn_from, self._origins()):
-            self._seen = self._draw()
+            self._ahead_obs = self._draw_ahead()
 
     def _origins(self) -> Tensor:
         """What the next episode of each env follows from, ``[num_envs, 2]``."""
-        return self._live.streams.state[:, KEY : EPISODE + 1]
+        return self._state.streams.state[:, KEY : EPISODE + 1]
 
-    def _draw(self) -> Seen:
-        """Draw the starts that are missing or used, leave the envs as they were, and return what all would observe."""
-        origins, everything = self._origins(), self._live.read()
+    def _draw_ahead(self) -> PackedObservation:
+        """Draw what is missing or used, leave the envs as they were, and return the observation of all reset states."""
+        origins, everything = self._origins(), self._state.read()
         used = torch.nonzero((self._drawn_from != origins).any(dim=1)).reshape(-1)
         try:
-            seen = self._begin(used)
-            rows = _select(self._live.read(), used)
+            self.begin(used)
+            obs, rows = self._observe(used), _select(self._state.read(), used)
         finally:
-            self._live.write(used, _select(everything, used))
+            self._state.write(used, _select(everything, used))
         self._drawn_from[used] = origins[used]
-        if self._seen is None:
-            self._rows = rows
-            return seen
-        _assign(self._rows, used, rows)
-        return self._seen.with_rows(seen, used)
+        if self._ahead_obs is None:
+            self._ahead = rows
+            return obs
+        _assign(self._ahead, used, rows)
+        return self._ahead_obs.with_rows(obs, used)
+
+    # --- by mask --------------------------------------------------------------------------------------------------
+
+    def draw(self) -> Drawn:
+        """Draw the next reset state of every env and leave the streams as they are.
+
+        Finding out which envs need one would wait for the device.
+        """
+        streams = self._state.streams
+        before = streams.state.clone()
+        streams.next_episode(self._all)
+        start = self._task.sample_start(self._all, streams)
+        after = streams.state.clone()
+        streams.state.copy_(before)
+        return start, after
+
+    def begin_where(self, done: Tensor, drawn: Drawn) -> None:
+        """Begin the episodes that were drawn in the envs where ``done`` ``[num_envs]`` holds."""
+        state, (start, streams) = self._state, drawn
+        state.physics.set_where(done, start.qpos, start.qvel)
+        if state.domain.active:
+            streams = state.domain.apply_where(done, state.streams, streams)
+        state.streams.state.copy_(torch.where(done.unsqueeze(1), streams, state.streams.state))
+        for name, value in start.variables.items():
+            target = self._task.variables[name]
+            target.copy_(torch.where(_like(done, value), value, target))
+        state.step.masked_fill_(done, 0)
+
+
+def _like(mask: Tensor, value: Tensor) -> Tensor:
+    """Return a mask ``[n]`` in a shape that broadcasts with ``value`` ``[n, ...]``."""
+    return mask.view(-1, *[1] * (value.dim() - 1))
 
 
 def _select(tree: Any, env_ids: Tensor) -> Any:
@@ -220,68 +259,3 @@ def _assign(tree: dict[str, Any], env_ids: Tensor, rows: dict[str, Any]) -> None
             _assign(tree[key], env_ids, value)
         else:
             tree[key][env_ids] = value
-
-
-Drawn = tuple[Start, Tensor]
-"""The next start of every env, and the random streams as they are once it is drawn."""
-
-
-class Restarts:
-    """Draws how episodes start and puts that into the simulation."""
-
-    def __init__(self, task: Task, live: LiveState, observe: Callable[[Tensor], Seen]) -> None:
-        """``observe`` returns what is seen in some envs as they are."""
-        self._task, self._live, self._observe = task, live, observe
-        self._all = torch.arange(live.physics.num_envs, device=live.physics.device)
-        self._store = StartStore(live, self._begin_and_observe)
-
-    def begin(self, env_ids: Tensor, episodes: Tensor | None = None) -> None:
-        """Start the next episode in each of these envs, or the ones of these episode seeds."""
-        live, variables = self._live, self._task.variables
-        live.streams.next_episode(env_ids, episodes)
-        start = self._task.sample_start(env_ids, live.streams)
-        live.physics.set(env_ids, start.qpos, start.qvel)
-        if live.domain.active:
-            live.domain.apply(env_ids, live.streams)
-        for name, value in start.variables.items():
-            if name not in variables:  # the first start, of all envs, tells shapes and types
-                variables[name] = torch.empty_like(value)
-            variables[name][env_ids] = value
-        live.step[env_ids] = 0
-
-    def at(self, env_ids: Tensor) -> Seen:
-        """Start the next episode in each of these envs, drawn ahead, and return what is seen in them."""
-        return self._store.enter(env_ids)
-
-    def prepare(self) -> None:
-        """Draw the starts that were used since the last time."""
-        self._store.refill()
-
-    def draw(self) -> Drawn:
-        """Draw the next start of every env and leave the streams as they are.
-
-        Finding out which envs need one would mean to wait for the device.
-        """
-        streams = self._live.streams
-        before = streams.state.clone()
-        streams.next_episode(self._all)
-        start = self._task.sample_start(self._all, streams)
-        after = streams.state.clone()
-        streams.state.copy_(before)
-        return start, after
-
-    def where(self, done: Tensor, drawn: Drawn) -> None:
-        """Start what was drawn in the envs where ``done`` ``[num_envs]`` holds."""
-        live, (start, streams) = self._live, drawn
-        live.physics.set_where(done, start.qpos, start.qvel)
-        if live.domain.active:
-            streams = live.domain.apply_where(done, live.streams, streams)
-        live.streams.state.copy_(torch.where(done.unsqueeze(1), streams, live.streams.state))
-        for name, value in start.variables.items():
-            mask = done.view(-1, *([1] * (value.dim() - 1)))
-            self._task.variables[name].copy_(torch.where(mask, value, self._task.variables[name]))
-        live.step.masked_fill_(done, 0)
-
-    def _begin_and_observe(self, env_ids: Tensor) -> Seen:
-        self.begin(env_ids)
-        return self._observe(env_ids)

@@ -23,16 +23,19 @@ Scene = dict[str, Tensor]
 
 
 @dataclass
-class Start:
-    """How episodes begin: positions and velocities ``[n, ...]``, and the task's own variables such as the goal."""
+class ResetState:
+    """The state in which episodes begin: positions, velocities, and the task's own variables such as the goal."""
 
     qpos: Tensor
     qvel: Tensor
     variables: dict[str, Tensor] = field(default_factory=dict)
 
 
+Start = ResetState  # former name
+
+
 class Task(ABC):
-    """One task: how episodes start, what is seen, what is rewarded, when it is solved, and how an expert does it."""
+    """One task: how episodes begin, what is observed and rewarded, when it is solved, and how an expert solves it."""
 
     scene_file: ClassVar[str]
     """MJCF file of the scene."""
@@ -41,7 +44,7 @@ class Task(ABC):
     object_body: ClassVar[str | None] = None
     """Body whose friction and mass can be randomised."""
     camera: ClassVar[str] = "side"
-    """The camera to look through when none is named."""
+    """The default camera of ``render``."""
     understands_language: ClassVar[bool] = False
     """Whether ``env.language`` means something to the task."""
 
@@ -58,20 +61,20 @@ class Task(ABC):
     @staticmethod
     @abstractmethod
     def default_cfg() -> GymCfg:
-        """Return the configuration the task has when nothing is said."""
+        """Return the default configuration of the task."""
 
     @classmethod
     def build_model(cls, cfg: GymCfg) -> mujoco.MjModel:
         """Compile the scene with the configured robot in it."""
-        on_gpu = cfg.device != "cpu"  # where pictures are drawn by the simulation itself, which knows its own cameras
+        on_gpu = cfg.device != "cpu"  # where the simulation itself renders, with cameras of the model
         model = build_model(cls.scene_file, cfg.robot, cfg.env.observations.cameras if on_gpu else ())
         if cfg.env.timestep is not None:
             model.opt.timestep = cfg.env.timestep
         return model
 
     @abstractmethod
-    def sample_start(self, env_ids: Tensor, streams: RandomStreams) -> Start:
-        """Draw the start of one episode for each of ``env_ids``, from the streams alone: starts are drawn ahead."""
+    def sample_start(self, env_ids: Tensor, streams: RandomStreams) -> ResetState:
+        """Draw how one episode begins in each of ``env_ids``, from the streams alone: reset states are drawn ahead."""
 
     @abstractmethod
     def read(self, env_ids: Tensor | None = None) -> Scene:
@@ -90,7 +93,7 @@ class Task(ABC):
         """Return where the task is solved, bool ``[n]``."""
 
     def failed(self, scene: Scene) -> Tensor | None:
-        """Return where an episode has to end without success, bool ``[n]``, or nothing if that cannot happen."""
+        """Return where an episode has to end without success, bool ``[n]``, or ``None`` if that cannot happen."""
         return None
 
     def metrics(self, scene: Scene) -> dict[str, Tensor]:
@@ -102,12 +105,10 @@ class Task(ABC):
         """Return what a scripted expert does in this state, ``[n, action_dim]``."""
 
     def markers(self) -> dict[str, Tensor]:
-        """Return positions ``[num_envs, 3]`` of mocap bodies, such as the goal, for drawing."""
+        """Return positions ``[num_envs, 3]`` of mocap bodies, such as the goal, for rendering."""
         return {}
 
-    # What most tasks need to draw a start.
-
-    def start_robot(self, env_ids: Tensor, streams: RandomStreams) -> Start:
+    def start_robot(self, env_ids: Tensor, streams: RandomStreams) -> ResetState:
         """Return the model's own pose with the robot at ``init_qpos``, randomised as configured."""
         count, joints = env_ids.numel(), self.robot.num_joints
         qpos = self._home.repeat(count, 1)
@@ -117,7 +118,7 @@ class Task(ABC):
             drawn = streams.uniform(env_ids, 2 * joints, -1.0, 1.0)
             qpos[:, self.robot.qpos][:, :joints].add_(spread.position * drawn[:, :joints])
             qvel[:, self.robot.qvel][:, :joints].add_(spread.velocity * drawn[:, joints:])
-        return Start(qpos, qvel)
+        return ResetState(qpos, qvel)
 
 
 def draw_pose(area: PoseRangeCfg, env_ids: Tensor, streams: RandomStreams) -> Tensor:
@@ -126,7 +127,7 @@ def draw_pose(area: PoseRangeCfg, env_ids: Tensor, streams: RandomStreams) -> Te
 
 
 def draw_poses(areas: tuple[PoseRangeCfg, ...], env_ids: Tensor, streams: RandomStreams) -> tuple[Tensor, ...]:
-    """Draw x, y, z and yaw ``[n, 4]`` from each of some configured boxes, in one go."""
+    """Draw x, y, z and yaw ``[n, 4]`` from each of several boxes at once."""
     low, high = _bounds(tuple(r for area in areas for r in (area.x, area.y, area.z, area.yaw)), env_ids.device)
     return streams.uniform(env_ids, 4 * len(areas), low, high).split(4, dim=1)
 

@@ -1,4 +1,4 @@
-"""Physics + Task = VecEnv: control, simulate, measure, reward, reset."""
+"""Physics + Task = VecEnv. ``TaskEnv.step`` reads from top to bottom: act, simulate, measure, score, observe, reset."""
 
 from __future__ import annotations
 
@@ -15,80 +15,16 @@ from torch import Tensor
 
 from embodichain.envs.actions import RobotActionManager
 from embodichain.envs.env_cfg import GymCfg
-from embodichain.envs.observations import ObservationBuilder, Seen
+from embodichain.envs.observations import ObservationBuilder, PackedObservation, observation_space
 from embodichain.envs.physics import Physics
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.rendering import Cameras, Load, Quality
-from embodichain.envs.resets import DomainRandomization, Drawn, LiveState, Restarts, check_state
+from embodichain.envs.resets import DomainRandomization, Drawn, EnvState, Resets, check_state
 from embodichain.envs.robots import Robot
 from embodichain.envs.task import Scene, Task
-from embodichain.envs.vec_env import Action, EnvIds, StepResult, VecEnv
-from embodichain.envs.wrappers import ChunkTally, Moment
+from embodichain.envs.vec_env import Action, EnvIds, StepOutcome, StepResult, VecEnv
 from embodichain.errors import ConfigError, nearest
 from embodichain.utils.cuda_graphs import GraphedStep, StepParts
-
-# MERGED scoring: What the state reached is worth: success, reward, the end of an episode, and measures for the log.
-
-
-class Scoring:
-    """Turns measurements of all envs into what a step returns about them."""
-
-    def __init__(self, cfg: GymCfg, task: Task, num_envs: int, max_episode_steps: int) -> None:
-        device = task.physics.device
-        self._task = task
-        self._sparse = cfg.env.rewards.mode == "sparse"
-        self._ends_with_success = cfg.env.terminate_on_success
-        self._weights = reward_weights(cfg, type(task))
-        self._weight_row = torch.tensor(list(self._weights.values()), device=device)
-        self._limit = torch.tensor(max_episode_steps, device=device)
-        self._none = torch.zeros(num_envs, dtype=torch.bool, device=device)
-        self._zeros = torch.zeros(num_envs, device=device)
-
-    def score(self, scene: Scene, action: Tensor, step: Tensor, diverged: Tensor | None) -> Moment:
-        """Judge the state after an action: envs ``diverged`` (``None``: none) end and have not succeeded."""
-        success = self._task.success(scene)
-        if diverged is not None:
-            success = success & ~diverged
-        scene["success"] = success.float()
-        parts, reward = self._reward(scene, action)
-        terminated = success if self._ends_with_success else self._none
-        for ended in (self._task.failed(scene), diverged):
-            if ended is not None:
-                terminated = terminated | ended
-        if terminated is success or terminated is self._none:  # whoever gets it may keep it; a task may reuse its own
-            terminated = terminated.clone()
-        return Moment(parts, reward, terminated, step >= self._limit, self._metrics(scene, diverged))
-
-    def _reward(self, scene: Scene, action: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """Return the weighted parts and their sum."""
-        if self._sparse:
-            return {"success": scene["success"].clone()}, scene["success"].clone()
-        if not self._weights:
-            return {}, self._zeros.clone()
-        terms = self._task.reward_terms(scene, action)
-        parts = torch.stack([terms[name] for name in self._weights], dim=1) * self._weight_row
-        return dict(zip(self._weights, parts.unbind(1), strict=True)), parts.sum(dim=1)
-
-    def _metrics(self, scene: Scene, diverged: Tensor | None) -> dict[str, Tensor]:
-        measures = {"success": scene["success"], "diverged": self._zeros if diverged is None else diverged.float()}
-        measures.update(self._task.metrics(scene))
-        if len({measure.dtype for measure in measures.values()}) > 1:  # each keeps its own type
-            return {name: measure.clone() for name, measure in measures.items()}
-        copies = torch.stack(list(measures.values()))
-        return dict(zip(measures, copies.unbind(0), strict=True))
-
-
-def reward_weights(cfg: GymCfg, task_class: type[Task]) -> dict[str, float]:
-    """Return the weight of each reward term, those of the config over those of the task; 0 leaves a term out."""
-    known = task_class.reward_weights
-    unknown = [name for name in cfg.env.rewards.weights if name not in known]
-    if unknown:
-        raise ConfigError(
-            [f"env.rewards.weights.{n}: no such reward term of {cfg.id}.{nearest(n, known)}" for n in unknown]
-        )
-    weights = {**known, **cfg.env.rewards.weights}
-    return {name: weight for name, weight in weights.items() if weight != 0.0}
-
 
 _DEFAULT_EPISODE = 100  # steps, where neither the config nor the task says how long an episode is
 
@@ -113,113 +49,119 @@ class TaskEnv(VecEnv):
         self._all = torch.arange(self.num_envs, device=self.device)
         self._one = torch.ones((), dtype=torch.int64, device=self.device)
         self._cameras = Cameras(physics.model, cfg.env.observations.cameras)
-        self._pictures = physics.open_cameras(cfg.env.observations.cameras)
-        self._observations = ObservationBuilder(cfg.env.observations, self)
+        self._batch_renderer = physics.open_cameras(cfg.env.observations.cameras)
+        self._observations = ObservationBuilder(cfg.env.observations, self.device, self._images, self._noise)
         domain = DomainRandomization(cfg.env.events, physics, task_class.object_body)
-        self._live = LiveState(physics, self._streams, self._step, self.task.variables, domain)
-        self._restarts = Restarts(self.task, self._live, self._seen_in)
-        self._restarts.begin(self._all)
+        self._state = EnvState(physics, self._streams, self._step, self.task.variables, domain)
+        self._resets = Resets(self.task, self._state, lambda ids: self._build(self.task.read(ids), ids))
+        self._resets.begin(self._all)
         self._scene: Scene | None = None
-        self._seen = self._observations.build(self._look(), self._all)
-        self._obs: TensorDict = self._observations.pack(self._seen)
-        self.observation_space: gym.spaces.Dict = self._observations.space(self._obs)
+        self._packed: PackedObservation
+        self._obs: TensorDict
+        self._show(self._build(self._measurements(), self._all))
+        self.observation_space: gym.spaces.Dict = observation_space(self._obs)
         self._masked = self.device.type != "cpu"
-        parts = StepParts(self._control, self._advance_physics, self._draw_next, self._conclude)
-        recorded = self._masked and not self._cameras.cfgs
-        self._advance: Callable[[Tensor], StepResult] = GraphedStep(parts, self._adopt) if recorded else parts
+        self._graphed: GraphedStep | None = None
+        if self._masked and not self._cameras.cfgs:
+            parts = StepParts(self._act, self._simulate, self._draw_resets, self._conclude)
+            self._graphed = GraphedStep(parts, self._keep_recorded)
 
-    # --- the contract ---------------------------------------------------------------------------------------------
+    # --- a step ---------------------------------------------------------------------------------------------------
+
+    def step(self, action: Action) -> StepResult:
+        applied = self.action_manager.unwrap(action, self._step)
+        if self._graphed is not None:  # on a GPU, the calls below are replayed as CUDA graphs
+            return self._graphed(applied)
+        self._act(applied)
+        self._simulate()
+        return self._conclude(applied, self._draw_resets())
+
+    def _act(self, applied: Tensor) -> None:
+        """Write the motor commands of an action."""
+        self.physics.ctrl.copy_(self.action_manager.control(applied, self.physics.qpos[:, self.robot.qpos]))
+
+    def _simulate(self) -> None:
+        self.physics.step(self.cfg.env.substeps)
+
+    def _draw_resets(self) -> Drawn | None:
+        """On a GPU: draw the reset states that may be needed, which waits neither for the action nor the physics."""
+        return self._resets.draw() if self._masked else None
+
+    def _conclude(self, applied: Tensor, drawn: Drawn | None) -> StepResult:
+        """Measure and score the state reached, observe it, and reset the envs that are done."""
+        scene = self._measure()
+        outcome = self._scoring.score(scene, applied, self._step, self.physics.diverged)
+        final = self._show(self._build(scene, self._all))
+        obs = self._reset_done(outcome.terminated | outcome.truncated, drawn)
+        info = {
+            "final_observation": final,
+            "rewards": outcome.rewards,
+            "metrics": outcome.metrics,
+            "episode_seed": self._streams.episode_seed,
+        }
+        return obs, outcome.reward, outcome.terminated, outcome.truncated, info
+
+    def _measure(self) -> Scene:
+        """Complete the physics step and return the measurements of the state reached."""
+        self.physics.settle()
+        self._step.add_(self._one)
+        self._scene = scene = self.task.read()
+        return scene
+
+    def _reset_done(self, done: Tensor, drawn: Drawn | None = None) -> TensorDict:
+        """Begin the next episode where ``done`` ``[num_envs]`` holds, and return the observation of all envs."""
+        if not self._masked:
+            ids = done.nonzero().view(-1)
+            if ids.numel():
+                self._show(self._packed.with_rows(self._resets.begin_drawn(ids), ids))
+                self._scene = None
+            return self._obs
+        if self._cameras.cfgs and not bool(done.any()):
+            return self._obs  # to find that out is faster than to render all images again
+        self._resets.begin_where(done, drawn or self._resets.draw())
+        self._scene = None
+        return self._show(self._build(self._measurements(), self._all))
+
+    # --- a step in pieces, for action chunks: several actions, one observation ------------------------------------
+
+    def advance(self, action: Action) -> StepOutcome:
+        """Act, simulate, measure and score; nothing is observed or reset."""
+        applied = self.action_manager.unwrap(action, self._step)
+        self._act(applied)
+        self._simulate()
+        return self._scoring.score(self._measure(), applied, self._step, self.physics.diverged)
+
+    def observe(self, mask: Tensor) -> TensorDict:
+        """Observe the envs where ``mask`` ``[num_envs]`` holds; the rows of the others stay as they were."""
+        ids = torch.nonzero(mask).reshape(-1)
+        if ids.numel():
+            scene = self._measurements()
+            rows = scene if ids.numel() == self.num_envs else {name: value[ids] for name, value in scene.items()}
+            self._show(self._packed.with_rows(self._build(rows, ids), ids))
+        return self._obs
+
+    def reset_done(self, done: Tensor) -> tuple[TensorDict, Tensor]:
+        """Reset the envs where ``done`` holds; return the observation and the episode seeds of all envs."""
+        return self._reset_done(done), self._streams.episode_seed
+
+    # --- the rest of the contract ---------------------------------------------------------------------------------
 
     def reset(self, seed: int | Tensor | None = None, env_ids: EnvIds = None) -> tuple[TensorDict, dict[str, Any]]:
         ids = self.resolve_ids(env_ids)
         resolved = self.resolve_seed(seed, ids.numel())
         if isinstance(resolved, int):
             self._streams.seed(ids, resolved)
-        episodes = resolved if isinstance(resolved, Tensor) else None
-        self._restarts.begin(ids, episodes)
-        self._refresh(ids)
-        return self._obs, {"episode_seed": self._streams.episode_seed}
-
-    def step(self, action: Action) -> StepResult:
-        return self._advance(self.action_manager.unwrap(action, self._step))
-
-    def step_chunk(self, actions: Tensor) -> StepResult:
-        """Take actions ``[num_envs, chunk_size, action_dim]`` and observe once; see ``chunks.py``.
-
-        An env that ends is observed there and then, and waits for the others to be restarted with it.
-        """
-        tally = ChunkTally(self.num_envs, actions.shape[1], self.device)
-        for action in actions.unbind(1):
-            applied = self.action_manager.unwrap(action, self._step)
-            self._control(applied)
-            self._advance_physics()
-            ended = tally.add(self._measure(applied))
-            self._observe(ended)
-            if not bool(tally.active.any()):
-                break
-        self._observe(tally.active)
-        final = self._obs
-        self._restart(tally.terminated | tally.truncated)
-        return tally.result(self._obs, final, self._streams.episode_seed)
-
-    # --- a step, in parts: see ``graphed.py`` ---------------------------------------------------------------------
-
-    def _control(self, applied: Tensor) -> None:
-        """Write what the motors are to do."""
-        self.physics.ctrl.copy_(self.action_manager.control(applied, self.physics.qpos[:, self.robot.qpos]))
-
-    def _advance_physics(self) -> None:
-        self.physics.step(self.cfg.env.substeps)
-
-    def _draw_next(self) -> Drawn | None:
-        """On a GPU: draw the starts that may be needed."""
-        return self._restarts.draw() if self._masked else None
-
-    def _conclude(self, applied: Tensor, drawn: Drawn | None) -> StepResult:
-        """Measure, observe and restart what is done."""
-        moment = self._measure(applied)
-        self._show(self._observations.build(self._look(), self._all))
-        final = self._obs
-        self._restart(moment.terminated | moment.truncated, drawn)
-        info = {
-            "final_observation": final,
-            "rewards": moment.parts,
-            "metrics": moment.metrics,
-            "episode_seed": self._streams.episode_seed,
-        }
-        return self._obs, moment.reward, moment.terminated, moment.truncated, info
-
-    def _measure(self, applied: Tensor) -> Moment:
-        """Look at the state reached and judge it; nothing is observed yet, and nothing restarted."""
-        self.physics.settle()
-        self._step.add_(self._one)
-        self._scene = scene = self.task.read()
-        return self._scoring.score(scene, applied, self._step, self.physics.diverged)
-
-    def _restart(self, done: Tensor, drawn: Drawn | None = None) -> None:
-        """Start the next episode where ``done`` ``[num_envs]`` holds: by index on the CPU, by mask on a GPU."""
-        if not self._masked:
-            ended = done.nonzero()
-            if ended.numel():
-                ids = ended.view(-1)
-                self._show(self._seen.with_rows(self._restarts.at(ids), ids))
-                self._scene = None
-            return
-        if self._cameras.cfgs and not bool(done.any()):
-            return  # to find that out is faster than to draw all pictures again
-        self._restarts.where(done, drawn or self._restarts.draw())
-        self._scene = None
-        self._show(self._observations.build(self._look(), self._all))
+        self._resets.begin(ids, resolved if isinstance(resolved, Tensor) else None)
+        return self._refresh(ids), {"episode_seed": self._streams.episode_seed}
 
     def get_state(self) -> TensorDict:
-        return TensorDict(self._live.read(), batch_size=[self.num_envs], device=self.device)
+        return TensorDict(self._state.read(), batch_size=[self.num_envs], device=self.device)
 
     def set_state(self, state: TensorDictBase, env_ids: EnvIds = None) -> TensorDict:
         ids = self.resolve_ids(env_ids)
         check_state(state, self.get_state(), ids.numel())
-        self._live.write(ids, state.to(self.device))
-        self._refresh(ids)
-        return self._obs
+        self._state.write(ids, state.to(self.device))
+        return self._refresh(ids)
 
     def render(
         self,
@@ -232,17 +174,9 @@ class TaskEnv(VecEnv):
             self._loader(), self.resolve_ids(env_ids).tolist(), camera or self.task.camera, size, quality
         )
 
-    def pictures(self, env_ids: Tensor) -> dict[str, Tensor]:
-        """Return what the configured cameras see, uint8 ``[len(env_ids), height, width, 3]`` each."""
-        if self._pictures is not None:
-            taken = self._pictures.take(self.task.markers())
-            return taken if env_ids is self._all else {name: frames[env_ids] for name, frames in taken.items()}
-        names = self._cameras.cfgs
-        return {name: torch.from_numpy(self.render(env_ids, name, None, "lean")).to(self.device) for name in names}
-
     def prepare(self) -> None:
         if not self._masked:
-            self._restarts.prepare()
+            self._resets.draw_ahead()
             self._scene = None
 
     def close(self) -> None:
@@ -253,7 +187,7 @@ class TaskEnv(VecEnv):
 
     def expert_action(self) -> Tensor:
         """Return the scripted expert's action ``[num_envs, action_dim]`` for the present state."""
-        return self.task.expert_action(self._look(), self.action_manager)
+        return self.task.expert_action(self._measurements(), self.action_manager)
 
     def create_demo_action_list(self) -> list[Tensor]:
         """Return the expert's actions from the present state until every env has ended once; the state is kept."""
@@ -266,49 +200,50 @@ class TaskEnv(VecEnv):
         self.set_state(state)
         return actions
 
-    def noise(self, env_ids: Tensor, size: int) -> Tensor:
-        """Return the standard normal noise ``[len(env_ids), size]`` that belongs to the envs' present steps."""
-        return self._streams.noise(env_ids, self._step[env_ids], size)
+    # --- measurements and observations ----------------------------------------------------------------------------
 
-    # --- inside ---------------------------------------------------------------------------------------------------
-
-    def _show(self, seen: Seen) -> None:
-        """Make this what is observed from now on."""
-        self._seen, self._obs = seen, self._observations.pack(seen)
-
-    def _seen_in(self, env_ids: Tensor) -> Seen:
-        return self._observations.build(self.task.read(env_ids), env_ids)
-
-    def _adopt(self) -> Callable[[], None]:
-        """Return what makes this env look at the measurements that a recorded step writes to."""
-        scene, seen, obs = self._scene, self._seen, self._obs
-
-        def restore() -> None:
-            self._scene, self._seen, self._obs = scene, seen, obs
-
-        return restore
-
-    def _observe(self, mask: Tensor) -> None:
-        """Observe the envs where ``mask`` ``[num_envs]`` holds as they are now; the others keep what they last saw."""
-        ids = torch.nonzero(mask).reshape(-1)
-        if ids.numel():
-            scene = self._look()
-            rows = scene if ids.numel() == self.num_envs else {name: value[ids] for name, value in scene.items()}
-            self._show(self._seen.with_rows(self._observations.build(rows, ids), ids))
-
-    def _look(self) -> Scene:
+    def _measurements(self) -> Scene:
         """Return the measurements of the present state, which are taken once."""
         if self._scene is None:
             self._scene = self.task.read()
         return self._scene
 
-    def _refresh(self, env_ids: Tensor) -> None:
+    def _build(self, scene: Scene, env_ids: Tensor) -> PackedObservation:
+        return self._observations.build(self.task.observe(scene), env_ids)
+
+    def _show(self, packed: PackedObservation) -> TensorDict:
+        """Make this the current observation, and return it."""
+        self._packed, self._obs = packed, self._observations.unpack(packed)
+        return self._obs
+
+    def _refresh(self, env_ids: Tensor) -> TensorDict:
         """Measure and observe these envs again, without touching what was returned before."""
-        self._show(self._seen.with_rows(self._seen_in(env_ids), env_ids))
         self._scene = None
+        return self._show(self._packed.with_rows(self._build(self.task.read(env_ids), env_ids), env_ids))
+
+    def _keep_recorded(self) -> Callable[[], None]:
+        """Return what makes the results of a recorded step the current ones, to be called after every replay."""
+        scene, packed, obs = self._scene, self._packed, self._obs
+
+        def restore() -> None:
+            self._scene, self._packed, self._obs = scene, packed, obs
+
+        return restore
+
+    def _noise(self, env_ids: Tensor, size: int) -> Tensor:
+        """Return the standard normal noise ``[len(env_ids), size]`` that belongs to the envs' present steps."""
+        return self._streams.noise(env_ids, self._step[env_ids], size)
+
+    def _images(self, env_ids: Tensor) -> dict[str, Tensor]:
+        """Return the images of the configured cameras, uint8 ``[len(env_ids), height, width, 3]`` each."""
+        if self._batch_renderer is not None:
+            images = self._batch_renderer.render(self.task.markers())
+            return images if env_ids is self._all else {name: image[env_ids] for name, image in images.items()}
+        names = self._cameras.cfgs
+        return {name: torch.from_numpy(self.render(env_ids, name, None, "lean")).to(self.device) for name in names}
 
     def _loader(self) -> Load:
-        """Return what puts one env's state, goal markers included, into an ``MjData``."""
+        """Return the function that puts one env's state, goal markers included, into an ``MjData``."""
         markers = {
             int(self.physics.model.body(name).mocapid[0]): positions.cpu().numpy()
             for name, positions in self.task.markers().items()
@@ -320,3 +255,63 @@ class TaskEnv(VecEnv):
                 data.mocap_pos[mocap] = positions[env]
 
         return load
+
+
+class Scoring:
+    """Turns measurements of all envs into success, reward, ends of episodes, and metrics."""
+
+    def __init__(self, cfg: GymCfg, task: Task, num_envs: int, max_episode_steps: int) -> None:
+        device = task.physics.device
+        self._task = task
+        self._sparse = cfg.env.rewards.mode == "sparse"
+        self._ends_with_success = cfg.env.terminate_on_success
+        self._weights = _reward_weights(cfg, task)
+        self._weight_row = torch.tensor(list(self._weights.values()), device=device)
+        self._limit = torch.tensor(max_episode_steps, device=device)
+        self._none = torch.zeros(num_envs, dtype=torch.bool, device=device)
+        self._zeros = torch.zeros(num_envs, device=device)
+
+    def score(self, scene: Scene, action: Tensor, step: Tensor, diverged: Tensor | None) -> StepOutcome:
+        """Score the state after an action: envs ``diverged`` (``None``: none) end and have not succeeded."""
+        success = self._task.success(scene)
+        if diverged is not None:
+            success = success & ~diverged
+        scene["success"] = success.float()
+        rewards, reward = self._reward(scene, action)
+        terminated = success if self._ends_with_success else self._none
+        for ended in (self._task.failed(scene), diverged):
+            if ended is not None:
+                terminated = terminated | ended
+        if terminated is success or terminated is self._none:  # the caller may keep it, and a task may reuse its own
+            terminated = terminated.clone()
+        return StepOutcome(rewards, reward, terminated, step >= self._limit, self._metrics(scene, diverged))
+
+    def _reward(self, scene: Scene, action: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """Return the weighted parts and their sum."""
+        if self._sparse:
+            return {"success": scene["success"].clone()}, scene["success"].clone()
+        if not self._weights:
+            return {}, self._zeros.clone()
+        terms = self._task.reward_terms(scene, action)
+        parts = torch.stack([terms[name] for name in self._weights], dim=1) * self._weight_row
+        return dict(zip(self._weights, parts.unbind(1), strict=True)), parts.sum(dim=1)
+
+    def _metrics(self, scene: Scene, diverged: Tensor | None) -> dict[str, Tensor]:
+        measures = {"success": scene["success"], "diverged": self._zeros if diverged is None else diverged.float()}
+        measures.update(self._task.metrics(scene))
+        if len({measure.dtype for measure in measures.values()}) > 1:  # each keeps its own type
+            return {name: measure.clone() for name, measure in measures.items()}
+        copies = torch.stack(list(measures.values()))
+        return dict(zip(measures, copies.unbind(0), strict=True))
+
+
+def _reward_weights(cfg: GymCfg, task: Task) -> dict[str, float]:
+    """Return the weight of each reward term, those of the config over those of the task; 0 leaves a term out."""
+    known = task.reward_weights
+    unknown = [name for name in cfg.env.rewards.weights if name not in known]
+    if unknown:
+        raise ConfigError(
+            [f"env.rewards.weights.{n}: no such reward term of {cfg.id}.{nearest(n, known)}" for n in unknown]
+        )
+    weights = {**known, **cfg.env.rewards.weights}
+    return {name: weight for name, weight in weights.items() if weight != 0.0}

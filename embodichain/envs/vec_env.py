@@ -14,7 +14,7 @@ Read this first. All collectors, the streaming engine and the trainer know envir
   of ``final_observation``, whatever happened.
 * ``info["rewards"]`` and ``info["metrics"]`` map names to ``[num_envs]`` tensors: the weighted parts of the reward, and
   measures of the state reached such as ``success``. ``info["episode_seed"]`` (int64 ``[num_envs]``) names the episode
-  each env is in after the step; ``reset(seed=that_tensor)`` starts the same episodes again.
+  each env is in after the step; ``reset(seed=that_tensor)`` begins the same episodes again.
 * Spaces are those of one env, without the batch dimension.
 * Env ``i`` of seed ``s`` behaves the same whatever ``num_envs`` and the number of threads are.
 """
@@ -24,6 +24,7 @@ from __future__ import annotations
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 import gymnasium as gym
@@ -56,10 +57,10 @@ class VecEnv(ABC):
 
     @abstractmethod
     def reset(self, seed: int | Tensor | None = None, env_ids: EnvIds = None) -> tuple[TensorDict, dict[str, Any]]:
-        """Start new episodes in ``env_ids`` (default: all) and return the observation of all envs.
+        """Begin new episodes in ``env_ids`` (default: all) and return the observation of all envs.
 
-        An int seeds the random stream of each of these envs by ``(seed, env index)``; a tensor of episode seeds starts
-        exactly those episodes; ``None`` goes on with the streams as they are.
+        An int seeds the random stream of each of these envs by ``(seed, env index)``; a tensor of episode seeds begins
+        exactly those episodes; ``None`` continues the streams as they are.
         """
 
     @abstractmethod
@@ -77,11 +78,11 @@ class VecEnv(ABC):
     def render(
         self, env_ids: EnvIds = None, camera: str | None = None, size: tuple[int, int] = (240, 320)
     ) -> np.ndarray:
-        """Return uint8 frames ``[len(env_ids), H, W, 3]`` of the envs' present state."""
+        """Return uint8 images ``[len(env_ids), H, W, 3]`` of the envs' present state."""
         raise EnvContractError(f"{type(self).__name__} has no camera")
 
     def prepare(self) -> None:  # noqa: B027 - most environments have nothing to prepare
-        """Do what coming steps need anyway, now that nobody waits; nothing changes but their speed."""
+        """Do work ahead that coming steps need anyway, while nobody waits; nothing changes but their speed."""
 
     def close(self) -> None:  # noqa: B027 - most environments hold nothing
         """Release threads, processes and GL contexts; calling it twice is fine."""
@@ -133,16 +134,32 @@ class VecEnv(ABC):
         return number
 
 
+@dataclass(frozen=True)
+class StepOutcome:
+    """Rewards and flags of one step, before anything is observed or reset; each tensor is ``[num_envs]``."""
+
+    rewards: dict[str, Tensor]
+    """Named parts of the reward."""
+    reward: Tensor
+    """Their sum."""
+    terminated: Tensor
+    """Where the task ended."""
+    truncated: Tensor
+    """Where time ran out."""
+    metrics: dict[str, Tensor]
+    """Measures of the state reached."""
+
+
 class StepsInHalves(VecEnv):
-    """An environment that simulates elsewhere: whoever steps it can do something else meanwhile."""
+    """An environment that simulates elsewhere: the caller can do something else during a step."""
 
     @abstractmethod
     def begin_step(self, action: Action) -> None:
-        """Let it begin with a step; the next call has to be ``finish_step``."""
+        """Begin a step; the next call has to be ``finish_step``."""
 
     @abstractmethod
     def finish_step(self) -> StepResult:
-        """Wait for the step that was begun and return what came of it."""
+        """Wait for the step that was begun and return its result."""
 
     def step(self, action: Action) -> StepResult:
         self.begin_step(action)

@@ -1,7 +1,13 @@
-"""Several environments that look like one, and can still be stepped one after the other.
+"""Environments around environments: action chunks, and groups of envs that can be stepped one after the other.
 
-A collector that lets groups of envs take turns simulates one of them while the policy decides for another; everybody
-else sees an ordinary environment.
+``ChunkedEnv`` takes a chunk of actions ``[num_envs, chunk_size, action_dim]`` per step and observes once, at its end.
+An env that ends inside a chunk takes no further action: it keeps the reward of its last step, ``final_observation`` is
+what it observed there, and its next episode begins with the next chunk. ``info["chunk"]`` has ``num_actions`` (int64
+``[num_envs]``, actions really taken) and ``chunk_reward`` (``[num_envs, chunk_size]``, zero for actions not taken).
+``reward`` is their plain sum; an algorithm discounts inside the chunk by its own factor.
+
+``GroupedEnv`` joins several environments into one. A collector can simulate one group while the policy decides for
+another; for everybody else it is an ordinary environment.
 """
 
 from __future__ import annotations
@@ -9,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, Self, runtime_checkable
 
 import gymnasium as gym
@@ -19,41 +24,17 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from embodichain.envs.random import combine
-from embodichain.envs.vec_env import Action, EnvIds, StepResult, StepsInHalves, VecEnv
+from embodichain.envs.vec_env import Action, EnvIds, StepOutcome, StepResult, StepsInHalves, VecEnv
 from embodichain.errors import ActionError, ChunkSizeError, ConfigError, EmbodiChainError, EnvContractError
 
-# MERGED chunks: Action chunks: one decision is several actions, taken one after the other without looking.
-#
-# ``ChunkedEnv`` makes an environment of decisions out of one of actions. A step of it takes ``[num_envs, chunk_size,
-# action_dim]`` and observes once, at the end. An env that ends inside a chunk takes no further action: it keeps the
-# reward of its last step and ``final_observation`` is what it saw there, and its next episode begins with the next
-# chunk.
-#
-# ``info["chunk"]`` says what the decision came to: ``num_actions`` (int64 ``[num_envs]``, actions really taken) and
-# ``chunk_reward`` (``[num_envs, chunk_size]``, the reward of each, zero for those not taken). ``reward`` is their plain
-# sum; whoever learns discounts inside the chunk by its own factor.
-
-
-@dataclass(frozen=True)
-class Moment:
-    """What one step came to, before anything is observed or restarted; each part is ``[num_envs]``."""
-
-    parts: dict[str, Tensor]
-    """Named parts of the reward."""
-    reward: Tensor
-    """Their sum."""
-    terminated: Tensor
-    """Where the task ended."""
-    truncated: Tensor
-    """Where time ran out."""
-    metrics: dict[str, Tensor]
-    """Measures of the state reached."""
+_SEED_BITS = 31
 
 
 class ChunkTally:
     """Adds up the steps of one chunk; an env that has ended stays as it was at its end."""
 
-    def __init__(self, num_envs: int, chunk_size: int, device: torch.device) -> None:
+    def __init__(self, actions: Tensor) -> None:
+        num_envs, chunk_size, device = actions.shape[0], actions.shape[1], actions.device
         self.active = torch.ones(num_envs, dtype=torch.bool, device=device)
         """Envs that have not ended in this chunk, ``[num_envs]``."""
         self.num_actions = torch.zeros(num_envs, dtype=torch.int64, device=device)
@@ -64,25 +45,25 @@ class ChunkTally:
         self._metrics: dict[str, Tensor] = {}
         self._step = 0
 
-    def add(self, moment: Moment) -> Tensor:
-        """Take in one step and return which envs ended with it, ``[num_envs]``."""
+    def add(self, outcome: StepOutcome) -> Tensor:
+        """Add one step and return which envs ended with it, ``[num_envs]``."""
         active = self.active
-        self.rewards[:, self._step] = torch.where(active, moment.reward, 0.0)
+        self.rewards[:, self._step] = torch.where(active, outcome.reward, 0.0)
         self._step += 1
         self.num_actions += active
-        for name, part in moment.parts.items():
+        for name, part in outcome.rewards.items():
             taken = torch.where(active, part, 0.0)
             self._parts[name] = self._parts[name] + taken if name in self._parts else taken
-        for name, metric in moment.metrics.items():
+        for name, metric in outcome.metrics.items():
             self._metrics[name] = torch.where(active, metric, self._metrics[name]) if name in self._metrics else metric
-        self.terminated |= moment.terminated & active
-        self.truncated |= moment.truncated & active
-        ended = active & (moment.terminated | moment.truncated)
+        self.terminated |= outcome.terminated & active
+        self.truncated |= outcome.truncated & active
+        ended = active & (outcome.terminated | outcome.truncated)
         self.active = active & ~ended
         return ended
 
-    def result(self, obs: TensorDict, final: TensorDict, episode_seed: Tensor) -> StepResult:
-        """Return the chunk as one step, for the observations after it and at the envs' ends."""
+    def result(self, obs: TensorDict, episode_seed: Tensor, final: TensorDict) -> StepResult:
+        """Return the chunk as one step, given the observations after it and at the ends of episodes."""
         info = {
             "final_observation": final,
             "rewards": self._parts,
@@ -94,11 +75,17 @@ class ChunkTally:
 
 
 @runtime_checkable
-class StepsChunks(Protocol):
-    """An environment that can take several actions and observe once, which saves drawing what nobody sees."""
+class DefersResets(Protocol):
+    """An environment that can step without observing or resetting, which saves rendering inside a chunk."""
 
-    def step_chunk(self, actions: Tensor) -> StepResult:
-        """Take actions ``[num_envs, chunk_size, action_dim]``; see the module's docstring for what is returned."""
+    def advance(self, action: Action) -> StepOutcome:
+        """Step; nothing is observed or reset."""
+
+    def observe(self, mask: Tensor) -> TensorDict:
+        """Observe the envs where ``mask`` ``[num_envs]`` holds; the rows of the others stay as they were."""
+
+    def reset_done(self, done: Tensor) -> tuple[TensorDict, Tensor]:
+        """Reset the envs where ``done`` holds; return the observation and the episode seeds of all envs."""
 
 
 class ChunkedEnv(VecEnv):
@@ -125,9 +112,7 @@ class ChunkedEnv(VecEnv):
 
     def step(self, action: Action) -> StepResult:
         actions = self._checked(action)
-        if isinstance(self.env, StepsChunks):
-            return self.env.step_chunk(actions)
-        return step_one_by_one(self.env, actions)
+        return step_deferred(self.env, actions) if isinstance(self.env, DefersResets) else step_each(self.env, actions)
 
     def get_state(self) -> TensorDict:
         return self.env.get_state()
@@ -147,15 +132,9 @@ class ChunkedEnv(VecEnv):
         self.env.close()
 
     def _checked(self, action: Action) -> Tensor:
-        """Look at the whole chunk before the first of its actions is taken."""
-        name = self.action_manager.action_type
-        if isinstance(action, (Mapping, TensorDictBase)):
-            keys = [str(key) for key in action.keys()]  # noqa: SIM118 - a TensorDict iterates over its rows
-            if keys != [name]:
-                raise ActionError(f"an action dict has the one key {name!r}, got {keys}")
-            action = action[name]
+        """Check the whole chunk before the first of its actions is taken."""
+        name, actions = self.action_manager.action_type, self.action_manager.unpack(action)
         expected = [self.num_envs, *(self.action_space.shape or ())]
-        actions = torch.as_tensor(action)
         if list(actions.shape) != expected:
             raise ActionError(f"a chunk of {name!r} must have shape {expected}, envs first, got {list(actions.shape)}")
         actions = actions.detach().to(self.device, torch.float32)
@@ -165,17 +144,28 @@ class ChunkedEnv(VecEnv):
         return actions
 
 
-def step_one_by_one(env: VecEnv, actions: Tensor) -> StepResult:
-    """Take a chunk of actions in an environment that knows steps alone.
+def step_deferred(env: DefersResets, actions: Tensor) -> StepResult:
+    """Take a chunk of actions; an env that ends is observed at once, and reset when the chunk is over."""
+    tally = ChunkTally(actions)
+    for action in actions.unbind(1):
+        env.observe(tally.add(env.advance(action)))
+        if not bool(tally.active.any()):
+            break
+    final = env.observe(tally.active)
+    return tally.result(*env.reset_done(tally.terminated | tally.truncated), final)
 
-    It resets itself as soon as an episode ends, so the actions left over reach the next episode; that one is started
+
+def step_each(env: VecEnv, actions: Tensor) -> StepResult:
+    """Take a chunk of actions in an environment that can only ``step``.
+
+    It resets itself as soon as an episode ends, so the actions left over reach the next episode; that one is begun
     again from its seed when the chunk is over.
     """
-    tally = ChunkTally(env.num_envs, actions.shape[1], env.device)
+    tally = ChunkTally(actions)
     ends: list[tuple[Tensor, TensorDict, Tensor]] = []
     for action in actions.unbind(1):
         obs, reward, terminated, truncated, info = env.step(action)
-        ended = tally.add(Moment(info["rewards"], reward, terminated, truncated, info["metrics"]))
+        ended = tally.add(StepOutcome(info["rewards"], reward, terminated, truncated, info["metrics"]))
         ids = torch.nonzero(ended).reshape(-1)
         if ids.numel():
             ends.append((ids, info["final_observation"][ids], info["episode_seed"][ids]))
@@ -184,29 +174,20 @@ def step_one_by_one(env: VecEnv, actions: Tensor) -> StepResult:
     final = obs
     if ends:
         ids, seeds = torch.cat([end[0] for end in ends]), torch.cat([end[2] for end in ends])
-        final = replace_rows(obs, torch.cat([end[1] for end in ends]), ids)
+        final = obs.clone()
+        final[ids] = torch.cat([end[1] for end in ends])
         obs, info = env.reset(seed=seeds, env_ids=ids)
-    return tally.result(obs, final, info["episode_seed"])
-
-
-def replace_rows(obs: TensorDict, rows: TensorDict, ids: Tensor) -> TensorDict:
-    """Return an observation that is ``rows`` at ``ids`` and ``obs`` elsewhere."""
-    replaced = obs.clone()
-    replaced[ids] = rows
-    return replaced
+    return tally.result(obs, info["episode_seed"], final)
 
 
 def chunked(env: VecEnv, chunk_size: int) -> VecEnv:
-    """Return the environment for decisions of so many actions: itself for one, or if it is chunked so already."""
+    """Return an environment of chunks of ``chunk_size`` actions; the same one if it is one already."""
     present = env.chunk_size if isinstance(env, ChunkedEnv) else 1
     if present == chunk_size:
         return env
     if present != 1:
         raise ChunkSizeError(f"the environment takes chunks of {present} actions, the policy chooses {chunk_size}")
     return ChunkedEnv(env, chunk_size)
-
-
-_SEED_BITS = 31
 
 
 class GroupedEnv(VecEnv):
@@ -260,13 +241,8 @@ class GroupedEnv(VecEnv):
         return self.join([group.step(part) for group, part in zip(self.groups, parts, strict=True)])
 
     def split(self, action: Action) -> list[Tensor]:
-        """Return what each group is given of an action for all envs, once sure that none of them will refuse it."""
-        name = self.action_manager.action_type
-        if not isinstance(action, Tensor):
-            keys = [str(key) for key in action.keys()]  # noqa: SIM118 - a TensorDict iterates over its rows
-            if keys != [name]:
-                raise ActionError(f"an action dict has the one key {name!r}, got {keys}")
-            action = action[name]
+        """Return each group's part of an action for all envs, checked before any of them is stepped."""
+        name, action = self.action_manager.action_type, self.action_manager.unpack(action)
         if action.shape[:1] != (self.num_envs,):
             raise ActionError(f"an action of {name!r} must be [{self.num_envs}, ...], got {list(action.shape)}")
         on_cpu = action.is_floating_point() and action.device.type == "cpu"
@@ -275,24 +251,22 @@ class GroupedEnv(VecEnv):
         return [action[rows] for rows in self.slices]
 
     def join(self, results: Sequence[StepResult], obs: TensorDict | None = None) -> StepResult:
-        """Put together what the groups returned, one step of each; ``obs`` is what all see, if it is joined already.
+        """Join the results of the groups, one step of each; ``obs`` is given if it is joined already.
 
-        That may be on another device; ``info`` stays here.
+        It may be on another device; ``info`` stays here.
         """
         self._obs = [result[0] for result in results]
-        seen = self._joined_obs() if obs is None else obs
-        reward = torch.cat([result[1] for result in results])
-        terminated = torch.cat([result[2] for result in results])
-        truncated = torch.cat([result[3] for result in results])
+        joined_obs = self._joined_obs() if obs is None else obs
+        _, rewards, terminated, truncated, _ = zip(*results, strict=True)
         infos = [dict(result[4]) for result in results]
-        nobody = all(info.get("final_observation") is result[0] for info, result in zip(infos, results, strict=True))
-        if nobody:
+        none_done = all(info.get("final_observation") is result[0] for info, result in zip(infos, results, strict=True))
+        if none_done:
             for info in infos:
                 del info["final_observation"]
         joined = join_parts(infos, self._sizes)
-        if nobody:  # ended: it is the observation itself
-            joined["final_observation"] = seen if obs is None else self._joined_obs()
-        return seen, reward, terminated, truncated, joined
+        if none_done:  # it is the observation itself
+            joined["final_observation"] = joined_obs if obs is None else self._joined_obs()
+        return joined_obs, torch.cat(rewards), torch.cat(terminated), torch.cat(truncated), joined
 
     def get_state(self) -> TensorDict:
         return torch.cat([group.get_state() for group in self.groups])
@@ -326,7 +300,7 @@ class GroupedEnv(VecEnv):
 
 
 class RemoteGroups(GroupedEnv, StepsInHalves):
-    """Environments that simulate elsewhere, each for itself: all of them are at work at the same time."""
+    """Groups that simulate elsewhere, all of them at the same time."""
 
     groups: list[StepsInHalves]  # type: ignore[assignment]
 
@@ -388,7 +362,7 @@ def make_grouped(make: Callable[[int], VecEnv], num_envs: int, num_groups: int) 
 
 
 def arrange(envs: Sequence[StepsInHalves], num_groups: int) -> StepsInHalves:
-    """Return environments that simulate elsewhere as so many groups, of one or of several of them each."""
+    """Return environments that simulate elsewhere as ``num_groups`` groups, of one or of several of them each."""
     if num_groups < 1 or not envs or len(envs) % num_groups:
         raise ConfigError(f"expected a multiple of the {num_groups} groups of envs, got {len(envs)} environments")
     size = len(envs) // num_groups
@@ -400,7 +374,7 @@ def arrange(envs: Sequence[StepsInHalves], num_groups: int) -> StepsInHalves:
 def join_parts(parts: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> dict[str, Any]:
     """Concatenate what several mappings hold under the same keys, tensors ``[envs, ...]``, however deep.
 
-    A part of so many envs that says nothing about something says zero, as an environment does for envs that are silent.
+    A part that lacks a key counts as zero, as in an environment that reports a metric only for some envs.
     """
     joined: dict[str, Any] = {}
     for key in dict.fromkeys(key for part in parts for key in part):
@@ -410,12 +384,9 @@ def join_parts(parts: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> dict
             joined[key] = join_parts([{} if value is None else value for value in values], sizes)
         else:
             pairs = zip(values, sizes, strict=True)
-            joined[key] = torch.cat([_silence(known, size) if value is None else value for value, size in pairs])
+            filled = [known.new_zeros((n, *known.shape[1:])) if value is None else value for value, n in pairs]
+            joined[key] = torch.cat(filled)
     return joined
-
-
-def _silence(known: Any, size: int) -> Any:
-    return known.new_zeros((size, *known.shape[1:]))
 
 
 def _num_parts(env: VecEnv) -> int:
@@ -423,7 +394,7 @@ def _num_parts(env: VecEnv) -> int:
 
 
 def _part_seed(seed: int | None, number: int) -> int | None:
-    """Return the seed of the group that begins with this part: the first one's is the common one."""
+    """Return the seed of the group that begins with this part; the first one has the common seed."""
     if seed is None or number == 0:
         return seed
     return int(combine(torch.tensor(seed), torch.tensor(number))) % 2**_SEED_BITS

@@ -8,7 +8,7 @@ import torch
 
 from embodichain.envs.recording import Summary, roll
 from embodichain.envs.registration import make
-from embodichain.envs.wrappers import ChunkedEnv, chunked, step_one_by_one
+from embodichain.envs.wrappers import ChunkedEnv, chunked, step_deferred, step_each
 from embodichain.errors import ActionError, ChunkSizeError
 
 CAMERA = {"name": "top", "width": 24, "height": 24}
@@ -86,7 +86,7 @@ def test_native_chunks_equal_those_of_single_steps():
     ended = set()
     for _ in range(10):
         part = torch.stack([_act(expert) for _ in range(chunk)], dim=1)
-        ours, theirs = native.step_chunk(part), step_one_by_one(stepped, part)
+        ours, theirs = step_deferred(native, part), step_each(stepped, part)
         for a, b in zip(ours[1:4], theirs[1:4], strict=True):
             assert torch.equal(a, b)
         for key in ("num_actions", "chunk_reward"):

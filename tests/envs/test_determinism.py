@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from embodichain.envs.resets import Restarts
+from embodichain.envs.resets import Resets
 from tests.envs.rollouts import TASKS, assert_same, digest, random_actions, record, rows, settings, small
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,13 +45,13 @@ def test_preparing_changes_nothing_but_who_waits(reference, monkeypatch):
     """Starts are drawn when nobody waits; then no step has to draw any, and all say the same."""
     task, trace = reference
     env = small(task, 64, env=settings(task))
-    drawn, begin = [], Restarts.begin
+    drawn, begin = [], Resets.begin
 
     def counted(self, env_ids, episodes=None):
         drawn.append(len(env_ids))
         begin(self, env_ids, episodes)
 
-    monkeypatch.setattr(Restarts, "begin", counted)
+    monkeypatch.setattr(Resets, "begin", counted)
     for index, action in enumerate(random_actions(env, STEPS)):
         wanted = env.expert_action()
         env.prepare()
@@ -116,7 +116,7 @@ def test_restarting_by_mask_equals_restarting_by_index(task, randomized):
 
 
 SCRIPT = """
-from embodichain.envs.resets import Restarts
+from embodichain.envs.resets import Resets
 from tests.envs.rollouts import *
 env = small("PickCubeRL", 5, env=settings("PickCubeRL"))
 print(digest(record(env, random_actions(env, 30))))

@@ -1,5 +1,96 @@
-"""Batched physics: many copies of one MuJoCo model as tensors, with no notion of a task."""
+"""Batched physics: the state of many copies of one MuJoCo model as tensors, and a way to advance it."""
 
-from embodichain.envs.physics.base import Physics
+from __future__ import annotations
 
-__all__ = ["Physics"]
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import mujoco
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from embodichain.envs.rendering import CameraCfg
+
+
+class BatchRenderer(Protocol):
+    """Renders the configured cameras of all envs at once."""
+
+    def render(self, markers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return uint8 images ``[num_envs, height, width, 3]`` by name, with mocap bodies at these positions."""
+
+
+class Physics(ABC):
+    """``num_envs`` copies of one model.
+
+    ``qpos``, ``qvel`` and ``ctrl`` are live tensors ``[num_envs, ...]``: reading them is free, writing ``ctrl`` is how
+    a robot is driven. They change under the reader at the next ``step``, so what is to be kept is copied.
+    """
+
+    model: mujoco.MjModel
+    num_envs: int
+    device: torch.device
+    qpos: Tensor
+    qvel: Tensor
+    ctrl: Tensor
+
+    @abstractmethod
+    def step(self, count: int) -> None:
+        """Advance all envs by ``count`` substeps with ``ctrl`` held; :meth:`settle` completes it."""
+
+    def settle(self) -> None:  # noqa: B027 - most backends do all of it in ``step``
+        """Find out what became unstable in the last ``step``; a call of its own, so that a CUDA graph can hold it."""
+
+    @abstractmethod
+    def set(self, env_ids: Tensor, qpos: Tensor, qvel: Tensor) -> None:
+        """Reset these envs to the given positions and velocities; nothing is left of their past."""
+
+    @abstractmethod
+    def set_where(self, mask: Tensor, qpos: Tensor, qvel: Tensor) -> None:
+        """Do what :meth:`set` does where ``mask`` ``[num_envs]`` holds, without waiting for the device."""
+
+    @abstractmethod
+    def state(self) -> Tensor:
+        """Return a copy of the whole simulation state, ``[num_envs, nstate]``."""
+
+    @abstractmethod
+    def set_state(self, env_ids: Tensor, state: Tensor) -> None:
+        """Restore rows of :meth:`state`."""
+
+    def snapshot(self, env_ids: Tensor | None = None) -> Tensor:
+        """Return positions and velocities side by side, a float32 copy ``[n, nq + nv]``, of these envs or of all."""
+        parts = (self.qpos, self.qvel) if env_ids is None else (self.qpos[env_ids], self.qvel[env_ids])
+        return torch.cat(parts, dim=1).to(torch.float32)
+
+    @property
+    @abstractmethod
+    def sensordata(self) -> Tensor:
+        """Sensor values ``[num_envs, nsensordata]`` of the state as it is now (computed when asked for)."""
+
+    @property
+    @abstractmethod
+    def diverged(self) -> Tensor | None:
+        """Which envs ``[num_envs]`` became unstable in the last ``step`` (MuJoCo then restarts them from scratch).
+
+        ``None`` if that is known of none of them without waiting for the device.
+        """
+
+    @abstractmethod
+    def model_field(self, name: str) -> Tensor:
+        """Return per-env values ``[num_envs, ...]`` of a model field, such as ``geom_friction``, to be written to."""
+
+    @abstractmethod
+    def refresh_model(self, env_ids: Tensor) -> None:
+        """Bring constants derived from masses and sizes up to date after writes to model fields of these envs."""
+
+    @abstractmethod
+    def load(self, data: mujoco.MjData, env: int) -> None:
+        """Copy the state of one env into an ``MjData`` (for rendering, or for any function of MuJoCo)."""
+
+    def open_cameras(self, cfgs: Sequence[CameraCfg]) -> BatchRenderer | None:
+        """Return a renderer of these cameras; ``None`` if this backend has none, and envs are rendered one by one."""
+        return None
+
+    def close(self) -> None:  # noqa: B027 - a backend may hold nothing
+        """Release threads and memory; calling it twice is fine."""

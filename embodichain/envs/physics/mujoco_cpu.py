@@ -17,7 +17,7 @@ import torch
 from mujoco import batch
 from torch import Tensor
 
-from embodichain.envs.physics.base import Physics
+from embodichain.envs.physics import Physics
 from embodichain.errors import SimulationError
 
 _LOG = logging.getLogger(__name__)

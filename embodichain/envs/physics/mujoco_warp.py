@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodichain.envs.physics.base import Physics, PictureTaker
+from embodichain.envs.physics import BatchRenderer, Physics
 from embodichain.envs.rendering import CameraCfg, mounted_name
 from embodichain.errors import ConfigError, SimulationError
 from embodichain.extras import require
@@ -217,7 +217,7 @@ class Workspace:
 # device.
 
 
-class WarpCameras:
+class WarpRenderer:
     """The configured cameras of one simulation."""
 
     def __init__(
@@ -245,7 +245,7 @@ class WarpCameras:
         self._pixels = self._warp.to_torch(self._context.rgb_data)
         self._markers = self._warp.to_torch(self._data.mocap_pos)
 
-    def take(self, markers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def render(self, markers: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return uint8 pictures ``[num_envs, height, width, 3]`` by name; ``markers`` are positions of mocap bodies."""
         for name, positions in markers.items():
             self._markers[:, self._mocap[name]] = positions
@@ -408,10 +408,10 @@ class MujocoWarpPhysics(Physics):
 
     # --- pictures -------------------------------------------------------------------------------------------------
 
-    def open_cameras(self, cfgs: Sequence[CameraCfg]) -> PictureTaker | None:
+    def open_cameras(self, cfgs: Sequence[CameraCfg]) -> BatchRenderer | None:
         parts = (self._wp, self._mjw, self._model, self._data)
         try:
-            return WarpCameras(self.model, parts, cfgs, self._torch_stream) if cfgs else None
+            return WarpRenderer(self.model, parts, cfgs, self._torch_stream) if cfgs else None
         except (NotImplementedError, ValueError) as error:
             _LOG.warning("cameras are drawn on the CPU, which costs speed: %s", error)
             return None

@@ -13,7 +13,7 @@ from embodichain.envs.env_cfg import ActionsCfg, EffortTermCfg, EnvCfg, EventsCf
 from embodichain.envs.physics import Physics
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.robots import Robot
-from embodichain.envs.task import Scene, Start, Task
+from embodichain.envs.task import ResetState, Scene, Task
 from embodichain.errors import ConfigError
 
 MAX_ANGLE = math.radians(12.0)
@@ -49,7 +49,7 @@ class CartPole(Task):
             robot=RobotCfg(uid="cart"),
         )
 
-    def sample_start(self, env_ids: Tensor, streams: RandomStreams) -> Start:
+    def sample_start(self, env_ids: Tensor, streams: RandomStreams) -> ResetState:
         start = self.start_robot(env_ids, streams)
         spread = self.cfg.env.events.randomize_robot
         if spread is not None:  # the pole is no joint of the robot, but starts as unsteadily

@@ -22,7 +22,7 @@ from embodichain.envs.kinematics import length, mean_square
 from embodichain.envs.physics import Physics
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.robots import Robot
-from embodichain.envs.task import Scene, Start, draw_poses
+from embodichain.envs.task import ResetState, Scene, draw_poses
 from embodichain.envs.tasks.arm import HALF_CUBE, ArmTask, place_cube, shorten
 from embodichain.errors import ConfigError
 
@@ -63,7 +63,7 @@ class PickCube(ArmTask):
             robot=RobotCfg(tool="gripper", init_qpos=[-0.2449, -0.0699, 1.9673, -0.3266, -1.5708, -0.2449, 0.04, 0.04]),
         )
 
-    def sample_start(self, env_ids: Tensor, streams: RandomStreams) -> Start:
+    def sample_start(self, env_ids: Tensor, streams: RandomStreams) -> ResetState:
         start = self.start_robot(env_ids, streams)
         events = self.cfg.env.events
         area = events.randomize_object_pose or PoseRangeCfg(x=(0.46, 0.46))

@@ -22,7 +22,7 @@ from embodichain.envs.kinematics import dot, length, mean_square
 from embodichain.envs.physics import Physics
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.robots import Robot
-from embodichain.envs.task import Scene, Start, draw_poses
+from embodichain.envs.task import ResetState, Scene, draw_poses
 from embodichain.envs.tasks.arm import ArmTask, place_cube, shorten
 
 _REACH = 0.05  # distance from the cube's centre at which the tool's centre touches or nearly touches it
@@ -60,7 +60,7 @@ class PushCube(ArmTask):
             robot=RobotCfg(tool="pusher", init_qpos=[-0.3267, -0.21, 2.4154, -0.6345, -1.5708, -0.3267]),
         )
 
-    def sample_start(self, env_ids: Tensor, streams: RandomStreams) -> Start:
+    def sample_start(self, env_ids: Tensor, streams: RandomStreams) -> ResetState:
         start = self.start_robot(env_ids, streams)
         events = self.cfg.env.events
         area = events.randomize_object_pose or PoseRangeCfg(x=(0.46, 0.46))

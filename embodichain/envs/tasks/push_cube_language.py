@@ -14,7 +14,7 @@ from embodichain.envs.observations import encode_instructions
 from embodichain.envs.physics import Physics
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.robots import Robot
-from embodichain.envs.task import Scene, Start, draw_pose
+from embodichain.envs.task import ResetState, Scene, draw_pose
 from embodichain.envs.tasks.arm import place_cube
 from embodichain.envs.tasks.push_cube import PushCube
 from embodichain.errors import ConfigError
@@ -54,7 +54,7 @@ class PushCubeLanguage(PushCube):
         events = cfg.env.events.replace(randomize_target=PoseRangeCfg(x=(0.6, 0.7), y=(-0.2, 0.2)))
         return cfg.replace(id="PushCubeLanguageRL", env=cfg.env.replace(events=events, language=LanguageCfg()))
 
-    def sample_start(self, env_ids: Tensor, streams: RandomStreams) -> Start:
+    def sample_start(self, env_ids: Tensor, streams: RandomStreams) -> ResetState:
         start, count = self.start_robot(env_ids, streams), len(self.colors)
         cube = draw_pose(self.cfg.env.events.randomize_object_pose or PoseRangeCfg(x=(0.46, 0.46)), env_ids, streams)
         place_cube(start.qpos, cube)

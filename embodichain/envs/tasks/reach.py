@@ -20,7 +20,7 @@ from embodichain.envs.env_cfg import (
 )
 from embodichain.envs.kinematics import length, mean_square
 from embodichain.envs.random import RandomStreams
-from embodichain.envs.task import Scene, Start, draw_pose
+from embodichain.envs.task import ResetState, Scene, draw_pose
 from embodichain.envs.tasks.arm import ArmTask, shorten
 
 _MAX_STEP = 0.05  # metres the expert asks for in one step
@@ -49,7 +49,7 @@ class Reach(ArmTask):
             robot=RobotCfg(tool="pusher", init_qpos=[-0.22, 0.0103, 1.6931, -0.1326, -1.5708, -0.22]),
         )
 
-    def sample_start(self, env_ids: Tensor, streams: RandomStreams) -> Start:
+    def sample_start(self, env_ids: Tensor, streams: RandomStreams) -> ResetState:
         start = self.start_robot(env_ids, streams)
         area = self.cfg.env.events.randomize_target or PoseRangeCfg(x=(0.5, 0.5), z=(0.3, 0.3))
         start.variables["goal"] = draw_pose(area, env_ids, streams)[:, :3].to(torch.float32)
