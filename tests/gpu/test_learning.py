@@ -116,8 +116,8 @@ def test_ppo_learns_the_same_from_replayed_steps(settings: dict[str, Any]) -> No
     replayed, ordinary = make_ppo(**settings), make_ppo(cuda_graphs=False, **settings)
     for a, b in zip(train(replayed), train(ordinary), strict=True):
         assert a == pytest.approx(b, rel=2e-3, abs=1e-4)
-    assert replayed._graphs is not None
-    assert sorted(replayed._graphs._graphs) == [256]  # 1024 transitions in four minibatches
+    assert replayed.graphs is not None
+    assert sorted(replayed.graphs._graphs) == [256]  # 1024 transitions in four minibatches
     assert_same_weights(replayed, ordinary)
 
 
@@ -126,8 +126,8 @@ def test_ppo_with_memory_learns_the_same() -> None:
     replayed = make_ppo(make_policy(**memory), sequence_length=8)
     ordinary = make_ppo(make_policy(**memory), sequence_length=8, cuda_graphs=False)
     train(replayed), train(ordinary)
-    assert replayed._graphs is not None
-    assert replayed._graphs._graphs
+    assert replayed.graphs is not None
+    assert replayed.graphs._graphs
     assert_same_weights(replayed, ordinary)
 
 
@@ -142,8 +142,8 @@ def test_grpo_learns_the_same_from_minibatches_that_are_filled_up(settings: dict
     ]
     for a, b in zip(*(train(algorithm) for algorithm in made), strict=True):
         assert a == pytest.approx(b, rel=2e-3, abs=1e-3)
-    assert made[0]._graphs is not None
-    assert list(made[0]._graphs._graphs) == [300]
+    assert made[0].graphs is not None
+    assert list(made[0].graphs._graphs) == [300]
     assert_same_weights(made[0], made[1])
 
 
@@ -202,20 +202,20 @@ def test_nothing_waits_between_the_first_step_of_an_update_and_its_report(monkey
     train(algorithm, 2)
     calls = []
 
-    def watch(name: str) -> None:
-        method = getattr(algorithm, name)
+    def watch(owner: Any, name: str) -> None:
+        method = getattr(owner, name)
 
         def watched(*args: Any) -> Any:
             calls.append(name)
             with no_waiting():
                 return method(*args)
 
-        monkeypatch.setattr(algorithm, name, watched)
+        monkeypatch.setattr(owner, name, watched)
 
-    watch("_run_epoch")
-    watch("_adapt_to_kl")
+    watch(algorithm.graphs, "run_epoch")
+    watch(algorithm, "_adapt_to_kl")
     algorithm.update(make_rollout(algorithm.policy, 9))
-    assert calls == ["_run_epoch", "_adapt_to_kl"] * 3
+    assert calls == ["run_epoch", "_adapt_to_kl"] * 3
 
 
 @pytest.mark.parametrize("settings", [{}, {"clip_value_loss": True, "clip_coef": 0.1, "ent_coef": 0.01}], ids=str)
@@ -252,7 +252,8 @@ def test_the_loss_in_one_kernel_hides_nothing() -> None:
 
     log_prob, others = torch.zeros(256, device="cuda"), torch.ones(256, device="cuda")
     log_prob[7] = float("nan")
-    parts = clipped_loss((log_prob, others), (others, others), others, others, 1.0, (0.2, 0.5, False))[1]
+    batch = TensorDict(dict.fromkeys(("sample_log_prob", "value", "advantage", "return"), others), [256])
+    parts = clipped_loss(log_prob, others, batch, 1.0, (0.2, 0.5, False))[1]
     assert parts["approx_kl"].isnan()  # so that a training stops and says so
 
 

@@ -27,7 +27,7 @@ from embodichain.agents.engine.shared_buffer import Control, Ints, SharedBuffer,
 from embodichain.agents.processes.shared_memory import fence
 from embodichain.envs.random import combine
 from embodichain.errors import ChunkSizeError, StreamStalledError
-from embodichain.utils.cuda_graphs import kernels_work, recording
+from embodichain.utils.cuda_graphs import Recorded, Recorder, kernels_work, record
 
 if TYPE_CHECKING:
     from embodichain.agents.engine.mirror_kernel import WindowKernel
@@ -153,7 +153,7 @@ class _Entry:
     out: dict[Key, Tensor]
     batch: TensorDict
     is_used: bool = False
-    graph: torch.cuda.CUDAGraph | None = None
+    graph: Recorded[None] | None = None
 
 
 class BatchRing:
@@ -161,7 +161,7 @@ class BatchRing:
 
     def __init__(self, copier: WindowCopier, device: torch.device) -> None:
         self._copier, self._device = copier, device
-        self._records = copier.in_kernels
+        self._recorder = Recorder("batches are drawn") if copier.in_kernels else None
         self._rings: dict[tuple[int, int], list[_Entry]] = {}
 
     def fill(self, key: int, batch_size: int, table: Table) -> TensorDict:
@@ -179,8 +179,8 @@ class BatchRing:
             entry.graph.replay()
         else:
             self._copier.fill(key, table, entry.out)
-            if entry.is_used and self._records:
-                self._record(entry, table)
+            if entry.is_used and self._recorder is not None and self._recorder.possible:
+                entry.graph = self._recorder.attempt(lambda: self._record(entry, table))
             entry.is_used = True
         return entry.batch
 
@@ -188,17 +188,10 @@ class BatchRing:
         out = self._copier.room(batch_size, chunk_size)
         return _Entry(out, nested(unflatten(out), torch.Size([batch_size, chunk_size]), self._device))
 
-    def _record(self, entry: _Entry, table: Table) -> None:
+    def _record(self, entry: _Entry, table: Table) -> Recorded[None]:
         """Record what was just done for the second time, and will be done again; its kernels are compiled by now."""
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.device(self._device), recording(graph):
-                self._copier.launch(table, entry.out)
-        except RuntimeError as error:
-            self._records = False
-            _LOG.warning("batches are drawn without CUDA graphs, which costs speed: %s", str(error).splitlines()[0])
-        else:
-            entry.graph = graph
+        with torch.cuda.device(self._device):
+            return record(lambda: self._copier.launch(table, entry.out))
 
 
 def nested(tree: dict[str, Any], batch_size: torch.Size, device: torch.device) -> TensorDict:

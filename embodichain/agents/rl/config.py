@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 
-from embodichain.agents.rl.algo.registry import get_algo_class
+from embodichain.agents.rl.algo import get_algo_class
 from embodichain.agents.rl.collector.config import AsyncCfg, CollectorBlock
 from embodichain.agents.rl.models import get_policy_class
 from embodichain.agents.rl.utils.config import Count, Fraction, Positive

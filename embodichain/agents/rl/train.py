@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from embodichain.agents.rl.algo import build_algo
 from embodichain.agents.rl.algo.base import BaseAlgorithm
-from embodichain.agents.rl.algo.registry import build_algo
 from embodichain.agents.rl.buffer.vla_buffer import VLABuffer
 from embodichain.agents.rl.checkpoint import CHECKPOINTS, find_checkpoint, load_checkpoint
 from embodichain.agents.rl.collector.async_collector import AsyncCollector

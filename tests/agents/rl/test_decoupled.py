@@ -10,8 +10,9 @@ import torch
 
 from embodichain.agents.rl.algo import GRPO, PPO, GRPOCfg, PPOCfg
 from embodichain.agents.rl.algo.off_policy import Proximal
+from embodichain.agents.rl.buffer.rollout import evaluate_rollout
 from embodichain.agents.rl.collector import SyncCollector
-from embodichain.agents.rl.collector.staleness import behaviour_kl, evaluate_rollout
+from embodichain.agents.rl.collector.staleness import behaviour_kl
 from embodichain.agents.rl.utils.distributed import Ranks
 from embodichain.agents.rl.utils.ratios import bounded, clipped_gain, is_clipped, kl_estimate
 from embodichain.errors import ConfigError
@@ -60,7 +61,7 @@ class Recording(PPO):
 
     gradient: dict | None = None
 
-    def _descend(self, batch, meter, share=1.0):
+    def _step(self, batch, meter, share=1.0):
         step = self.optimizer.step
 
         def keep_and_step():
@@ -69,7 +70,7 @@ class Recording(PPO):
             return step()
 
         self.optimizer.step = keep_and_step
-        super()._descend(batch, meter, share)
+        super()._step(batch, meter, share)
         self.optimizer.step = step
 
 
@@ -186,19 +187,26 @@ def test_behaviour_kl_is_the_divergence_between_the_policies():
     assert behaviour_kl(policy, rollout, 10**6) == pytest.approx(float(expected), rel=0.05)
 
 
+class Keeping(GRPO):
+    """GRPO that keeps what its loss is given."""
+
+    def _minibatches(self, data, rollout, valid=None):
+        self.data = data.clone()
+        return super()._minibatches(data, rollout, valid)
+
+
 def test_grpo_weighs_its_groups_and_centres_its_clip():
     policy, rollout = stale("actor_only")
     cfg = GRPOCfg(correction="decoupled", group_size=2, batch_size=10**6, n_epochs=1, max_importance_weight=CAP)
-    algorithm = GRPO(cfg, policy)
+    algorithm = Keeping(cfg, policy)
     proximal = Proximal.of(policy, rollout, 10**6)
     metrics = algorithm.update(rollout)
     assert metrics["approx_kl"] == pytest.approx(0.0, abs=1e-6)
-    assert metrics["behaviour_kl"] == pytest.approx(float(proximal.measures(Ranks())["behaviour_kl"]), rel=1e-4)
+    assert metrics["behaviour_kl"] == pytest.approx(proximal.measures(Ranks())["behaviour_kl"], rel=1e-4)
     assert metrics["behaviour_kl"] > 1e-3
     weight = proximal.log_importance.exp().clamp(max=CAP)
-    valid = algorithm._minibatches(rollout, torch.ones_like(rollout["done"]), proximal).rows
-    expected = (rollout["advantage"] * weight).t().reshape(-1)
-    assert torch.allclose(valid["advantage"], expected)
+    assert torch.allclose(algorithm.data["advantage"], rollout["advantage"] * weight)
+    assert torch.allclose(algorithm.data["sample_log_prob"], proximal.log_prob)
 
 
 @pytest.mark.parametrize("algorithm_class", [PPO, GRPO])

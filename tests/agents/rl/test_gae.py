@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from embodichain.agents.rl.algo import compute_gae
-from embodichain.agents.rl.algo.advantages import _backwards
+from embodichain.agents.rl.algo.advantages import TimeMajor, _accumulate
 from embodichain.errors import RolloutError
 
 
@@ -90,7 +90,7 @@ def test_the_path_for_other_devices_gives_the_same_numbers() -> None:
     data = random_rollout(7, 33)
     expected, _ = compute_gae(**data, gamma=0.99, gae_lambda=0.95)
     rows = [data[name].t().contiguous() for name in ("reward", "value", "next_value", "terminated", "done")]
-    advantage, _ = _backwards(*rows, 0.99, 0.99 * 0.95)
+    advantage, _ = _accumulate(TimeMajor(*rows, 0.99, 0.99 * 0.95))
     assert torch.allclose(advantage.t(), expected, atol=1e-6)
 
 

@@ -9,10 +9,9 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from embodichain.agents.rl.algo.graphed import GraphedSteps, _Store
+from embodichain.agents.rl.algo.base import LEARNING_RATE_STEP, GraphedSteps, PolicyOptimizer, adapted_rate
 from embodichain.agents.rl.algo.grpo import GRPO, GRPOCfg
-from embodichain.agents.rl.algo.optimizer import LEARNING_RATE_STEP, PolicyOptimizer, adapted_rate
-from embodichain.agents.rl.buffer.rollout import Minibatches
+from embodichain.agents.rl.buffer.rollout import Minibatches, StaticRows
 from embodichain.agents.rl.models import build_policy
 
 ENVS, STEPS = 6, 4
@@ -32,7 +31,7 @@ def rollout(seed: int = 0, num_steps: int = STEPS) -> TensorDict:
 
 def test_data_stay_where_they_are_from_update_to_update() -> None:
     first = Minibatches(rollout(0), 8)
-    store = _Store(first, own=False)
+    store = StaticRows(first, own=False)
     places = {path: part.data_ptr() for path, part in store._parts.items()}
     second = Minibatches(rollout(1), 8)
     assert store.take(second)
@@ -47,21 +46,21 @@ def test_sequences_are_gathered_from_the_table_too() -> None:
     data = rollout(0)
     data["done"], data["hidden"] = data["valid"], torch.randn(ENVS, STEPS, 2, 5)
     minibatches = Minibatches(data, 8, sequence_length=2)
-    store, chosen = _Store(minibatches, own=False), minibatches.draw()[0]
+    store, chosen = StaticRows(minibatches, own=False), minibatches.draw()[0]
     assert store.gather(chosen).batch_size == (2, chosen.numel())
     assert (store.gather(chosen) == minibatches.gather(chosen)).all()
 
 
 def test_large_data_are_looked_up_where_they_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("embodichain.agents.rl.algo.graphed._SMALL", 100)
-    monkeypatch.setattr("embodichain.agents.rl.algo.graphed._NARROW", 1)
+    monkeypatch.setattr("embodichain.agents.rl.buffer.rollout._SMALL", 100)
+    monkeypatch.setattr("embodichain.agents.rl.buffer.rollout._NARROW", 1)
     data = rollout(0)
-    store = _Store(Minibatches(data, 8), own=False)
+    store = StaticRows(Minibatches(data, 8), own=False)
     assert store._parts["action",].data_ptr() == data["action"].data_ptr()
     assert store._parts["valid",].data_ptr() != data["valid"].data_ptr()
     assert store.take(Minibatches(data, 8))
     assert not store.take(Minibatches(rollout(1), 8))  # it is somewhere else
-    moving = _Store(Minibatches(rollout(1), 8), own=True)
+    moving = StaticRows(Minibatches(rollout(1), 8), own=True)
     assert moving.take(Minibatches(rollout(2), 8))
 
 
@@ -72,12 +71,12 @@ def test_minibatches_filled_up_give_the_same_gradient() -> None:
     data = rollout(0)
     data["observation"] = data["observation", "a"]
     minibatches = Minibatches(data, 10, valid=data["valid"])
-    steps = GraphedSteps(algorithm._step_once, algorithm.optimizer, "valid")
-    steps._load(minibatches)
+    steps = GraphedSteps(algorithm._step, algorithm.optimizer, "valid")
+    rows = steps._load(minibatches)
     chosen = minibatches.draw()[0]
     filled = torch.full((minibatches.largest,), -1)
     filled[: chosen.numel()] = chosen
-    plain, padded = minibatches.gather(chosen), steps._gather(filled)
+    plain, padded = minibatches.gather(chosen), steps._gather(rows, filled)
     assert padded.batch_size[0] == 10 > chosen.numel()
     for a, b in zip(_gradient(algorithm, plain), _gradient(algorithm, padded), strict=True):
         torch.testing.assert_close(a, b)
@@ -98,7 +97,7 @@ def test_the_step_size_on_a_device_is_that_of_the_host(rate: float, kl: float) -
     assert optimizer.learning_rate / rate <= LEARNING_RATE_STEP * 1.0001
 
 
-def test_an_optimizer_goes_on_from_a_state_of_another_device() -> None:
+def test_an_optimizer_continues_from_a_state_of_another_device() -> None:
     """A state from a GPU has a recorded Adam and its step counts there; on the CPU it becomes an ordinary one."""
     ours, theirs = (PolicyOptimizer(torch.nn.Linear(2, 2), 1e-3, 1.0) for _ in range(2))
     for parameter in ours.parameters:

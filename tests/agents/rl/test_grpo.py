@@ -10,6 +10,7 @@ from torch import nn
 
 from embodichain.agents.rl.algo import GRPO, GRPOCfg
 from embodichain.agents.rl.algo.grpo import group_advantage, until_first_done
+from embodichain.agents.rl.buffer.rollout import evaluate_rollout
 from embodichain.agents.rl.collector import SyncCollector
 from embodichain.errors import ConfigError, RolloutError
 from tests.agents.rl.helpers import ScriptedEnv, make_policy
@@ -132,15 +133,15 @@ def test_equals_a_straightforward_implementation() -> None:
 def test_reference_stays_while_the_policy_moves() -> None:
     cfg = GRPOCfg(group_size=4, kl_coef=0.1, n_epochs=1)
     _, _policy, algorithm, _collector, rollout = setup(cfg=cfg)
-    before = algorithm.reference.log_prob(rollout).clone()
+    before = evaluate_rollout(algorithm.reference, rollout)[0].clone()
     assert torch.allclose(before, rollout["sample_log_prob"], atol=1e-5)
     algorithm.update(rollout)
-    assert torch.equal(algorithm.reference.log_prob(rollout), before)
-    assert all(not p.requires_grad for p in algorithm.reference.policy.parameters())
+    assert torch.equal(evaluate_rollout(algorithm.reference, rollout)[0], before)
+    assert all(not p.requires_grad for p in algorithm.reference.parameters())
     saved = copy.deepcopy(algorithm.state_dict())
     other = GRPO(cfg, make_policy(ScriptedEnv(8), "actor_only"))
     other.load_state_dict(saved)
-    assert torch.allclose(other.reference.log_prob(rollout), before)
+    assert torch.allclose(evaluate_rollout(other.reference, rollout)[0], before)
     assert GRPO(GRPOCfg(), make_policy(ScriptedEnv(8), "actor_only")).reference is None
 
 
@@ -168,7 +169,7 @@ def test_all_steps_count_unless_truncated_at_the_first_done() -> None:
 def test_policies_with_memory(sequence_length: int | None) -> None:
     cfg = GRPOCfg(group_size=4, n_epochs=2, batch_size=12, kl_coef=0.1, sequence_length=sequence_length)
     _, policy, algorithm, _, rollout = setup(cfg=cfg, memory={"hidden_size": 5})
-    assert torch.allclose(algorithm.reference.log_prob(rollout), rollout["sample_log_prob"], atol=1e-5)
+    assert torch.allclose(evaluate_rollout(algorithm.reference, rollout)[0], rollout["sample_log_prob"], atol=1e-5)
     before = policy.memory.gru.weight_hh_l0.clone()
     metrics = algorithm.update(rollout)
     assert metrics["transitions_used"] == 39.0

@@ -1,41 +1,39 @@
-"""What a learner has to know of action chunks: the reward, the discount and the probability of a decision.
+"""Advantages (GAE and V-trace), and the reward, discount and probability of a decision that is a chunk of actions.
 
-A decision is one action, or a chunk of them (``envs/chunks.py``). Rollouts of chunks have two more keys:
+A decision is one action, or a chunk of them (``ChunkedEnv``). Rollouts of chunks have two more keys:
 ``num_actions`` ``[num_envs, num_steps]``, the actions really taken, and ``chunk_reward`` ``[num_envs, num_steps,
 chunk_size]``, the reward of each. Log-probabilities of chunks are ``[..., chunk_size]``, one per action. Everything
-here leaves rollouts of single actions exactly as they are.
+about chunks here leaves rollouts of single actions exactly as they are.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
-from typing import Literal, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from embodichain.agents.rl.utils.config import Level
 from embodichain.errors import RolloutError
 from embodichain.utils.cuda_graphs import kernels_work
 
-# MERGED gae: Generalised advantage estimation, always along the time axis.
 
+class TimeMajor(NamedTuple):
+    """What GAE accumulates over, contiguous rows ``[num_steps, num_envs]``, from the last step to the first."""
 
-class Backwards(Protocol):
-    """Accumulates over rows of ``[num_steps, num_envs]``, from the last step to the first."""
-
-    def __call__(
-        self,
-        rewards: Tensor,
-        values: Tensor,
-        next_values: Tensor,
-        terminations: Tensor,
-        dones: Tensor,
-        gamma: float | Tensor,
-        decay: float | Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """Return advantages and returns."""
+    reward: Tensor
+    value: Tensor
+    next_value: Tensor
+    terminated: Tensor
+    done: Tensor
+    gamma: float | Tensor
+    """Discount of the next value."""
+    decay: float | Tensor
+    """Discount of the next advantage."""
 
 
 def compute_gae(
@@ -63,73 +61,53 @@ def compute_gae(
         if tensor.ndim != 2 or tensor.shape != reward.shape:
             expected = f"[num_envs, num_steps] = {list(reward.shape)}" if reward.ndim == 2 else "[num_envs, num_steps]"
             raise RolloutError(f"{name}: expected {expected}, got {list(tensor.shape)}")
-    rewards, values, next_values = (x.detach().t().float().contiguous() for x in (reward, value, next_value))
-    terminations, dones = (x.t().bool().contiguous() for x in (terminated, done))
+    numbers = [x.detach().t().float().contiguous() for x in (reward, value, next_value)]
+    flags = [x.t().bool().contiguous() for x in (terminated, done)]
     discount = gamma.t().float().contiguous() if isinstance(gamma, Tensor) else gamma
-    advantage, returns = _backwards_on(reward.device)(
-        rewards, values, next_values, terminations, dones, discount, discount * gae_lambda
-    )
+    time_major = TimeMajor._make([*numbers, *flags, discount, discount * gae_lambda])
+    advantage, returns = _accumulate_on(reward.device)(time_major)
     return advantage.t(), returns.t()
 
 
 @cache
-def _backwards_on(device: torch.device) -> Backwards:
+def _accumulate_on(device: torch.device) -> Callable[[TimeMajor], tuple[Tensor, Tensor]]:
     """Return the fastest way for a device: numpy, one kernel, or a loop of kernels where that cannot be compiled."""
     if device.type == "cpu":
-        return _backwards_cpu
+        return _accumulate_cpu
     if not kernels_work(device):
-        return _backwards
-    from embodichain.agents.rl.algo.kernels import backwards_kernel
+        return _accumulate
+    from embodichain.agents.rl.algo.kernels import accumulate_gae
 
-    return backwards_kernel
+    return lambda rows: accumulate_gae(*rows)
 
 
-def _backwards(
-    rewards: Tensor,
-    values: Tensor,
-    next_values: Tensor,
-    terminations: Tensor,
-    dones: Tensor,
-    gamma: float | Tensor,
-    decay: float | Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Accumulate over rows of ``[num_steps, num_envs]``, two kernels per step and none that waits."""
-    if isinstance(gamma, Tensor):
-        advantage = (rewards - values).addcmul_(next_values, (~terminations) * gamma)
+def _accumulate(rows: TimeMajor) -> tuple[Tensor, Tensor]:
+    """Return advantages and returns with two kernels per step and none that waits."""
+    bootstraps = ~rows.terminated
+    if isinstance(rows.gamma, Tensor):
+        advantage = (rows.reward - rows.value).addcmul_(rows.next_value, bootstraps * rows.gamma)
     else:
-        advantage = (rewards - values).addcmul_(next_values, (~terminations).float(), value=gamma)
-    keep = (~dones).float().mul_(decay)
-    rows, weights = advantage.unbind(0), keep.unbind(0)
-    for t in range(len(rows) - 2, -1, -1):
-        rows[t].addcmul_(weights[t], rows[t + 1])
-    return advantage, advantage + values
+        advantage = (rows.reward - rows.value).addcmul_(rows.next_value, bootstraps.float(), value=rows.gamma)
+    steps, weights = advantage.unbind(0), (~rows.done).float().mul_(rows.decay).unbind(0)
+    for t in range(len(steps) - 2, -1, -1):
+        steps[t].addcmul_(weights[t], steps[t + 1])
+    return advantage, advantage + rows.value
 
 
-def _backwards_cpu(
-    rewards: Tensor,
-    values: Tensor,
-    next_values: Tensor,
-    terminations: Tensor,
-    dones: Tensor,
-    gamma: float | Tensor,
-    decay: float | Tensor,
-) -> tuple[Tensor, Tensor]:
+def _accumulate_cpu(rows: TimeMajor) -> tuple[Tensor, Tensor]:
     """Do the same with numpy, whose calls on short rows and on booleans cost a third of torch's."""
-    r, v, next_v, terminated, done = (x.numpy() for x in (rewards, values, next_values, terminations, dones))
-    discount, keep = (x.numpy() if isinstance(x, Tensor) else np.float32(x) for x in (gamma, decay))
-    advantage = np.multiply(~terminated, discount)
-    advantage *= next_v
-    advantage += r
-    advantage -= v
-    rows, weights = list(advantage), list(np.multiply(~done, keep))
-    scratch = np.empty_like(rows[-1])
-    for t in range(len(rows) - 2, -1, -1):
-        np.multiply(weights[t], rows[t + 1], out=scratch)
-        np.add(rows[t], scratch, out=rows[t])
-    return torch.from_numpy(advantage), torch.from_numpy(advantage + v)
-
-
-# MERGED vtrace: V-trace: advantages of a policy from what another, slightly older one did.
+    reward, value, next_value, terminated, done = (x.numpy() for x in rows[:5])
+    gamma, decay = (x.numpy() if isinstance(x, Tensor) else np.float32(x) for x in rows[5:])
+    advantage = np.multiply(~terminated, gamma)
+    advantage *= next_value
+    advantage += reward
+    advantage -= value
+    steps, weights = list(advantage), list(np.multiply(~done, decay))
+    scratch = np.empty_like(steps[-1])
+    for t in range(len(steps) - 2, -1, -1):
+        np.multiply(weights[t], steps[t + 1], out=scratch)
+        np.add(steps[t], scratch, out=steps[t])
+    return torch.from_numpy(advantage), torch.from_numpy(advantage + value)
 
 
 def compute_vtrace(
@@ -140,10 +118,11 @@ def compute_vtrace(
     trace_lambda: float,
     clip: tuple[float, float] = (1.0, 1.0),
 ) -> tuple[Tensor, Tensor]:
-    """Return ``(advantage, return_)``; everything is ``[num_envs, num_steps]``.
+    """Return ``(advantage, return_)`` of a policy from what another, slightly older one did.
 
-    ``value`` and ``next_value`` of the rollout are the present policy's (``Proximal.values``), ``log_importance`` is
-    ``log pi / mu`` of its actions, mu being the policy that collected it. With ``(rho_max, c_max) = clip``:
+    Everything is ``[num_envs, num_steps]``. ``value`` and ``next_value`` of the rollout are the present policy's
+    (``Proximal.values``), ``log_importance`` is ``log pi / mu`` of its actions, mu being the policy that collected it.
+    With ``(rho_max, c_max) = clip``:
 
         rho_t = min(rho_max, pi/mu),  c_t = lambda * min(c_max, pi/mu)
         delta_t = rho_t * (reward_t + gamma * next_value_t * (1 - terminated_t) - value_t)
@@ -163,10 +142,6 @@ def compute_vtrace(
     following = torch.zeros_like(x)
     following[:, :-1] = x[:, 1:]
     return target - value + gamma * trace_lambda * following * ~done, value + x
-
-
-Level = Literal["chunk", "action"]
-"""Whether the probability ratio is that of a whole chunk, or one for each action in it."""
 
 
 def reward_and_discount(rollout: TensorDictBase, gamma: float) -> tuple[Tensor, float | Tensor]:

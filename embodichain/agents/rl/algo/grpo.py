@@ -1,4 +1,7 @@
-"""Group relative policy optimisation: no critic, groups of equal starts are each other's baseline."""
+"""Group relative policy optimisation: no critic; envs that begin in the same state are each other's baseline.
+
+``update`` computes advantages and loops over minibatches, ``_step`` is one gradient step, ``_loss`` has the equations.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,6 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from embodichain.agents.rl.algo.advantages import (
-    Level,
     compute_gae,
     decision_entropy,
     like,
@@ -21,63 +23,29 @@ from embodichain.agents.rl.algo.advantages import (
     reward_and_discount,
 )
 from embodichain.agents.rl.algo.base import Meter, MinibatchAlgorithm
-from embodichain.agents.rl.algo.off_policy import Proximal, decouple, scalars
-from embodichain.agents.rl.algo.optimizer import Precision
-from embodichain.agents.rl.buffer.rollout import Minibatches, episode_starts, flatten_time_major
+from embodichain.agents.rl.algo.off_policy import Proximal
+from embodichain.agents.rl.buffer.rollout import evaluate_rollout
 from embodichain.agents.rl.collector.sync_collector import RolloutStart
 from embodichain.agents.rl.models.policy import Policy
-from embodichain.agents.rl.utils.config import AlgorithmCfg, Count, NotNegative, Positive
+from embodichain.agents.rl.utils.config import AlgorithmCfg, Count, MinibatchCfg, NotNegative, Positive
 from embodichain.agents.rl.utils.distributed import Ranks
 from embodichain.agents.rl.utils.observations import Observation
 from embodichain.agents.rl.utils.ratios import clipped_gain, is_clipped, kl_estimate
-from embodichain.config import configclass
+from embodichain.config.classes import configclass
 from embodichain.envs.vec_env import VecEnv
 from embodichain.errors import ConfigError
-
-# MERGED reference: A frozen copy of a policy, to measure how far the trained one has moved.
-
-
-ROWS = 65_536
-"""Transitions evaluated at a time, which bounds the memory for it."""
-
-
-class FrozenReference:
-    """The policy as it was when this object was made."""
-
-    def __init__(self, policy: Policy) -> None:
-        self.policy = copy.deepcopy(policy).eval().requires_grad_(False)
-
-    @torch.no_grad()
-    def log_prob(self, rollout: TensorDictBase) -> Tensor:
-        """Return the log-probability ``[num_envs, num_steps]`` of a rollout's actions; of chunks one per action."""
-        num_envs, num_steps = rollout.batch_size
-        if not self.policy.is_recurrent:
-            rows = flatten_time_major(rollout.select("observation", "action"))
-            parts = [self.policy.evaluate(part)[0] for part in rows.split(ROWS)]
-            return torch.cat(parts).unflatten(0, (num_steps, num_envs)).transpose(0, 1)
-        data = rollout.select("observation", "action", "hidden")
-        data["start"] = episode_starts(rollout["done"])
-        sequences = data.split(max(1, ROWS // num_steps))
-        return torch.cat([self.policy.evaluate(part.transpose(0, 1))[0].t() for part in sequences])
-
 
 KEYS = ("observation", "action", "reward", "done", "sample_log_prob")
 
 
 @configclass
-class GRPOCfg(AlgorithmCfg):
+class GRPOCfg(MinibatchCfg):
     """Configuration for GRPO."""
 
-    n_epochs: Count = 10
-    """Passes over each rollout."""
-    clip_coef: Positive = 0.2
-    """The probability ratio counts inside [1 - clip_coef, 1 + clip_coef] only."""
-    ent_coef: NotNegative = 0.0
-    """Weight of the entropy bonus."""
     kl_coef: NotNegative = 0.0
     """Weight of the KL divergence to the policy as it was at first; 0 needs no such reference."""
     group_size: Count = 4
-    """Envs that start from the same state and are compared with each other; num_envs is a multiple of it."""
+    """Envs that begin in the same state and are compared with each other; num_envs is a multiple of it."""
     eps: Positive = 1e-8
     """Added to the standard deviation that returns are divided by."""
     reset_every_rollout: bool = True
@@ -86,18 +54,6 @@ class GRPOCfg(AlgorithmCfg):
     """Whether what follows the first end of an episode in a rollout is left out."""
     advantage: Literal["step", "trajectory"] = "step"
     """Compare, in a group, the returns that follow each step, or those of whole trajectories."""
-    mixed_precision: Precision = "off"
-    """Precision of the networks in the update: off (float32), tf32 (float32, faster on a GPU), bf16 or fp16."""
-    sequence_length: Count | None = None
-    """For policies with memory: steps per training sequence, a divisor of the rollout's; default: all of them."""
-    log_prob_per: Level = "chunk"
-    """For policies that choose chunks of actions: one probability ratio per chunk, or one for each action in it."""
-    cuda_graphs: bool = True
-    """On a GPU: record the gradient step once as a CUDA graph and replay it; the log says where that cannot be."""
-    correction: Literal["none", "decoupled"] = "none"
-    """For rollouts older than the policy: the plain loss, or the decoupled one, which weighs them by their age."""
-    max_importance_weight: Positive = 5.0
-    """Bound of that weight."""
 
 
 class GRPO(MinibatchAlgorithm):
@@ -109,14 +65,15 @@ class GRPO(MinibatchAlgorithm):
     one_version_per_rollout = True  # members of a group are compared: they must come from one policy
 
     def __init__(self, cfg: GRPOCfg, policy: Policy) -> None:
-        super().__init__(cfg, policy, cfg.mixed_precision, cfg.cuda_graphs)
-        self.reference = FrozenReference(policy) if cfg.kl_coef > 0.0 else None
+        super().__init__(cfg, policy)
+        self.reference = copy.deepcopy(policy).eval().requires_grad_(False) if cfg.kl_coef > 0.0 else None
+        """The policy as it was at first, which the trained one is kept near."""
 
     def join(self, ranks: Ranks) -> None:
         """Train the policy together with other processes; a group is always of one rank."""
         super().join(ranks)
         if self.reference is not None:
-            ranks.copy_first(self.reference.policy)
+            ranks.copy_first(self.reference)
 
     def check_num_envs(self, num_envs: int) -> None:
         """Raise ``ConfigError`` if the envs cannot be divided into groups."""
@@ -125,59 +82,67 @@ class GRPO(MinibatchAlgorithm):
             raise ConfigError(f"{problem}; choose a num_envs that is", "algorithm")
 
     def start_rollout(self, env: VecEnv) -> Observation | None:
-        """Start new episodes, the same one in all envs of a group."""
+        """Reset to new episodes, the same one in all envs of a group."""
         self.check_num_envs(env.num_envs)
-        return GroupStart(self.cfg.group_size)(env) if self.cfg.reset_every_rollout else None
+        return GroupReset(self.cfg.group_size)(env) if self.cfg.reset_every_rollout else None
 
     @property
     def rollout_start(self) -> RolloutStart | None:
         """What ``start_rollout`` does, without the algorithm: a collecting process can be sent this."""
-        return GroupStart(self.cfg.group_size) if self.cfg.reset_every_rollout else None
+        return GroupReset(self.cfg.group_size) if self.cfg.reset_every_rollout else None
 
     def update(self, rollout: TensorDictBase | None = None) -> dict[str, float]:
         """Improve the policy by a rollout ``[num_envs, num_steps]``; adds ``advantage`` and ``return`` to it."""
         cfg = self.cfg
         rollout = self._take(rollout, KEYS)
-        done = rollout["done"]
-        reward, discount = reward_and_discount(rollout, cfg.gamma)
 
         # R_t = r_t + gamma R_{t+1} until the episode ends: GAE with lambda = 1 and no values
+        done = rollout["done"]
+        reward, gamma = reward_and_discount(rollout, cfg.gamma)
         nothing = torch.zeros_like(reward)
-        rollout["return"] = compute_gae(reward, nothing, nothing, done, done, discount, 1.0)[1]
+        rollout["return"] = compute_gae(reward, nothing, nothing, done, done, gamma, 1.0)[1]
+
+        # A_t = (R_t - mean R) / (std R + eps) over a group; a group without any spread of returns teaches nothing
         valid = until_first_done(done) if cfg.truncate_at_first_done else torch.ones_like(done)
         rollout["advantage"], spread = group_advantage(rollout["return"], valid, cfg)
         valid = valid & spread.repeat_interleave(cfg.group_size).unsqueeze(1)
+
+        # What the loss needs; for rollouts older than the policy also log-probabilities of the present one
+        data = rollout.select("observation", "action", "sample_log_prob", "advantage", *loss_keys(rollout))
+        data["valid"] = valid
+        if self.reference is not None:
+            data["reference_log_prob"] = evaluate_rollout(self.reference, rollout)[0]
         proximal = None
         if cfg.correction == "decoupled":
             with self.optimizer.autocast():
                 proximal = Proximal.of(self.policy, rollout, cfg.batch_size)
-        minibatches = self._agree(self._minibatches(rollout, valid, proximal))
+            proximal.decouple(data, cfg.max_importance_weight, cfg.log_prob_per)
 
-        meter = Meter()
-        if len(minibatches):
-            for _ in range(cfg.n_epochs):
-                self._run_epoch(minibatches, meter)
-                meter.end_epoch("approx_kl")
+        # Epochs of gradient steps on shuffled minibatches
+        minibatches, meter = self._minibatches(data, rollout, valid), Meter()
+        for _ in range(cfg.n_epochs if len(minibatches) else 0):
+            with self.optimizer.matmul_precision():
+                if self.graphs is not None:
+                    meter.add_steps(*self.graphs.run_epoch(minibatches))
+                else:
+                    for chosen, share in self._shuffled(minibatches):
+                        self._step(minibatches.gather(chosen), meter, share)
+            meter.end_epoch("approx_kl")
 
-        groups = self.ranks.sum(torch.stack([(~spread).sum(), valid.sum()])).tolist()
+        skipped, used = self.ranks.sum(torch.stack([(~spread).sum(), valid.sum()])).tolist()
         metrics = meter.means() | {"learning_rate": self.optimizer.learning_rate}
-        metrics |= {} if proximal is None else scalars(proximal.measures(self.ranks))
+        metrics |= {} if proximal is None else proximal.measures(self.ranks)
         self._finish_update(rollout)
-        return metrics | {"skipped_groups": float(groups[0]), "transitions_used": float(groups[1])}
+        return metrics | {"skipped_groups": float(skipped), "transitions_used": float(used)}
 
-    def _minibatches(self, rollout: TensorDictBase, valid: Tensor, proximal: Proximal | None) -> Minibatches:
-        """Select what the loss needs."""
-        data = rollout.select("observation", "action", "sample_log_prob", "advantage", *loss_keys(rollout))
-        data["valid"] = valid
-        if self.reference is not None:
-            data["reference_log_prob"] = self.reference.log_prob(rollout)
-        if proximal is not None:
-            decouple(data, proximal, self.cfg.max_importance_weight, self.cfg.log_prob_per)
-        if not self.policy.is_recurrent:
-            return Minibatches(data, self.cfg.batch_size, valid=valid)
-        data.update(rollout.select("hidden", "done"))
-        length = self.cfg.sequence_length or data.batch_size[1]
-        return Minibatches(data, self.cfg.batch_size, sequence_length=length, valid=valid)
+    def _step(self, batch: TensorDictBase, meter: Meter, share: float = 1.0) -> None:
+        """Do one gradient step on a minibatch, or on this rank's ``share`` of it."""
+        with self._over_ranks(meter) as own:
+            for part, weight in self._pieces(batch, share):
+                loss, measures = self._loss(part)
+                self.optimizer.backward(loss, weight)
+                own.add(measures, weight)
+        meter.end_step(self.optimizer.step())
 
     def _loss(self, batch: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of a minibatch and what is to be logged about it."""
@@ -211,18 +176,18 @@ class GRPO(MinibatchAlgorithm):
     def state_dict(self) -> dict[str, Any]:
         """Return optimiser state, progress and the reference policy."""
         state = super().state_dict()
-        return state if self.reference is None else state | {"reference": self.reference.policy.state_dict()}
+        return state if self.reference is None else state | {"reference": self.reference.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what ``state_dict`` returned."""
+        """Continue from what ``state_dict`` returned."""
         super().load_state_dict(state)
         if self.reference is not None:
-            self.reference.policy.load_state_dict(state["reference"])
+            self.reference.load_state_dict(state["reference"])
 
 
 @dataclass(frozen=True)
-class GroupStart:
-    """Starts new episodes, the same one in all envs of a group."""
+class GroupReset:
+    """Resets to new episodes, the same one in all envs of a group."""
 
     group_size: int
 

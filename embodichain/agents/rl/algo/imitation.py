@@ -16,7 +16,7 @@ from embodichain.agents.rl.models.vla.loading import only_trained
 from embodichain.agents.rl.models.vla.model import VLAModel
 from embodichain.agents.rl.models.vla_policy import VLAPolicy
 from embodichain.agents.rl.utils.config import Count, NotNegative, Positive
-from embodichain.config import Config, configclass
+from embodichain.config.classes import Config, configclass
 from embodichain.envs.vec_env import VecEnv
 from embodichain.errors import ConfigError, RolloutError
 
@@ -72,7 +72,7 @@ class Imitation:
         self.policy.update_normalizer(obs)
         mean, _, pointed = self.model.decode(obs)
 
-        # L = E sum_d |mean - action|: of several ways to go on, the median is one of them and the mean is none
+        # L = E sum_d |mean - action|: of several ways to continue, the median is one of them and the mean is none
         action_loss = (mean[:, :length] - action).abs().sum(-1).mean()
         losses: dict[str, Tensor] = {"action_loss": action_loss.detach()}
         loss = action_loss
@@ -88,7 +88,7 @@ class Imitation:
         return {"optimizer": self.optimizer.state_dict(), "schedule": self.schedule.state_dict(), "steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what ``state_dict`` returned."""
+        """Continue from what ``state_dict`` returned."""
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
         self.steps = state["steps"]
@@ -116,13 +116,6 @@ class Imitation:
         return min(1.0, (step + 1) / self.cfg.warmup_steps) * (0.1 + 0.45 * (1.0 + math.cos(math.pi * share)))
 
 
-# MERGED warm_up: Before reinforcement learning goes on from a policy that was trained otherwise: let its value catch
-# up.
-#
-# A cloned policy acts well and judges badly. Advantages from a value that knows nothing would undo what was cloned, so
-# the value learns first, from what the policy does as it is.
-
-
 VALUE_HEAD = "model.to_value"
 """The value head of a ``VLAPolicy``."""
 
@@ -132,7 +125,9 @@ def warm_up_value(
 ) -> list[float]:
     """Let the value head alone learn from rollouts ``[num_envs, num_steps]``; the policy acts as before.
 
-    ``env`` takes the policy's chunks. Returns the explained variance before each update: 1 is a perfect value.
+    A cloned policy acts well and judges badly: advantages from a value that knows nothing would undo what was cloned.
+    So the value learns first, from what the policy does as it is. ``env`` takes the policy's chunks. Returns the
+    explained variance before each update: 1 is a perfect value.
     """
     with only_trained(policy, head):
         algorithm = PPO(cfg.replace(cuda_graphs=False), policy)  # too few updates to be worth recording

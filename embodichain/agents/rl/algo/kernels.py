@@ -1,6 +1,6 @@
-"""PPO's loss and its gradient as one GPU kernel: in torch it is some fifty, which take a microsecond or two each.
+"""Triton kernels: generalised advantage estimation, and PPO's loss with its gradient, as one launch each.
 
-The equations are those of ``PPO._loss``, for one probability ratio per transition.
+A kernel takes every pointer, stride and size as a parameter of its own, so signatures are long here.
 """
 
 from __future__ import annotations
@@ -10,17 +10,12 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from tensordict import TensorDictBase
 from torch import Tensor
 
 from embodichain.agents.rl.utils.ratios import MAX_LOG_RATIO
 
-# MERGED gae_kernel: Generalised advantage estimation as one GPU kernel: each thread walks back through the steps of one
-# env.
-#
-# It does the CPU's operations in the CPU's order, each rounded on its own, so its numbers are the CPU's to the bit.
-
-
-BLOCK = 32
+GAE_BLOCK = 32
 """Envs of one program: few, because steps follow each other and only envs run side by side."""
 
 
@@ -47,16 +42,16 @@ def _walk_back(  # type: ignore[no-untyped-def]  # noqa: ANN202
     following = tl.zeros([block], tl.float32)
     for back in range(num_steps):
         at = (num_steps - 1 - back).to(tl.int64) * num_envs + env
-        goes_on = 1.0 - tl.load(terminated + at, mask=here, other=0).to(tl.float32)
+        bootstraps = 1.0 - tl.load(terminated + at, mask=here, other=0).to(tl.float32)
         keeps = 1.0 - tl.load(done + at, mask=here, other=0).to(tl.float32)
         if per_step:
-            goes_on *= tl.load(gammas + at, mask=here, other=0.0)
+            bootstraps *= tl.load(gammas + at, mask=here, other=0.0)
             keeps *= tl.load(decays + at, mask=here, other=0.0)
         else:
-            goes_on *= gamma
+            bootstraps *= gamma
             keeps *= decay
         v = tl.load(value + at, mask=here, other=0.0)
-        delta = goes_on * tl.load(next_value + at, mask=here, other=0.0)
+        delta = bootstraps * tl.load(next_value + at, mask=here, other=0.0)
         delta = delta + tl.load(reward + at, mask=here, other=0.0)
         delta = delta - v
         following = delta + keeps * following
@@ -64,7 +59,7 @@ def _walk_back(  # type: ignore[no-untyped-def]  # noqa: ANN202
         tl.store(returns + at, following + v, mask=here)
 
 
-def backwards_kernel(
+def accumulate_gae(
     rewards: Tensor,
     values: Tensor,
     next_values: Tensor,
@@ -73,14 +68,18 @@ def backwards_kernel(
     gamma: float | Tensor,
     decay: float | Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return advantages and returns for contiguous rows ``[num_steps, num_envs]`` on a GPU."""
+    """Return advantages and returns for contiguous rows ``[num_steps, num_envs]`` on a GPU.
+
+    Each thread walks back through the steps of one env. It does the CPU's operations in the CPU's order, each rounded
+    on its own, so its numbers are the CPU's to the bit.
+    """
     num_steps, num_envs = rewards.shape
     advantage, returns = torch.empty_like(rewards), torch.empty_like(rewards)
     per_step = isinstance(gamma, Tensor)
     numbers: tuple[Any, Any] = (0.0, 0.0) if per_step else (gamma, decay)
     fields: tuple[Any, Any] = (gamma, decay) if per_step else (rewards, rewards)
     with torch.cuda.device(rewards.device):
-        _walk_back[(triton.cdiv(num_envs, BLOCK),)](
+        _walk_back[(triton.cdiv(num_envs, GAE_BLOCK),)](
             rewards,
             values,
             next_values,
@@ -93,14 +92,15 @@ def backwards_kernel(
             num_steps,
             num_envs,
             per_step=per_step,
-            block=BLOCK,
+            block=GAE_BLOCK,
             num_warps=1,
             enable_fp_fusion=False,
         )
     return advantage, returns
 
 
-BLOCK_PPO_KERNEL = 256
+LOSS_BLOCK = 256
+"""Transitions of one program."""
 _SIZES = [
     "count",
     "clip",
@@ -197,7 +197,7 @@ class _Loss(torch.autograd.Function):
         new_log_prob, new_value, log_prob, value, advantage, returns, scale, clip, vf_coef, clip_value = given
         count = new_log_prob.numel()
         log_prob_grad, value_grad = torch.empty_like(new_log_prob), torch.empty_like(new_value)
-        blocks = triton.cdiv(count, BLOCK_PPO_KERNEL)
+        blocks = triton.cdiv(count, LOSS_BLOCK)
         sums = torch.empty(blocks, 5, device=new_value.device)
         read = (new_log_prob, log_prob, advantage, new_value, value, returns)
         scaled = isinstance(scale, Tensor)
@@ -215,7 +215,7 @@ class _Loss(torch.autograd.Function):
                 max_log_r=MAX_LOG_RATIO,
                 clip_value=clip_value,
                 scaled=scaled,
-                block=BLOCK_PPO_KERNEL,
+                block=LOSS_BLOCK,
                 num_warps=4,
             )
         totals = sums.sum(0)
@@ -230,18 +230,19 @@ class _Loss(torch.autograd.Function):
 
 
 def clipped_loss(
-    new: tuple[Tensor, Tensor],
-    old: tuple[Tensor, Tensor],
-    advantage: Tensor,
-    returns: Tensor,
+    log_prob: Tensor,
+    value: Tensor,
+    batch: TensorDictBase,
     scale: Tensor | float,
     coefficients: tuple[float, float, bool],
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return ``L_policy + c_value L_value`` ``[]`` and its parts, of transitions ``[rows]`` on a GPU.
 
-    ``new`` and ``old`` are log-probabilities and values, the new ones with gradients; ``coefficients`` are PPO's
-    ``clip_coef``, ``vf_coef`` and ``clip_value_loss``.
+    The equations are those of ``PPO._loss``, for one probability ratio per transition; in torch they are some fifty
+    kernels. ``log_prob`` and ``value`` are those of the policy being trained, with gradients; ``coefficients`` are
+    PPO's ``clip_coef``, ``vf_coef`` and ``clip_value_loss``.
     """
-    loss, totals = _Loss.apply(*new, *old, advantage, returns, scale, *coefficients)
+    old = (batch[key] for key in ("sample_log_prob", "value", "advantage", "return"))
+    loss, totals = _Loss.apply(log_prob, value, *old, scale, *coefficients)
     names = ("policy_loss", "value_loss", "approx_kl", "clip_fraction")
     return loss, dict(zip(names, totals[1:].unbind(), strict=True))

@@ -1,4 +1,7 @@
-"""Proximal policy optimisation."""
+"""Proximal policy optimisation.
+
+``update`` computes advantages and loops over minibatches, ``_step`` is one gradient step, ``_loss`` has the equations.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from embodichain.agents.rl.algo.advantages import (
-    Level,
     compute_gae,
     compute_vtrace,
     decision_entropy,
@@ -20,27 +22,22 @@ from embodichain.agents.rl.algo.advantages import (
     reward_and_discount,
 )
 from embodichain.agents.rl.algo.base import Meter, MinibatchAlgorithm
-from embodichain.agents.rl.algo.off_policy import Proximal, decouple, scalars
-from embodichain.agents.rl.algo.optimizer import Precision
-from embodichain.agents.rl.buffer.rollout import ROLLOUT_KEYS, Minibatches
-from embodichain.agents.rl.models.policy import Policy
-from embodichain.agents.rl.utils.config import AlgorithmCfg, Count, NotNegative, Positive
+from embodichain.agents.rl.algo.off_policy import Proximal
+from embodichain.agents.rl.buffer.rollout import ROLLOUT_KEYS
+from embodichain.agents.rl.utils.config import AlgorithmCfg, MinibatchCfg, NotNegative, Positive
 from embodichain.agents.rl.utils.distributed import Ranks
 from embodichain.agents.rl.utils.ratios import clipped_gain, is_clipped, kl_estimate
-from embodichain.config import configclass
+from embodichain.config.classes import configclass
 from embodichain.utils.cuda_graphs import kernels_work
+
+GAE_KEYS = ("value", "next_value", "terminated", "done")
+LOSS_KEYS = ("observation", "action", "sample_log_prob", "value", "advantage", "return")
 
 
 @configclass
-class PPOCfg(AlgorithmCfg):
+class PPOCfg(MinibatchCfg):
     """Configuration for the PPO algorithm."""
 
-    n_epochs: Count = 10
-    """Passes over each rollout."""
-    clip_coef: Positive = 0.2
-    """The probability ratio counts inside [1 - clip_coef, 1 + clip_coef] only."""
-    ent_coef: NotNegative = 0.0
-    """Weight of the entropy bonus."""
     vf_coef: NotNegative = 0.5
     """Weight of the value loss, a mean squared error."""
     normalize_advantage: bool = True
@@ -53,19 +50,6 @@ class PPOCfg(AlgorithmCfg):
     """For the adaptive schedule: the change of the policy per epoch, as KL divergence, to aim at."""
     target_kl: Positive | None = None
     """The remaining epochs are left out once an epoch's mean KL divergence exceeds this."""
-    mixed_precision: Precision = "off"
-    """Precision of the networks in the update: off (float32), tf32 (float32, faster on a GPU), bf16 or fp16."""
-    sequence_length: Count | None = None
-    """For policies with memory: steps per training sequence, a divisor of the rollout's; default: all of them."""
-    log_prob_per: Level = "chunk"
-    """For policies that choose chunks of actions: one probability ratio per chunk, or one for each action in it."""
-    cuda_graphs: bool = True
-    """On a GPU: record the gradient step once as a CUDA graph and replay it; the log says where that cannot be."""
-    correction: Literal["none", "decoupled"] = "none"
-    """For rollouts older than the policy: plain PPO, or decoupled PPO, which weighs them by their probability now and
-    takes advantages and returns by the values of now."""
-    max_importance_weight: Positive = 5.0
-    """Bound of that weight."""
     advantage_estimator: Literal["gae", "vtrace"] = "gae"
     """Generalised advantage estimation, or V-trace, which corrects it for rollouts older than the policy."""
     vtrace_clip: tuple[Positive, Positive] = (1.0, 1.0)
@@ -78,9 +62,6 @@ class PPO(MinibatchAlgorithm):
     cfg_type: ClassVar[type[AlgorithmCfg]] = PPOCfg
     cfg: PPOCfg
 
-    def __init__(self, cfg: PPOCfg, policy: Policy) -> None:
-        super().__init__(cfg, policy, cfg.mixed_precision, cfg.cuda_graphs)
-
     def update(self, rollout: TensorDictBase | None = None) -> dict[str, float]:
         """Improve the policy by a rollout ``[num_envs, num_steps]``; adds ``advantage`` and ``return`` to it.
 
@@ -88,56 +69,59 @@ class PPO(MinibatchAlgorithm):
         """
         cfg = self.cfg
         rollout = self._take(rollout, ROLLOUT_KEYS)
-        proximal = self._proximal(rollout)
-        if proximal is not None:
+
+        # For rollouts older than the policy: log-probabilities and values of the present one
+        proximal = None
+        if cfg.correction == "decoupled" or cfg.advantage_estimator == "vtrace":
+            with self.optimizer.autocast():
+                proximal = Proximal.of(self.policy, rollout, cfg.batch_size)
             rollout["value"], rollout["next_value"] = proximal.values(rollout, self.policy.version)
-        rollout["advantage"], rollout["return"] = self._advantage(rollout, proximal)
+
+        # Advantages and returns, along the time axis
+        reward, gamma = reward_and_discount(rollout, cfg.gamma)
+        if proximal is not None and cfg.advantage_estimator == "vtrace":
+            estimate = compute_vtrace(rollout, proximal.log_importance, reward, gamma, cfg.gae_lambda, cfg.vtrace_clip)
+        else:
+            value, next_value, terminated, done = (rollout[key] for key in GAE_KEYS)
+            estimate = compute_gae(reward, value, next_value, terminated, done, gamma, cfg.gae_lambda)
+        rollout["advantage"], rollout["return"] = estimate
         self.policy.update_value_normalizer(rollout["return"])
-        minibatches = self._agree(self._minibatches(rollout, proximal))
+
+        # What the loss needs, with advantages normalised over the rollouts of all ranks
+        data = rollout.select(*LOSS_KEYS, *loss_keys(rollout))
+        if cfg.normalize_advantage:
+            [(mean, std)] = self.ranks.mean_and_std(rollout["advantage"])
+            data["advantage"] = (rollout["advantage"] - mean) / (std + 1e-8)
+        if proximal is not None and cfg.correction == "decoupled":
+            proximal.decouple(data, cfg.max_importance_weight, cfg.log_prob_per)
+
+        # Epochs of gradient steps on shuffled minibatches
         if cfg.lr_schedule == "linear":
             self.optimizer.learning_rate = cfg.learning_rate * (1.0 - self.progress)
-
-        meter = Meter()
+        minibatches, meter = self._minibatches(data, rollout), Meter()
         for _ in range(cfg.n_epochs):
-            self._run_epoch(minibatches, meter)
+            with self.optimizer.matmul_precision():
+                if self.graphs is not None:
+                    meter.add_steps(*self.graphs.run_epoch(minibatches))
+                else:
+                    for chosen, share in self._shuffled(minibatches):
+                        self._step(minibatches.gather(chosen), meter, share)
             if self._adapt_to_kl(meter.end_epoch("approx_kl")):
                 break
 
         metrics = meter.means() | {"learning_rate": self.optimizer.learning_rate, "epochs": float(meter.epochs)}
         metrics["explained_variance"] = explained_variance(rollout["value"], rollout["return"], self.ranks)
         self._finish_update(rollout)
-        return metrics if proximal is None else metrics | scalars(proximal.measures(self.ranks))
+        return metrics if proximal is None else metrics | proximal.measures(self.ranks)
 
-    def _proximal(self, rollout: TensorDictBase) -> Proximal | None:
-        """Evaluate the present policy on the rollout, if anything needs it."""
-        if self.cfg.correction == "none" and self.cfg.advantage_estimator == "gae":
-            return None
-        with self.optimizer.autocast():
-            return Proximal.of(self.policy, rollout, self.cfg.batch_size)
-
-    def _advantage(self, rollout: TensorDictBase, proximal: Proximal | None) -> tuple[Tensor, Tensor]:
-        """Return advantages and returns ``[num_envs, num_steps]``."""
-        cfg = self.cfg
-        reward, discount = reward_and_discount(rollout, cfg.gamma)
-        if proximal is not None and cfg.advantage_estimator == "vtrace":
-            return compute_vtrace(rollout, proximal.log_importance, reward, discount, cfg.gae_lambda, cfg.vtrace_clip)
-        value, next_value = rollout["value"], rollout["next_value"]
-        terminated, done = rollout["terminated"], rollout["done"]
-        return compute_gae(reward, value, next_value, terminated, done, discount, cfg.gae_lambda)
-
-    def _minibatches(self, rollout: TensorDictBase, proximal: Proximal | None) -> Minibatches:
-        """Select what the loss needs, with advantages normalised over the rollouts of all ranks."""
-        keys = ("observation", "action", "sample_log_prob", "value", "advantage", "return", *loss_keys(rollout))
-        data = rollout.select(*keys)
-        if self.cfg.normalize_advantage:
-            [(mean, std)] = self.ranks.mean_and_std(rollout["advantage"])
-            data["advantage"] = (rollout["advantage"] - mean) / (std + 1e-8)
-        if proximal is not None and self.cfg.correction == "decoupled":
-            decouple(data, proximal, self.cfg.max_importance_weight, self.cfg.log_prob_per)
-        if not self.policy.is_recurrent:
-            return Minibatches(data, self.cfg.batch_size)
-        data.update(rollout.select("hidden", "done"))
-        return Minibatches(data, self.cfg.batch_size, sequence_length=self.cfg.sequence_length or data.batch_size[1])
+    def _step(self, batch: TensorDictBase, meter: Meter, share: float = 1.0) -> None:
+        """Do one gradient step on a minibatch, or on this rank's ``share`` of it."""
+        with self._over_ranks(meter) as own:
+            for part, weight in self._pieces(batch, share):
+                loss, measures = self._loss(part)
+                self.optimizer.backward(loss, weight)
+                own.add(measures, weight)
+        meter.end_step(self.optimizer.step())
 
     def _loss(self, batch: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of a minibatch and what is to be logged about it."""
@@ -149,9 +133,8 @@ class PPO(MinibatchAlgorithm):
         if log_prob.ndim == batch.batch_dims == 1 and kernels_work(value.device):
             from embodichain.agents.rl.algo.kernels import clipped_loss
 
-            new, old = (log_prob, value), (batch["sample_log_prob"], old_value)
-            settings = (cfg.clip_coef, cfg.vf_coef, cfg.clip_value_loss)
-            loss, parts = clipped_loss(new, old, advantage, return_, self.policy.value_scale, settings)
+            coefficients = (cfg.clip_coef, cfg.vf_coef, cfg.clip_value_loss)
+            loss, parts = clipped_loss(log_prob, value, batch, self.policy.value_scale, coefficients)
             return loss - cfg.ent_coef * mean_entropy, parts | {"entropy": mean_entropy}
 
         # ratio = pi(a|s) / pi_old(a|s)

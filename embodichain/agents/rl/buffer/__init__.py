@@ -1,4 +1,4 @@
-"""Rollout storage; ``layout.py`` says what a rollout is."""
+"""Rollout storage; ``rollout.py`` says what a rollout is."""
 
 from __future__ import annotations
 

@@ -14,12 +14,9 @@ from embodichain.agents.rl.utils.observations import Observation, flatten_dict_o
 from embodichain.errors import RolloutError, nearest
 from embodichain.utils.cuda_graphs import copy_together
 
-# MERGED steps: Memory for the steps of a rollout: ``[num_steps, num_envs, ...]`` of every part, with a view of each
-# row.
-
 
 class StepRows:
-    """Room for ``num_steps`` of everything, in the shapes and types of the first step; writing one is a plain copy."""
+    """Memory ``[num_steps, num_envs, ...]`` for the steps of a rollout, with a view of each row: writing is copying."""
 
     def __init__(
         self, num_steps: int, observation: Observation, like: Mapping[str, Tensor | None], device: torch.device
@@ -86,9 +83,9 @@ class RolloutBuffer:
     """On-device rollout buffer for on-policy algorithms.
 
     ``add`` writes one step into preallocated ``[num_steps, num_envs, ...]`` tensors; ``finalize`` completes the
-    rollout; ``get`` hands it out as a TensorDict ``[num_envs, num_steps]`` of views (see ``layout.py`` for the keys).
+    rollout; ``get`` hands it out as a TensorDict ``[num_envs, num_steps]`` of views (see ``rollout.py`` for the keys).
     It is used once: the next ``add`` after a ``get`` begins a new rollout in the same memory. Nested observations and
-    uint8 pictures are stored as they are.
+    uint8 images are stored as they are.
 
     Memory is taken at the first step, in the shapes and dtypes that come; ``obs_dim`` and ``action_dim``, where given,
     are checked, and nested observations are then flattened. The number of steps may also be called ``buffer_size``. A
@@ -127,7 +124,7 @@ class RolloutBuffer:
         device: torch.device | str = "cpu",
         hidden: Tensor | None = None,
     ) -> RolloutBuffer:
-        """Allocate for observations, actions and hidden states like these, each ``[num_envs, ...]``."""
+        """Allocate for observations, actions and recurrent states like these, each ``[num_envs, ...]``."""
         buffer = cls(num_steps, observation.shape[0], device=device)
         buffer._allocate(observation, {"action": action, "hidden": hidden})
         return buffer

@@ -1,8 +1,9 @@
-"""The settings every algorithm has."""
+"""The settings that algorithms have in common."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import KW_ONLY
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -12,6 +13,9 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]
 NotNegative = Annotated[float, Field(ge=0.0)]
 Count = Annotated[int, Field(ge=1)]
+Precision = Literal["off", "tf32", "bf16", "fp16"]
+Level = Literal["chunk", "action"]
+"""Whether the probability ratio is that of a whole chunk, or one for each action in it."""
 
 
 @configclass
@@ -30,3 +34,29 @@ class AlgorithmCfg(Config):
     """Weight of longer returns in generalised advantage estimation."""
     max_grad_norm: Positive = 0.5
     """The gradient is scaled down to this norm when it is longer."""
+
+
+@configclass
+class MinibatchCfg(AlgorithmCfg):
+    """The settings of algorithms that clip probability ratios in gradient steps on minibatches."""
+
+    n_epochs: Count = 10
+    """Passes over each rollout."""
+    clip_coef: Positive = 0.2
+    """The probability ratio counts inside [1 - clip_coef, 1 + clip_coef] only."""
+    ent_coef: NotNegative = 0.0
+    """Weight of the entropy bonus."""
+    _: KW_ONLY
+    mixed_precision: Precision = "off"
+    """Precision of the networks in the update: off (float32), tf32 (float32, faster on a GPU), bf16 or fp16."""
+    sequence_length: Count | None = None
+    """For recurrent policies: steps per training sequence, a divisor of the rollout's; default: all of them."""
+    log_prob_per: Level = "chunk"
+    """For policies that choose chunks of actions: one probability ratio per chunk, or one for each action in it."""
+    cuda_graphs: bool = True
+    """On a GPU: record the gradient step once as a CUDA graph and replay it; the log says where that cannot be."""
+    correction: Literal["none", "decoupled"] = "none"
+    """For rollouts older than the policy: the plain loss, or the decoupled one, which weighs them by their probability
+    under the present policy. PPO then also takes advantages and returns by the present critic."""
+    max_importance_weight: Positive = 5.0
+    """Bound of that weight."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
@@ -26,6 +27,18 @@ def clipped_gain(log_ratio: Tensor, gain: Tensor, clip: float) -> Tensor:
     (least, most), gains = _edges(clip), gain >= 0.0
     low, high = torch.where(gains, -math.inf, least), torch.where(gains, most, MAX_LOG_RATIO)
     return log_ratio.clamp(low, high).exp() * gain
+
+
+def log_importance(log_prob: Tensor, rollout: TensorDictBase) -> Tensor:
+    """Return ``log pi(a|s) / mu(a|s)`` of every decision ``[num_envs, num_steps]``; mu is what collected them.
+
+    Of a chunk it is the sum over the actions that were really taken.
+    """
+    difference = log_prob - rollout["sample_log_prob"]
+    if difference.ndim == 2:
+        return difference
+    order = torch.arange(difference.shape[-1], device=difference.device)
+    return torch.where(order < rollout["num_actions"].unsqueeze(-1), difference, 0.0).sum(-1)
 
 
 def kl_estimate(log_ratio: Tensor) -> Tensor:
