@@ -44,7 +44,7 @@ class ActionError(EmbodiChainError, ValueError):
 
 
 class SimulationError(EmbodiChainError, RuntimeError):
-    """The simulation cannot go on from where it is."""
+    """The simulation cannot continue from its state."""
 
 
 class EnvContractError(EmbodiChainError, RuntimeError):
@@ -52,7 +52,7 @@ class EnvContractError(EmbodiChainError, RuntimeError):
 
 
 class RenderingError(EmbodiChainError, RuntimeError):
-    """No picture can be drawn on this machine."""
+    """No image can be rendered on this machine."""
 
 
 class OutputError(EmbodiChainError, OSError):
@@ -68,7 +68,7 @@ class RolloutError(EmbodiChainError, ValueError):
 
 
 class ObservationError(EmbodiChainError, ValueError):
-    """An observation does not have the keys or shapes that were announced."""
+    """An observation does not have the expected keys or shapes."""
 
 
 class ChunkSizeError(EmbodiChainError, ValueError):
@@ -92,7 +92,7 @@ class ClusterError(EmbodiChainError, RuntimeError):
 
 
 class StreamStalledError(EmbodiChainError, RuntimeError):
-    """The stream stands still: nobody writes what a reader is waiting for."""
+    """The stream has stalled: no worker writes what a reader waits for."""
 
 
 class CheckpointError(EmbodiChainError, RuntimeError):
@@ -104,7 +104,7 @@ class NotFiniteError(EmbodiChainError, ArithmeticError):
 
 
 class TrainingStateError(EmbodiChainError, RuntimeError):
-    """A run cannot be started or continued from where it is."""
+    """A run cannot be started or resumed in its present state."""
 
 
 class RankError(EmbodiChainError, RuntimeError):
@@ -128,7 +128,7 @@ class CollectorError(EmbodiChainError, RuntimeError):
 
 
 class EnvironmentHungError(CollectorError):
-    """An environment did not come back from a step in time; the message says where it stands."""
+    """An environment did not return from a step in time; the message says where it hangs."""
 
 
 class BufferWaitError(EmbodiChainError, TimeoutError):

@@ -1,4 +1,7 @@
-"""Optional packages, each behind an extra of this distribution."""
+"""Modules that are imported on demand: optional packages, each behind an extra, and a user's own modules.
+
+A user's module is imported only when the caller allows it, by name or by file.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,6 @@ def require(module: str, extra: str) -> ModuleType:
 def available(module: str) -> bool:
     """Tell whether an optional module is installed, without importing it."""
     return importlib.util.find_spec(module.partition(".")[0]) is not None
-
-
-# MERGED modules: A user's own modules: imported only when the caller allows them, by name or by file.
 
 
 _allowed: set[str] = set()

@@ -1,8 +1,7 @@
 """Configuration: typed classes, files and command-line overrides, with errors that name the key.
 
-``classes`` holds ``configclass``, ``problems`` the wording of what is wrong with a value, ``files`` reads and writes
-JSON and YAML, ``overrides`` turns ``--trainer.num_envs 128`` into a changed config, ``shorthand`` lets one field stand
-for a whole config.
+``classes`` holds ``configclass``, ``files`` reads and writes JSON and YAML, ``command_line`` turns
+``--trainer.num_envs 128`` into a changed config.
 """
 
 from __future__ import annotations

@@ -42,134 +42,6 @@ from pydantic_core import PydanticSerializationError, core_schema, to_jsonable_p
 
 from embodichain.errors import ConfigError, nearest
 
-# MERGED problems: The wording of what is wrong with a config: dotted path, what was expected, what came, the nearest
-# valid name.
-
-
-def describe(cls: type[Any], error: pydantic.ValidationError) -> list[str]:
-    """Return one line per problem, in the order of the fields; alternatives of a union share a line."""
-    expected: dict[str, list[str]] = {}
-    ending: dict[str, str] = {}
-    for entry in error.errors(include_url=False):
-        path, owner = _locate(cls, entry["loc"])
-        cause = entry.get("ctx", {}).get("error")
-        if isinstance(cause, ConfigError):
-            for problem in cause.problems:
-                expected.setdefault(f"{path}.{problem}" if path else problem, [])
-            continue
-        wanted, tail = _explain(entry, owner)
-        label = path or cls.__name__
-        others = expected.setdefault(label, [])
-        if wanted not in others:
-            others.append(wanted.removeprefix("expected ") if others else wanted)
-        ending[label] = tail
-    return [f"{path}: {' or '.join(wanted)}{ending[path]}" if wanted else path for path, wanted in expected.items()]
-
-
-def _explain(entry: Any, owner: Any) -> tuple[str, str]:
-    """Return what was expected, and what came with the nearest valid name."""
-    kind, value = entry["type"], entry["input"]
-    came = f", got {shorten(value)} ({type(value).__name__})"
-    if kind in ("unexpected_keyword_argument", "no_such_attribute"):
-        name = str(entry["loc"][-1])
-        return f"unknown key{came}", "." + nearest(name, owner.__pydantic_fields__) if is_config_type(owner) else ""
-    if kind == "missing":
-        return "expected a value, got none", ""
-    if kind in ("dataclass_type", "dataclass_exact_type"):
-        return f"expected a mapping of {entry['ctx']['class_name']} fields", came
-    if kind in ("literal_error", "enum"):
-        wanted = entry["ctx"]["expected"]
-        hint = "." + nearest(value, _options(wanted)) if isinstance(value, str) else ""
-        return f"expected {wanted}", came + hint
-    if kind in ("value_error", "assertion_error"):
-        return str(entry["ctx"]["error"]), came
-    message = entry["msg"].replace("Input should be", "expected").replace("a valid dictionary", "a mapping")
-    message = re.sub(r"\ba valid (\w)", lambda found: f"a{'n' * (found[1] in 'aeiou')} {found[1]}", message)
-    return message[0].lower() + message[1:], came
-
-
-def shorten(value: object) -> str:
-    """Return a ``repr`` that fits a line."""
-    short = reprlib.Repr()
-    short.maxlevel, short.maxdict, short.maxstring, short.maxother = 2, 3, 60, 60
-    return short.repr(value)
-
-
-def is_config_type(cls: object) -> bool:
-    """Tell whether a type is a pydantic dataclass, as every configclass is."""
-    return isinstance(cls, type) and is_pydantic_dataclass(cls)
-
-
-def _options(expected: str) -> list[str]:
-    return [part.strip().strip("'") for part in expected.replace(" or ", ", ").split(",")]
-
-
-def _locate(cls: Any, location: Sequence[int | str]) -> tuple[str, Any]:
-    """Follow pydantic's location through the types; return the dotted path and the type that holds its last key.
-
-    Pydantic also writes which alternative of a union it tried, and ``[key]`` for the key of a mapping; neither is a key
-    of the config, so neither belongs to the path.
-    """
-    path: list[str] = []
-    here: Any = cls
-    owner: Any = cls
-    for key in location:
-        here = strip(here)
-        if isinstance(here, tuple):
-            here = next((option for option in here if is_config_type(option) and option.__name__ == key), Any)
-            continue
-        if key == "[key]":
-            continue
-        path.append(str(key))
-        owner, here = here, entry_type(here, key)
-    return ".".join(path), owner
-
-
-def strip(annotation: Any) -> Any:
-    """Return a type without ``Annotated`` and ``None``; what remains of a union is a tuple of its alternatives."""
-    while typing.get_origin(annotation) is typing.Annotated:
-        annotation = typing.get_args(annotation)[0]
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        options = tuple(option for option in typing.get_args(annotation) if option is not type(None))
-        return strip(options[0]) if len(options) == 1 else options
-    return annotation
-
-
-def entry_type(holder: Any, key: object) -> Any:
-    """Return the declared type of one entry of a config, mapping or sequence; ``Any`` where none is declared."""
-    if is_config_type(holder):
-        declared = holder.__pydantic_fields__.get(key)
-        return Any if declared is None else declared.annotation
-    origin, args = typing.get_origin(holder), typing.get_args(holder)
-    if not isinstance(origin, type) or not args:
-        return Any
-    if issubclass(origin, Mapping):
-        return args[1]
-    if issubclass(origin, tuple) and Ellipsis not in args:
-        return args[key] if isinstance(key, int) and key < len(args) else Any
-    return args[0] if issubclass(origin, (Sequence, set, frozenset)) else Any
-
-
-# MERGED shorthand: A config that may be given by one of its fields alone: ``"collector": "ray"`` for ``{"worker":
-# "ray"}``.
-
-
-@dataclass(frozen=True)
-class Shorthand:
-    """Marks a config, as in ``Annotated[AsyncCfg, Shorthand("worker")]``: a mere string is the value of that field.
-
-    On the command line the config's name is then a flag for the field: ``--trainer.collector ray``.
-    """
-
-    field: str
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
-        return core_schema.no_info_before_validator_function(self._expand, handler(source))
-
-    def _expand(self, given: Any) -> Any:
-        return {self.field: given} if isinstance(given, str) else given
-
-
 _T = TypeVar("_T")
 _SETTINGS = ConfigDict(extra="forbid", allow_inf_nan=False, validate_default=True, validate_assignment=True)
 _STRICT_TYPES = frozenset({"int", "float", "bool", "str"})
@@ -190,7 +62,7 @@ class _Missing:
 
 
 MISSING: Final[Any] = _Missing()
-"""The value of a field that somebody has yet to fill in; ``validate`` lists such fields."""
+"""The value of a field that is yet to be filled in; ``validate`` lists such fields."""
 
 
 class Config:
@@ -211,25 +83,38 @@ class Config:
 
     def copy(self, **changes: Any) -> Self:
         """Return an independent, checked copy with some fields changed."""
-        if not is_config(self):
-            raise TypeError(f"expected a configclass object, got {type(self).__name__}")
-        values = {f.name: copying.deepcopy(getattr(self, f.name)) for f in dataclasses.fields(self) if f.init}
+        values = {f.name: copying.deepcopy(getattr(self, f.name)) for f in _fields(self) if f.init}
         return type(self)(**(values | changes))
 
-    def replace(self, **changes: Any) -> Self:
-        """Return an independent, checked copy with some fields changed: the same as ``copy``."""
-        return self.copy(**changes)
+    replace = copy
+    """The same as ``copy``."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return nested dicts and lists that JSON can hold; ``MISSING`` fields are left out."""
-        if not is_config(self):
-            raise TypeError(f"expected a configclass object, got {type(self).__name__}")
+        _fields(self)
         data: dict[str, Any] = to_data(self)
         return data
 
     def validate(self, prefix: str = "") -> list[str]:
         """Return the dotted names of all fields, nested ones included, that are still ``MISSING``."""
         return missing_fields(self, prefix)
+
+
+@dataclass(frozen=True)
+class Shorthand:
+    """Marks a config, as in ``Annotated[AsyncCfg, Shorthand("worker")]``: a mere string is the value of that field.
+
+    ``"collector": "ray"`` is then the same as ``"collector": {"worker": "ray"}``. On the command line the config's name
+    is a flag for the field: ``--trainer.collector ray``.
+    """
+
+    field: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return core_schema.no_info_before_validator_function(self._expand, handler(source))
+
+    def _expand(self, given: Any) -> Any:
+        return {self.field: given} if isinstance(given, str) else given
 
 
 @overload
@@ -243,7 +128,7 @@ def configclass(cls: type[Any] | None = None, /, *, frozen: bool = False) -> Any
 
 
 def is_config_class(cls: object) -> bool:
-    """Tell whether a class was made by ``configclass``."""
+    """Tell whether a class is a configclass, or another pydantic dataclass."""
     return isinstance(cls, type) and is_pydantic_dataclass(cls)
 
 
@@ -254,16 +139,14 @@ def is_config(value: object) -> bool:
 
 def missing_fields(cfg: object, prefix: str = "") -> list[str]:
     """Return the dotted names of all ``MISSING`` entries of a config; ``TypeError`` for anything else."""
-    if not is_config(cfg):
-        raise TypeError(f"expected a configclass object, got {type(cfg).__name__}: {cfg!r:.80}")
+    _fields(cfg)
     return _missing(cfg, prefix)
 
 
 def to_data(value: Any, path: str = "") -> Any:
     """Turn configs, containers, paths and enums into what JSON can hold."""
     if is_config(value):
-        entries = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        return {k: to_data(v, _join(path, k)) for k, v in entries.items() if v is not MISSING}
+        value = {f.name: getattr(value, f.name) for f in _fields(value)}
     if isinstance(value, Mapping):
         return {str(k): to_data(v, _join(path, k)) for k, v in value.items() if v is not MISSING}
     if isinstance(value, (list, tuple)):
@@ -274,11 +157,17 @@ def to_data(value: Any, path: str = "") -> Any:
         raise ConfigError(f"{path}: expected data that a file can hold, got {type(value).__name__}: {error}") from None
 
 
+def _fields(cfg: Any) -> tuple[dataclasses.Field[Any], ...]:
+    if not is_config(cfg):
+        raise TypeError(f"expected a configclass object, got {type(cfg).__name__}: {cfg!r:.80}")
+    return dataclasses.fields(cfg)
+
+
 def _missing(value: object, path: str) -> list[str]:
     if value is MISSING:
         return [path]
     if is_config(value):
-        entries: Any = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))  # type: ignore[arg-type]
+        entries: Any = ((f.name, getattr(value, f.name)) for f in _fields(value))
     elif isinstance(value, Mapping):
         entries = value.items()
     elif isinstance(value, (list, tuple)):
@@ -295,9 +184,9 @@ def _join(path: str, key: object) -> str:
 def _make(cls: type[Any], *, frozen: bool) -> type[Any]:
     """Apply the pydantic decorator with our settings, and make its errors ours."""
     for name in inspect.get_annotations(cls):
-        default = cls.__dict__.get(name, dataclasses.MISSING)
-        if default is not dataclasses.MISSING and not isinstance(default, _SHAREABLE_DEFAULTS):
-            _own_default(cls, name, default)
+        default = cls.__dict__.get(name)
+        if not isinstance(default, (*_SHAREABLE_DEFAULTS, pydantic.fields.FieldInfo)):  # no two instances share it
+            setattr(cls, name, dataclasses.field(default_factory=functools.partial(copying.deepcopy, default)))
     if not issubclass(cls, Config):
         for name, method in vars(Config).items():
             if not name.startswith("_") and name not in cls.__dict__:
@@ -305,15 +194,8 @@ def _make(cls: type[Any], *, frozen: bool) -> type[Any]:
     if "__get_pydantic_core_schema__" not in cls.__dict__:
         setattr(cls, "__get_pydantic_core_schema__", classmethod(_core_schema))  # noqa: B010 - mypy knows no such name
     made: Any = pydantic.dataclasses.dataclass(cls, config=_SETTINGS, frozen=frozen)
-    made.__init__ = _raising_ours(made.__init__)
-    made.__setattr__ = _raising_ours(made.__setattr__)
+    made.__init__, made.__setattr__ = _raising_ours(made.__init__), _raising_ours(made.__setattr__)
     return cast(type[Any], made)
-
-
-def _own_default(cls: type[Any], name: str, default: Any) -> None:
-    """Replace a plain default by a factory, so that no two instances share a mutable value."""
-    if not isinstance(default, pydantic.fields.FieldInfo):
-        setattr(cls, name, dataclasses.field(default_factory=functools.partial(copying.deepcopy, default)))
 
 
 def _raising_ours(method: Callable[..., None]) -> Callable[..., None]:
@@ -359,3 +241,97 @@ def _make_scalars_strict(schema: Any) -> None:
 
 def _allow_missing(value: Any, handler: core_schema.ValidatorFunctionWrapHandler) -> Any:
     return value if value is MISSING else handler(value)
+
+
+def describe(cls: type[Any], error: pydantic.ValidationError) -> list[str]:
+    """Return one line per problem, in the order of the fields; alternatives of a union share a line.
+
+    A line holds the dotted path, what was expected, what came, and the nearest valid name.
+    """
+    expected: dict[str, list[str]] = {}
+    got: dict[str, str] = {}
+    for entry in error.errors(include_url=False):
+        path, owner = _locate(cls, entry["loc"])
+        cause = entry.get("ctx", {}).get("error")
+        if isinstance(cause, ConfigError):
+            for problem in cause.problems:
+                expected.setdefault(f"{path}.{problem}" if path else problem, [])
+            continue
+        wanted, got[path or cls.__name__] = _explain(entry, owner)
+        others = expected.setdefault(path or cls.__name__, [])
+        if wanted not in others:
+            others.append(wanted.removeprefix("expected ") if others else wanted)
+    return [f"{path}: {' or '.join(wanted)}{got[path]}" if wanted else path for path, wanted in expected.items()]
+
+
+def _explain(entry: Any, owner: Any) -> tuple[str, str]:
+    """Return what was expected, and what came with the nearest valid name."""
+    kind, value = entry["type"], entry["input"]
+    came = f", got {shorten(value)} ({type(value).__name__})"
+    if kind in ("unexpected_keyword_argument", "no_such_attribute"):
+        name = str(entry["loc"][-1])
+        return f"unknown key{came}", "." + nearest(name, owner.__pydantic_fields__) if is_config_class(owner) else ""
+    if kind == "missing":
+        return "expected a value, got none", ""
+    if kind in ("dataclass_type", "dataclass_exact_type"):
+        return f"expected a mapping of {entry['ctx']['class_name']} fields", came
+    if kind in ("literal_error", "enum"):
+        wanted = entry["ctx"]["expected"]
+        options = [part.strip().strip("'") for part in wanted.replace(" or ", ", ").split(",")]
+        hint = "." + nearest(value, options) if isinstance(value, str) else ""
+        return f"expected {wanted}", came + hint
+    if kind in ("value_error", "assertion_error"):
+        return str(entry["ctx"]["error"]), came
+    message = entry["msg"].replace("Input should be", "expected").replace("a valid dictionary", "a mapping")
+    message = re.sub(r"\ba valid (\w)", lambda found: f"a{'n' * (found[1] in 'aeiou')} {found[1]}", message)
+    return message[0].lower() + message[1:], came
+
+
+def shorten(value: object) -> str:
+    """Return a ``repr`` that fits a line."""
+    short = reprlib.Repr()
+    short.maxlevel, short.maxdict, short.maxstring, short.maxother = 2, 3, 60, 60
+    return short.repr(value)
+
+
+def _locate(cls: Any, location: Sequence[int | str]) -> tuple[str, Any]:
+    """Follow pydantic's location through the types; return the dotted path and the type that holds its last key.
+
+    Pydantic also writes which alternative of a union it tried, and ``[key]`` for the key of a mapping; neither is a key
+    of the config, so neither belongs to the path.
+    """
+    path: list[str] = []
+    owner = here = cls
+    for key in location:
+        here = strip(here)
+        if isinstance(here, tuple):
+            here = next((option for option in here if is_config_class(option) and option.__name__ == key), Any)
+        elif key != "[key]":
+            path.append(str(key))
+            owner, here = here, entry_type(here, key)
+    return ".".join(path), owner
+
+
+def strip(annotation: Any) -> Any:
+    """Return a type without ``Annotated`` and ``None``; what remains of a union is a tuple of its alternatives."""
+    while typing.get_origin(annotation) is typing.Annotated:
+        annotation = typing.get_args(annotation)[0]
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        options = tuple(option for option in typing.get_args(annotation) if option is not type(None))
+        return strip(options[0]) if len(options) == 1 else options
+    return annotation
+
+
+def entry_type(holder: Any, key: object) -> Any:
+    """Return the declared type of one entry of a config, mapping or sequence; ``Any`` where none is declared."""
+    if is_config_class(holder):
+        declared = holder.__pydantic_fields__.get(key)
+        return Any if declared is None else declared.annotation
+    origin, args = typing.get_origin(holder), typing.get_args(holder)
+    if not isinstance(origin, type) or not args:
+        return Any
+    if issubclass(origin, Mapping):
+        return args[1]
+    if issubclass(origin, tuple) and Ellipsis not in args:
+        return args[key] if isinstance(key, int) and key < len(args) else Any
+    return args[0] if issubclass(origin, (Sequence, set, frozenset)) else Any

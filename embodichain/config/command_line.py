@@ -13,27 +13,28 @@ import contextlib
 import dataclasses
 import difflib
 import enum
+import functools
 import io
 import re
 import typing
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypedDict, TypeVar
-
-from pydantic.fields import FieldInfo
 
 from embodichain.config.classes import MISSING, Shorthand, entry_type, is_config, is_config_class, shorten, strip
 from embodichain.config.files import parse_yaml
 from embodichain.errors import ConfigError
 
-# MERGED flags: The flags that a config has on the command line: one for each entry of it, at any depth.
+_T = TypeVar("_T")
+_FLAG = re.compile(r"^--([A-Za-z_][\w.-]*)")
+_Path = tuple[str | int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
     """One entry of the config that the command line may set."""
 
-    path: tuple[str | int, ...]
+    path: _Path
     annotation: Any
     value: Any
     owner: type[Any] | None
@@ -43,21 +44,17 @@ class Flag:
 
     @property
     def name(self) -> str:
-        """What it is called on the command line, without the dashes."""
+        """Its name on the command line, without the dashes."""
         return ".".join(map(str, self.path))
 
     @property
-    def target(self) -> tuple[str | int, ...]:
+    def target(self) -> _Path:
         """The path of what it sets."""
         return self.path if self.stands_for is None else (*self.path, self.stands_for)
 
 
 def flags_of(
-    value: Any,
-    declared: Any,
-    path: tuple[str | int, ...] = (),
-    owner: type[Any] | None = None,
-    above: tuple[type[Any], ...] = (),
+    value: Any, declared: Any, path: _Path = (), owner: type[Any] | None = None, above: tuple[type[Any], ...] = ()
 ) -> Iterator[Flag]:
     """Yield the entries of a value and of everything below it, by what it is and by what it is declared to be.
 
@@ -65,52 +62,24 @@ def flags_of(
     """
     plain = strip(declared)
     cls = type(value) if is_config(value) else plain
-    if is_config_class(cls) and path and plain is not declared:
-        yield Flag(path, Any, value, owner)  # an optional config can be set to null
-    if is_config_class(cls):
-        if is_config(value) or cls not in above:
-            for name, field in cls.__pydantic_fields__.items():
-                entry = getattr(value, name) if is_config(value) else MISSING
-                yield from _shorthands(entry, field, (*path, name), cls)
-                yield from flags_of(entry, field.annotation, (*path, name), cls, (*above, cls))
+    if not is_config_class(cls):
+        yield Flag(path, declared, value, owner)
+        is_nested = isinstance(value, (list, tuple)) and any(is_config(e) or isinstance(e, Mapping) for e in value)
+        entries = value.items() if isinstance(value, Mapping) else enumerate(value) if is_nested else ()
+        for key, entry in entries:
+            yield from flags_of(entry, entry_type(plain, key), (*path, key), None, above)
         return
-    yield Flag(path, declared, value, owner)
-    entries = value.items() if isinstance(value, Mapping) else enumerate(value) if _is_nested_list(value) else ()
-    for key, entry in entries:
-        yield from flags_of(entry, entry_type(plain, key), (*path, key), None, above)
-
-
-def _shorthands(value: Any, field: FieldInfo, path: tuple[str | int, ...], owner: type[Any]) -> Iterator[Flag]:
-    """Yield the flag that sets one field of a config under the config's own name, if there is one."""
-    for mark in field.metadata:
-        if isinstance(mark, Shorthand):
-            now = getattr(value, mark.field) if is_config(value) else MISSING
-            yield Flag(path, entry_type(strip(field.annotation), mark.field), now, owner, mark.field)
-
-
-def _is_nested_list(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and any(is_config(entry) or isinstance(entry, Mapping) for entry in value)
-
-
-def value_now(flag: Flag) -> str:
-    """Return what the entry is without the flag."""
-    return "(unset)" if flag.value is MISSING else f"(now: {shorten(flag.value)})"
-
-
-def docs_of(flags: Collection[Flag]) -> dict[str, str]:
-    """Return the line under each field, read from the source of its class."""
-    import docstring_parser
-
-    lines: dict[type[Any] | None, dict[str, str]] = {None: {}}
-    for owner in {flag.owner for flag in flags if flag.owner is not None}:
-        parsed = [docstring_parser.parse_from_object(base).params for base in reversed(owner.__mro__[:-1])]
-        # What takes several lines in the source is broken anew by whoever prints it.
-        lines[owner] = {doc.arg_name: " ".join((doc.description or "").split()) for params in parsed for doc in params}
-    return {flag.name: lines[flag.owner].get(str(flag.path[-1]), "") for flag in flags}
-
-
-_T = TypeVar("_T")
-_FLAG = re.compile(r"^--([A-Za-z_][\w.-]*)")
+    if path and plain is not declared:
+        yield Flag(path, Any, value, owner)  # an optional config can be set to null
+    if not is_config(value) and cls in above:
+        return
+    for name, field in cls.__pydantic_fields__.items():
+        entry = getattr(value, name) if is_config(value) else MISSING
+        for mark in field.metadata:
+            if isinstance(mark, Shorthand):
+                now = getattr(entry, mark.field) if is_config(entry) else MISSING
+                yield Flag((*path, name), entry_type(strip(field.annotation), mark.field), now, cls, mark.field)
+        yield from flags_of(entry, field.annotation, (*path, name), cls, (*above, cls))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,34 +106,41 @@ def _parse(flags: Mapping[str, Flag], argv: Sequence[str], prog: str | None, des
     """Let tyro read the flags; what it does not know or cannot read becomes a ``ConfigError``."""
     import tyro  # only commands that take overrides pay for it
 
-    helps = docs_of(flags.values()) if {"-h", "--help"} & set(argv) else {}
+    needs_help = {"-h", "--help"} & set(argv)
+    docs = {owner: _field_docs(owner) for owner in {flag.owner for flag in flags.values() if needs_help}}
     types: dict[str, Any] = {}
     for name, flag in flags.items():
-        text = tyro.conf.arg(help=helps.get(name, ""), help_behavior_hint=value_now(flag))
+        hint = "(unset)" if flag.value is MISSING else f"(now: {shorten(flag.value)})"
+        doc = docs.get(flag.owner, {}).get(str(flag.path[-1]), "")
+        text = tyro.conf.arg(help=doc, help_behavior_hint=hint)
         types[name] = Annotated[_cli_type(flag.annotation), text]
     schema = TypedDict("Overrides", types, total=False)  # type: ignore[misc] # the names are only known here
-    said = io.StringIO()
+    settings: Any = {"prog": prog, "description": description, "return_unknown_args": True, "use_underscores": True}
+    output = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
-            values, unknown = tyro.cli(
-                schema,
-                args=_with_none(flags, argv),
-                prog=prog,
-                description=description,
-                return_unknown_args=True,
-                use_underscores=True,
-            )
+        with contextlib.redirect_stderr(output):
+            values, unknown = tyro.cli(schema, args=_with_none(flags, argv), **settings)
     except SystemExit as stop:
         if stop.code in (0, None):
             raise
-        raise ConfigError(_plain_text(said.getvalue()), "command line") from None
-    if unknown:
-        raise ConfigError([_unknown(word, flags) for word in _first_words(unknown)], "command line")
+        raise ConfigError(_plain_text(output.getvalue()), "command line") from None
+    if unknown:  # values of unknown flags need no message of their own
+        words = [word for word in unknown if _FLAG.match(word)] or unknown
+        raise ConfigError([_unknown(word, flags) for word in words], "command line")
     return dict(values)
 
 
+def _field_docs(owner: type[Any] | None) -> dict[str, str]:
+    """Return the lines under the fields of a config, read from the source of its class."""
+    import docstring_parser
+
+    bases = owner.__mro__[-2::-1] if owner is not None else ()
+    parsed = [docstring_parser.parse_from_object(base).params for base in bases]
+    return {doc.arg_name: " ".join((doc.description or "").split()) for params in parsed for doc in params}
+
+
 def _with_none(flags: Mapping[str, Flag], argv: Sequence[str]) -> list[str]:
-    """Return the words with ``null``, as JSON and YAML have it, written as tyro knows it where nothing may be set."""
+    """Return the words with ``null``, as JSON and YAML have it, as tyro's ``None`` for fields that may be ``None``."""
     words = list(argv)
     for i, word in enumerate(words):
         name, equals, value = word.removeprefix("--").partition("=")
@@ -186,20 +162,14 @@ def _plain_text(boxed: str) -> str:
     return " ".join(" ".join(lines[first:last]).split())
 
 
-def _first_words(unknown: Sequence[str]) -> list[str]:
-    """Return the flags among the words nobody knows; their values say nothing. Without a flag, return the words."""
-    return [word for word in unknown if _FLAG.match(word)] or list(unknown)
-
-
 def _unknown(word: str, flags: Mapping[str, Flag]) -> str:
     found = _FLAG.match(word)
     if not found:
         return f"{word!r}: expected a flag such as --{next(iter(flags), 'name')}"
     name = found.group(1).replace("-", "_")
     last = {flag.rpartition(".")[2]: flag for flag in flags}
-    close = difflib.get_close_matches(name, flags, cutoff=0.6) or [
-        last[match] for match in difflib.get_close_matches(name.rpartition(".")[2], last, cutoff=0.6)
-    ]
+    close = difflib.get_close_matches(name, flags)
+    close = close or [last[match] for match in difflib.get_close_matches(name.rpartition(".")[2], last)]
     hint = f" Did you mean {' or '.join(f'--{match}' for match in close)}?" if close else ""
     return f"{found.group(1)}: unknown flag.{hint} --help lists all."
 
@@ -208,20 +178,20 @@ def _cli_type(annotation: Any) -> Any:
     """Return the type tyro is to parse: the declared one where it is plain, else YAML."""
     import tyro
 
+    spec = functools.partial(
+        tyro.constructors.PrimitiveConstructorSpec,
+        is_instance=lambda _: True,
+        str_from_instance=lambda value: [shorten(value)],
+    )
     plain = strip(annotation)
     if plain is bool and type(None) not in typing.get_args(annotation):
-        spec = tyro.constructors.PrimitiveConstructorSpec(
-            nargs=(0, 1), metavar="[true|false]", instance_from_str=_bool, is_instance=_any, str_from_instance=_text
-        )
-        return Annotated[bool, tyro.conf.FlagConversionOff, spec]
+        from_words = spec(nargs=(0, 1), metavar="[true|false]", instance_from_str=_bool)
+        return Annotated[bool, tyro.conf.FlagConversionOff, from_words]
     if typing.get_origin(plain) is dict and _is_plain(typing.get_args(plain)[1]):
         return list[tuple[str, typing.get_args(plain)[1]]]  # type: ignore[misc] # built at run time
     if _is_plain(annotation):
         return annotation
-    spec = tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1, metavar="YAML", instance_from_str=_yaml, is_instance=_any, str_from_instance=_text
-    )
-    return Annotated[Any, spec]
+    return Annotated[Any, spec(nargs=1, metavar="YAML", instance_from_str=lambda words: parse_yaml(words[0]))]
 
 
 def _is_plain(annotation: Any) -> bool:
@@ -244,38 +214,27 @@ def _bool(words: list[str]) -> bool:
     return text == "true"
 
 
-def _yaml(words: list[str]) -> Any:
-    return parse_yaml(words[0])
-
-
-def _any(_: Any) -> bool:
-    return True
-
-
-def _text(value: Any) -> list[str]:
-    return [shorten(value)]
-
-
 def _plant(tree: dict[Any, Any], flag: Flag, value: Any) -> None:
     """Put a value into the tree of changes; a mapping becomes one change per entry."""
-    target = flag.target
-    for depth, key in enumerate(target[:-1], start=1):
+    *parents, last = flag.target
+    for depth, key in enumerate(parents, start=1):
         tree = tree.setdefault(key, {})
         if isinstance(tree, _Leaf):
-            whole = ".".join(map(str, target[:depth]))
-            raise ConfigError(f"{flag.name}: expected either --{whole} or --{flag.name}, got both", "command line")
+            raise _given_twice(flag, depth)
     if typing.get_origin(strip(flag.annotation)) is dict and isinstance(value, list):
         value = dict(value)
     if isinstance(value, Mapping) and value:
-        below = tree.setdefault(target[-1], {})
+        below = tree.setdefault(last, {})
         below.update({key: _Leaf(entry) for key, entry in value.items() if key not in below})
-    elif isinstance(tree.get(target[-1]), _Leaf):  # by its short form
-        whole = ".".join(map(str, target))
-        raise ConfigError(
-            f"{whole}: expected either --{whole} or --{'.'.join(map(str, target[:-1]))}, got both", "command line"
-        )
+    elif isinstance(tree.get(last), _Leaf):  # set by its short form already
+        raise _given_twice(flag, len(parents))
     else:
-        tree[target[-1]] = _Leaf(value)
+        tree[last] = _Leaf(value)
+
+
+def _given_twice(flag: Flag, depth: int) -> ConfigError:
+    name, whole = (".".join(map(str, part)) for part in (flag.target, flag.target[:depth]))
+    return ConfigError(f"{name}: expected either --{whole} or --{name}, got both", "command line")
 
 
 def _apply(value: Any, declared: Any, tree: Any, path: str, problems: list[str]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ import yaml
 from embodichain.config.classes import to_data
 from embodichain.errors import ConfigError
 
-_YAML_SUFFIXES = (".yaml", ".yml")
 # Plain scalars mean what they mean in JSON (YAML 1.2's core schema): 1e-4 is a number; on, 010 and 12:30 are strings.
 _SCALARS = (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
@@ -35,15 +35,15 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Build a dict, looking at every key."""
-        seen: set[str] = set()
+        known: set[str] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
+            problem = f"key {key!r} comes twice"
             if not isinstance(key, str):
                 problem = f"expected a string as key, got {key!r} ({type(key).__name__}); put it in quotes"
+            if not isinstance(key, str) or key in known:
                 raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} comes twice", key_node.start_mark)
-            seen.add(key)
+            known.add(key)
         return super().construct_mapping(node, deep=True)
 
 
@@ -64,10 +64,7 @@ for _tag, _pattern, _first in _SCALARS:
 
 def load_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a ``.json``, ``.yaml`` or ``.yml`` file that holds one mapping."""
-    file = Path(path)
-    suffix = file.suffix.lower()
-    if suffix not in (".json", *_YAML_SUFFIXES):
-        raise ConfigError(f"expected a .json, .yaml or .yml file, got the suffix {file.suffix!r}", str(file))
+    file, is_yaml = _format(path)
     try:
         text = file.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
@@ -75,7 +72,7 @@ def load_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot be read: {error}", str(file)) from None
     try:
-        data = parse_yaml(text) if suffix in _YAML_SUFFIXES else json.loads(text, object_pairs_hook=_no_duplicates)
+        data = parse_yaml(text) if is_yaml else json.loads(text, object_pairs_hook=_no_duplicates)
     except RecursionError:
         raise ConfigError("is nested too deeply to be a config", str(file)) from None
     except ValueError as error:
@@ -87,16 +84,12 @@ def load_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def save_config(cfg: Any, path: str | os.PathLike[str]) -> Path:
     """Write a config or a mapping as JSON or YAML, whole or not at all; missing folders are made."""
-    file = Path(path)
+    file, is_yaml = _format(path)
     data = to_data(cfg)
     if not isinstance(data, dict):
         raise TypeError(f"expected a configclass object or a mapping, got {type(cfg).__name__}")
-    if file.suffix.lower() in _YAML_SUFFIXES:
-        text = yaml.dump(data, Dumper=_Dumper, sort_keys=False)
-    elif file.suffix.lower() == ".json":
-        text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
-    else:
-        raise ConfigError(f"expected a .json, .yaml or .yml file, got the suffix {file.suffix!r}", str(file))
+    as_json = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
+    text = yaml.dump(data, Dumper=_Dumper, sort_keys=False) if is_yaml else as_json
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f".{file.name}.{os.getpid()}")
     partial.write_text(text, encoding="utf-8")
@@ -104,19 +97,25 @@ def save_config(cfg: Any, path: str | os.PathLike[str]) -> Path:
     return file
 
 
+def _format(path: str | os.PathLike[str]) -> tuple[Path, bool]:
+    """Return the path, and whether it is a YAML file."""
+    file = Path(path)
+    if file.suffix.lower() not in (".json", ".yaml", ".yml"):
+        raise ConfigError(f"expected a .json, .yaml or .yml file, got the suffix {file.suffix!r}", str(file))
+    return file, file.suffix.lower() != ".json"
+
+
 def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``base`` with ``overrides`` laid over it, mapping by mapping; neither is changed."""
     merged = dict(base)
     for key, value in overrides.items():
         below = merged.get(key)
-        if isinstance(value, Mapping):
-            merged[key] = merge(below if isinstance(below, Mapping) else {}, value)
-        else:
-            merged[key] = value
+        merged[key] = merge(below if isinstance(below, Mapping) else {}, value) if isinstance(value, Mapping) else value
     return merged
 
 
 def parse_yaml(text: str) -> Any:
+    """Parse YAML as data; ``ValueError`` says where it is wrong."""
     try:
         return yaml.load(text, Loader=_Loader)  # noqa: S506 - derived from SafeLoader
     except yaml.MarkedYAMLError as error:
@@ -128,8 +127,6 @@ def parse_yaml(text: str) -> Any:
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    data = dict(pairs)
-    if len(data) < len(pairs):
-        twice = sorted({key for key, _ in pairs if sum(key == other for other, _ in pairs) > 1})
+    if twice := sorted(key for key, count in Counter(key for key, _ in pairs).items() if count > 1):
         raise ValueError(f"key {', '.join(map(repr, twice))} comes twice in one object")
-    return data
+    return dict(pairs)

@@ -82,7 +82,7 @@ def test_any_field_can_be_overridden(argv, path, value):
 @pytest.mark.parametrize("turn", [1, -1])
 def test_a_field_is_set_by_one_of_its_names(turn):
     pairs = [("--net", "relu"), ("--net.activation", "tanh")][::turn]
-    with pytest.raises(ConfigError, match=r"either --net\.activation or --net, got both"):
+    with pytest.raises(ConfigError, match=r"either --net or --net\.activation, got both"):
         parse_overrides(ShortCfg(), [word for pair in pairs for word in pair])
 
 
