@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -37,23 +36,12 @@ def make_in_some_processes(folder: str, most: int) -> Env:
     return make_env(pause=0.05)()  # others need the processor more
 
 
-def make_counting_threads(folder: str) -> Env:
-    """Make an environment, and note how many threads a simulator and torch have in this process."""
+def make_troubled(folder: str, **settings: Any) -> Env:
+    """Make an environment that gets into trouble once, and count the threads that a simulator and torch have here."""
     simulator = make("CartPoleRL", num_envs=8)
     counts = {"torch": torch.get_num_threads(), "simulation": simulator.physics.num_threads}
     simulator.close()
     (Path(folder) / "threads.json").write_text(json.dumps(counts))
-    return make_env()()
-
-
-def make_slowly(seconds: float) -> Env:
-    """Make an environment, and take so long for it."""
-    time.sleep(seconds)
-    return make_env()()
-
-
-def make_troubled(folder: str, **settings: Any) -> Env:
-    """Make an environment that gets into trouble once; ``folder`` is where that is noted."""
     return make_env(mark=str(Path(folder) / "mark"), **settings)()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import signal
 import time
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ray_envs import make_in_some_processes
+from ray_envs import make_in_some_processes, make_troubled
 from stream_envs import stream_settings
 
 from embodichain.agents.engine import OnlineDataEngine, OnlineDataEngineCfg, ray_workers
@@ -79,6 +80,18 @@ def test_a_replacement_that_cannot_open_is_counted_and_told_while_others_work(
     assert "worker process has died" in caplog.text
     assert "worker 0 raised ValueError: process 3 has no simulator; replacing it (2 of 2)" in caplog.text
     nothing_of_ray_is_left()
+
+
+def test_a_worker_that_hangs_is_replaced_and_each_has_the_cores_of_its_placement(
+    cluster: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    algorithm = make_learner()
+    env = functools.partial(make_troubled, str(tmp_path), trouble="hang", at=NUM_STEPS + 2)
+    with ray_collector(algorithm, cluster, env, step_timeout=2.0, max_restarts=1) as collector:
+        learn(algorithm, collector, 4)
+        assert collector.statistics()["async/restarts"] == 1.0
+    assert "worker 0 hung: it has not come back from a step for 2 s; replacing it (1 of 1)" in caplog.text
+    assert json.loads((tmp_path / "threads.json").read_text()) == {"torch": 1, "simulation": 1}
 
 
 def test_a_worker_that_never_worked_is_an_error_at_once(cluster: Any, tmp_path: Path) -> None:

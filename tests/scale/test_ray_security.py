@@ -93,6 +93,20 @@ def test_a_ray_of_its_own_keeps_to_itself_and_dies_with_the_program(tmp_path: Pa
         time.sleep(0.1)
 
 
+_FORGETS = """
+from tests.agents.rl.async_cases import make_collector, make_learner
+make_collector(make_learner(), worker="ray", max_policy_lag=1).collect()
+"""
+
+
+@needs_ray
+def test_a_program_that_forgets_its_collector_ends(tmp_path: Path) -> None:
+    forgetful = program(_FORGETS, tmp_path)
+    _, err = forgetful.communicate(timeout=90)
+    assert forgetful.returncode == 0, err
+    assert "Traceback" not in err, err
+
+
 _OPEN = """
 import sys
 sys.path[:0] = {path!r}
