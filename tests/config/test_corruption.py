@@ -151,13 +151,13 @@ def test_any_damage_is_a_config_or_a_config_error(load: Load, data: dict[str, An
             holder[place[-1]] = {place[-1]: holder[place[-1]]}
         else:
             holder[place[-1]] = draw.draw(garbage)
-    _read_or_explain(load, broken)
+    _check_read_or_explained(load, broken)
 
 
 @given(data=garbage)
 @settings(deadline=None)
 def test_anything_at_all_is_a_config_or_a_config_error(data: Any):
-    _read_or_explain(RunCfg.from_dict, data)
+    _check_read_or_explained(RunCfg.from_dict, data)
 
 
 flags = st.sampled_from(
@@ -179,15 +179,16 @@ words = st.sampled_from(["1", "-1", "1e400", "nan", "{a: 1}", "[", "--"])
 @settings(deadline=None)
 def test_any_command_line_is_a_config_or_a_config_error(argv: list[str]):
     assume(not {"-h", "--help"} & set(argv))
-    _read_or_explain(lambda words: parse_overrides(RunCfg(), words), argv)
+    _check_read_or_explained(lambda words: parse_overrides(RunCfg(), words), argv)
 
 
 def test_the_damage_is_done_to_a_copy():
     for parameter in CONFIGS:
-        json.dumps(parameter.values[1])
+        data = parameter.values[1]
+        assert json.loads(json.dumps(data)) == data
 
 
-def _read_or_explain(load: Load, data: Any) -> None:
+def _check_read_or_explained(load: Load, data: Any) -> None:
     """Fail on every outcome but a config or the problems of a ``ConfigError``."""
     problems = ["read"]
     try:

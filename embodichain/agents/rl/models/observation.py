@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from embodichain.agents.rl.models.mlp import ImageEncoder, ImageEncoderCfg
-from embodichain.agents.rl.utils.distributed import RunningStatistics, batch_moments, merge_moments
+from embodichain.agents.rl.utils.distributed import SharedStatistics, batch_moments, merge_moments
 from embodichain.agents.rl.utils.observations import Observation, sorted_leaves
 from embodichain.errors import ConfigError, ObservationError, nearest
 
 ObservationSpace = gym.Space[Any] | int
 
 
-class RunningNormalizer(RunningStatistics):
+class RunningNormalizer(SharedStatistics):
     """Shifts and scales ``[..., dim]`` to zero mean and unit variance by running statistics.
 
     The statistics change in ``update`` alone, and only in training mode: while a rollout is collected and trained on

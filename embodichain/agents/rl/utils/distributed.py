@@ -60,7 +60,7 @@ Moments = tuple[Tensor, Tensor, Tensor]
 """Count ``[]``, mean ``[dim]`` and sum of squared deviations ``[dim]``, in float64."""
 
 
-class RunningStatistics(nn.Module):
+class SharedStatistics(nn.Module):
     """A module that takes in the moments of its data; under data parallelism, of the data of all ranks."""
 
     share: Callable[[Moments], Sequence[Moments]] | None = None
@@ -126,7 +126,7 @@ class Ranks:
         return [(part.mean(), part.std(correction=0)) for part in values]
 
     def share_moments(self, own: Moments) -> Sequence[Moments]:
-        """Return the moments of all ranks, in their order; see ``RunningStatistics``."""
+        """Return the moments of all ranks, in their order; see ``SharedStatistics``."""
         return (own,)
 
     def copy_first(self, module: nn.Module) -> None:

@@ -17,7 +17,7 @@ import gymnasium as gym
 import torch
 from pydantic import Field
 from tensordict import TensorDictBase
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from embodichain.agents.rl.models.distributions import DistributionCfg, GaussianHead
 from embodichain.agents.rl.models.observation import ObservationEntry, RunningNormalizer, entry_of, space_entries
@@ -28,6 +28,7 @@ from embodichain.errors import ConfigError, ObservationError, UnknownNameError, 
 from embodichain.extras import allowed_modules, check_trusted
 
 Outcome = tuple[Tensor, Tensor, Tensor]
+Space = gym.Space[Any]
 
 
 class Decoded(NamedTuple):
@@ -43,16 +44,11 @@ class Decoded(NamedTuple):
 
 @runtime_checkable
 class ActsOnObservations(Protocol):
-    """What ``VLAPolicy`` needs of a module."""
+    """What ``VLAPolicy`` needs of a module; see the module's docstring."""
 
-    def __call__(self, obs: Observation, deterministic: bool = False) -> Outcome:
-        """Return ``(action, log_prob, value)``."""
-
-    def get_value(self, obs: Observation) -> Tensor:
-        """Return the value ``[batch]``."""
-
-    def evaluate_actions(self, obs: Observation, actions: Tensor) -> Outcome:
-        """Return ``(log_prob, entropy, value)``."""
+    def __call__(self, obs: Observation, deterministic: bool = False) -> Outcome: ...
+    def get_value(self, obs: Observation) -> Tensor: ...
+    def evaluate_actions(self, obs: Observation, actions: Tensor) -> Outcome: ...
 
 
 @configclass
@@ -99,9 +95,7 @@ class VLAModel(nn.Module, ABC):
 
     # What a policy calls.
 
-    def forward(
-        self, obs: TensorDictBase, deterministic: bool = False, generator: torch.Generator | None = None
-    ) -> Outcome:
+    def forward(self, obs: TensorDictBase, deterministic: bool = False, generator: Generator | None = None) -> Outcome:
         """Return ``(action [batch, chunk_size, action_dim], log_prob [batch, chunk_size], value [batch])``.
 
         A chunk of one action comes without that dimension.
@@ -149,9 +143,7 @@ class VLAModel(nn.Module, ABC):
         return torch.cat([part.flatten(1).float() for part in parts], dim=1)
 
     @classmethod
-    def complete_config(
-        cls, given: Mapping[str, Any], obs_space: gym.Space[Any], action_space: gym.Space[Any]
-    ) -> dict[str, Any]:
+    def complete_config(cls, given: Mapping[str, Any], obs_space: Space, action_space: Space) -> dict[str, Any]:
         """Return the settings with ``cameras``, ``proprio``, ``instruction_length`` and ``action_dim`` of the spaces.
 
         ``given`` may choose cameras and vectors by name; the default is all cameras and the group ``robot``.
@@ -168,7 +160,7 @@ class VLAModel(nn.Module, ABC):
         }
 
     @classmethod
-    def from_spaces(cls, obs_space: gym.Space[Any], action_space: gym.Space[Any], **settings: Any) -> Self:
+    def from_spaces(cls, obs_space: Space, action_space: Space, **settings: Any) -> Self:
         """Build the model for an environment's spaces."""
         return cls(**cls.complete_config(settings, obs_space, action_space))
 
@@ -200,7 +192,7 @@ def _proprio(given: Any, entries: Mapping[str, ObservationEntry]) -> dict[str, i
     return chosen
 
 
-def _action_dim(action_space: gym.Space[Any], chunk_size: Any) -> int:
+def _action_dim(action_space: Space, chunk_size: Any) -> int:
     shape = action_space.shape if isinstance(action_space, gym.spaces.Box) else None
     if shape is None or len(shape) not in (1, 2):
         problem = f"expected a Box [action_dim] or [chunk_size, action_dim], got {action_space}"

@@ -12,7 +12,7 @@ from embodichain.agents.rl.models.recurrent import RecurrentCfg, RecurrentLayer
 from embodichain.errors import RolloutError
 from tests.agents.rl.helpers import ScriptedEnv, make_policy
 
-MEMORY = {"type": "gru", "hidden_size": 6, "num_layers": 2}
+RECURRENT = {"type": "gru", "hidden_size": 6, "num_layers": 2}
 
 
 def test_sequence_equals_steps_with_the_state_cleared_at_starts() -> None:
@@ -43,7 +43,7 @@ def test_nothing_leaks_from_an_earlier_episode() -> None:
 def collect(num_steps: int = 12, **settings):
     torch.manual_seed(0)
     env = ScriptedEnv(4, ends=[3, 5, 100, 4], limit=7)
-    policy = make_policy(env, memory=MEMORY, **settings)
+    policy = make_policy(env, memory=RECURRENT, **settings)
     collector = SyncCollector(env, policy)
     return policy, collector, collector.collect(num_steps)
 
@@ -76,7 +76,7 @@ def test_collector_clears_the_state_when_an_episode_ends() -> None:
 def test_time_limits_are_valued_with_the_memory_of_the_episode_that_ended() -> None:
     torch.manual_seed(0)
     env = ScriptedEnv(2, limit=3)
-    policy = make_policy(env, memory=MEMORY)
+    policy = make_policy(env, memory=RECURRENT)
     finals = []
     collector = SyncCollector(
         env, policy, callback=lambda o, a, r, d, info, n: finals.append(info["final_observation"])
