@@ -31,10 +31,10 @@ from torch.utils.data import DataLoader
 from benchmarks.stream_contenders import ROWS, STEPS, gather, indexing, make_buffer, make_reader, memcpy, torchrl
 from benchmarks.timing import machine
 from embodichain.agents.datasets import OnlineDataset
-from embodichain.agents.datasets.frames import Episode
+from embodichain.agents.datasets.frames import Episode, EpisodeSource
 from embodichain.agents.engine import OnlineDataEngine, OnlineDataEngineCfg
 from embodichain.agents.engine.shared_buffer import Control, Read, SharedBuffer, State, Work
-from embodichain.agents.engine.sources import EpisodeSource, open_source
+from embodichain.agents.engine.sources import open_source
 from embodichain.agents.engine.worker import Worker
 from embodichain.envs.registration import make
 from embodichain.extras import available

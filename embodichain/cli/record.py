@@ -12,7 +12,7 @@ import tyro
 from embodichain.cli.stream import HELP, show_help
 
 if TYPE_CHECKING:
-    from embodichain.agents.engine.sources import EpisodeSource
+    from embodichain.agents.datasets.frames import EpisodeSource
 
 _DEFAULT_FPS = 30
 
@@ -46,8 +46,7 @@ def main(argv: Sequence[str]) -> int:
     from rich.console import Console
     from rich.progress import Progress
 
-    from embodichain.agents.datasets.lerobot import LeRobotWriter
-    from embodichain.agents.datasets.lerobot.recording import read_back, record
+    from embodichain.agents.datasets.lerobot.writer import LeRobotWriter, read_back, record
     from embodichain.agents.engine.sources import open_source
     from embodichain.cli.stream import load_stream_config
     from embodichain.config.command_line import parse_overrides
@@ -70,9 +69,9 @@ def main(argv: Sequence[str]) -> int:
     frames = sum(trace.length for trace in traces)
     console.print(f"{args.out}: {len(traces)} episodes, {frames} frames at {writer.fps} per second")
     if args.read:
-        result = read_back(args.out, traces)
-        pictures = "" if result.psnr is None else f"; pictures alike to {result.psnr:.1f} dB or better"
-        console.print(f"read back: {result.episodes} episodes, {result.frames} frames, numbers identical{pictures}")
+        likeness = read_back(args.out, traces)
+        images = "" if likeness is None else f"; images alike to {likeness:.1f} dB or better"
+        console.print(f"read back: {len(traces)} episodes, {frames} frames, numbers identical{images}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""An episode on its way into the buffer, and what the buffer remembers about one."""
+"""Episodes and their frames: the arrays that a frame consists of, finished episodes, and what delivers them."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
 from embodichain.errors import EnvContractError, SimulationError
-
-# MERGED layout: What one frame of an episode consists of, and where its parts lie in the shared segment.
-
 
 Key = tuple[str, ...]
 Frames = dict[Key, Tensor]
@@ -104,13 +101,13 @@ def unflatten(flat: Mapping[Key, Any]) -> dict[str, Any]:
 
 @dataclass
 class Episode:
-    """One finished episode; its frames belong to whoever made it and are valid until that one goes on."""
+    """One finished episode; its frames belong to the source that made it and are valid until its next step."""
 
     frames: dict[Key, tuple[Tensor, ...]]
     """For each key the frames in order, as consecutive pieces ``[n, ...]``."""
     length: int
     seed: int = -1
-    """Episode seed with which the environment can start it again; -1 where there is none."""
+    """Episode seed with which the environment can repeat it; -1 where there is none."""
     success: bool | None = None
     """Whether the task was solved; None if the environment does not say."""
     policy_version: int = -1
@@ -118,23 +115,29 @@ class Episode:
     def check_finite(self) -> None:
         """Raise if any number of the episode is NaN or infinite."""
         for key, pieces in self.frames.items():
-            if not pieces[0].is_floating_point():
-                continue
-            offset = 0
-            for piece in pieces:
-                # A sum is not finite if any term is not; looking at every number is only needed then.
-                if not math.isfinite(piece.sum(dtype=torch.float64)):
-                    self._find_not_finite(key, piece, offset)
-                offset += len(piece)
+            # A sum is not finite if any term is not; looking at every number is only needed then.
+            if pieces[0].is_floating_point() and not all(math.isfinite(p.sum(dtype=torch.float64)) for p in pieces):
+                frames = torch.cat(pieces)
+                bad = torch.nonzero(~torch.isfinite(frames).reshape(len(frames), -1).all(dim=1)).reshape(-1)
+                if bad.numel():  # else it was the sum that overflowed
+                    raise SimulationError(
+                        f"{'/'.join(key)} is not finite at step {int(bad[0])} of the episode with seed {self.seed}: "
+                        f"{frames[bad[0]].reshape(-1)[:8].tolist()}"
+                    )
 
-    def _find_not_finite(self, key: Key, piece: Tensor, offset: int) -> None:
-        bad = torch.nonzero(~torch.isfinite(piece).reshape(len(piece), -1).all(dim=1)).reshape(-1)
-        if bad.numel():
-            step = int(bad[0])
-            raise SimulationError(
-                f"{'/'.join(key)} is not finite at step {offset + step} of the episode with seed {self.seed}: "
-                f"{piece[step].reshape(-1)[:8].tolist()}"
-            )
+
+class EpisodeSource(Protocol):
+    """Delivers finished episodes."""
+
+    layout: FrameLayout
+    max_steps: int
+    """No episode is longer."""
+
+    def advance(self) -> list[Episode]:
+        """Take one step and return the episodes that it finished, valid until the next call."""
+
+    def close(self) -> None:
+        """Release what the source holds."""
 
 
 @dataclass(frozen=True)

@@ -1,28 +1,31 @@
-"""The buffer once more, on a GPU: rows follow as they are written, and batches are gathered there.
+"""``DeviceMirror``: a copy of the buffer on a GPU; rows follow as they are written, and batches are gathered there.
 
 A thread takes every row that has changed to pinned memory (checking its sequence number like any reader), and from
-there to the device on a stream of its own, while training goes on. The copy into the mirror itself happens on the
+there to the device on a stream of its own, while training continues. The copy into the mirror itself happens on the
 stream of whoever samples, between two of its gathers: no gather ever sees half a row, and nobody waits.
+
+A key, one number of the caller's generator, decides a whole batch: item ``i`` takes the hashes ``2i`` and ``2i + 1`` of
+it, for its episode and for its start. A GPU computes them where they are used, so that nothing but the key is sent to
+it; the CPU can compute the same.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from embodichain.agents.datasets.frames import Key, Leaf, unflatten
-from embodichain.agents.engine.sampling import RING_SIZE
+from embodichain.agents.datasets.frames import Key, Leaf
+from embodichain.agents.engine.sampling import Output, OutputRing
 from embodichain.agents.engine.shared_buffer import Control, Ints, SharedBuffer, State
 from embodichain.agents.processes.shared_memory import fence
 from embodichain.envs.random import combine
@@ -32,12 +35,11 @@ from embodichain.utils.cuda_graphs import Recorded, Recorder, kernels_work, reco
 if TYPE_CHECKING:
     from embodichain.agents.engine.mirror_kernel import WindowKernel
 
-# MERGED mirror_draw: What to draw from a mirrored buffer, and how the windows are copied.
-#
-# A key, one number of the caller's generator, decides a whole batch: item ``i`` takes the hashes ``2i`` and ``2i + 1``
-# of
-# it, for its episode and for its start. A GPU computes them where they are used, so that nothing but the key is sent to
-# it; the CPU can compute the same.
+_SLOTS = 4
+_IDLE_SECONDS = 0.002
+_FIRST_SECONDS = 60.0
+_RING_SHAPES = 8
+"""Shapes of batches that are kept for ``reuse_outputs``; fewer than on the CPU, as each may be large."""
 
 
 def draw_key(generator: np.random.Generator) -> int:
@@ -54,25 +56,17 @@ def pick(key: int, batch_size: int, rows: Ints, length: Ints, chunk_size: int) -
     return chosen, (unit[:, 1] * (length[chosen] - (chunk_size - 1))).astype(np.int64)
 
 
-@dataclass
 class Table:
     """The rows that are long enough for chunks of one size, here and on the device."""
 
-    chunk_size: int
-    rows: Ints
-    length: Ints
-    """Length of every row; never written to, so that what was drawn can be told later."""
-    on_device: tuple[Tensor, Tensor, Tensor]
-    """``rows``, their number ``[1]``, and ``length``; the same memory for as long as the table lives."""
-
-    @classmethod
-    def of(cls, length: Ints, chunk_size: int, device: torch.device) -> Table:
-        """Make the table for chunks of a size."""
-        sizes = (len(length), 1, len(length))
-        room = tuple(torch.zeros(size, dtype=torch.int64, device=device) for size in sizes)
-        table = cls(chunk_size, length[:0], length[:0], (room[0], room[1], room[2]))
-        table.refresh(length)
-        return table
+    def __init__(self, num_rows: int, chunk_size: int, device: torch.device) -> None:
+        self.chunk_size = chunk_size
+        self.rows: Ints = np.zeros(0, np.int64)
+        self.length: Ints = np.zeros(0, np.int64)
+        """Length of every row; never written to, so that what was drawn can be found out later."""
+        on_device = (torch.zeros(size, dtype=torch.int64, device=device) for size in (num_rows, 1, num_rows))
+        self.on_device: tuple[Tensor, ...] = tuple(on_device)
+        """``rows``, their number ``[1]``, and ``length``; the same memory for as long as the table lives."""
 
     def refresh(self, length: Ints) -> None:
         """Take in new lengths, unless they are those already known; a GPU is not waited for."""
@@ -89,40 +83,53 @@ class Table:
             memory[: len(values)].copy_(source, non_blocking=True)
 
 
+class DeviceOutput(Output):
+    """Memory for a batch on a device; one that is filled again and again has a CUDA graph that does it."""
+
+    is_used = False
+    graph: Recorded[None] | None = None
+
+
 class WindowCopier:
     """Copies drawn windows of all keys on a device: by one kernel per key on a GPU, else by ``index_select``."""
 
     def __init__(self, frames: dict[Key, Tensor], leaves: tuple[Leaf, ...], device: torch.device) -> None:
         self._frames, self._leaves, self._device = frames, leaves, device
         self._key = torch.zeros(1, dtype=torch.int64, device=device)
-        self.in_kernels = kernels_work(device)
-        """Whether the draws, too, happen on the device: what is launched then depends on no number of the host."""
-        self._kernels = _kernels(frames, leaves) if self.in_kernels else {}
+        # In kernels the draws, too, happen on the device: what is launched depends on no number of the host.
+        self._kernels = _kernels(frames, leaves) if kernels_work(device) else {}
+        self._recorder = Recorder("batches are drawn")
 
-    def room(self, batch_size: int, chunk_size: int) -> dict[Key, Tensor]:
-        """Return fresh memory ``[batch_size, chunk_size, ...]`` for every key."""
-        return {
-            leaf.key: torch.empty((batch_size, chunk_size, *leaf.shape), dtype=leaf.dtype, device=self._device)
-            for leaf in self._leaves
+    def new_output(self, batch_size: int, chunk_size: int) -> DeviceOutput:
+        """Return fresh memory for a batch."""
+        shapes = {leaf.key: (batch_size, chunk_size, *leaf.shape) for leaf in self._leaves}
+        tensors = {
+            leaf.key: torch.empty(shapes[leaf.key], dtype=leaf.dtype, device=self._device) for leaf in self._leaves
         }
+        return DeviceOutput(tensors, batch_size, chunk_size, self._device)
 
-    def set_key(self, key: int) -> None:
-        """Say what ``launch`` is to draw."""
+    def fill(self, key: int, table: Table, out: DeviceOutput) -> None:
+        """Draw and copy a batch."""
+        if not self._kernels:
+            return self._select(key, table, out)
         self._key.fill_(key)
+        if out.graph is not None:
+            out.graph.replay()
+            return None
+        self._launch(table, out)
+        if out.is_used and self._recorder.possible:  # this was the second time, and the kernels are compiled by now
+            with torch.cuda.device(self._device):
+                out.graph = self._recorder.attempt(lambda: record(lambda: self._launch(table, out)))
+        out.is_used = True
+        return None
 
-    def launch(self, table: Table, out: dict[Key, Tensor]) -> None:
-        """Draw and copy in kernels."""
+    def _launch(self, table: Table, out: Output) -> None:
         with torch.cuda.device(self._device):
             for name, kernel in self._kernels.items():
-                kernel(out[name], self._key, table.on_device, table.chunk_size)
+                kernel(out.tensors[name], self._key, table.on_device, table.chunk_size)
 
-    def fill(self, key: int, table: Table, out: dict[Key, Tensor]) -> None:
-        """Draw and copy a batch."""
-        if self.in_kernels:
-            self.set_key(key)
-            self.launch(table, out)
-            return
-        batch_size = next(iter(out.values())).shape[0]
+    def _select(self, key: int, table: Table, out: Output) -> None:
+        batch_size = out.batch.batch_size[0]
         rows, starts = pick(key, batch_size, table.rows, table.length, table.chunk_size)
         max_steps = next(iter(self._frames.values())).shape[1]
         index = torch.from_numpy(rows * max_steps + starts).to(self._device)
@@ -130,81 +137,13 @@ class WindowCopier:
         for leaf in self._leaves:  # all windows of a key, overlapping in memory; see ``sampling``
             size = table.chunk_size * leaf.elements
             windows = self._frames[leaf.key].as_strided((count, size), (leaf.elements, 1))
-            torch.index_select(windows, 0, index, out=out[leaf.key].view(batch_size, size))
+            torch.index_select(windows, 0, index, out=out.tensors[leaf.key].view(batch_size, size))
 
 
 def _kernels(frames: dict[Key, Tensor], leaves: tuple[Leaf, ...]) -> dict[Key, WindowKernel]:
-    from embodichain.agents.engine.mirror_kernel import WindowKernel  # triton is there on a GPU alone
+    from embodichain.agents.engine.mirror_kernel import WindowKernel  # Triton is not there without a GPU
 
     return {leaf.key: WindowKernel(frames[leaf.key], leaf.nbytes) for leaf in leaves if leaf.elements}
-
-
-# MERGED mirror_ring: Batches on a device that are filled again and again: the draws and copies of each are one CUDA
-# graph.
-
-
-_LOG = logging.getLogger(__name__)
-_RING_SHAPES = 8
-"""Shapes of batches that are kept; a new one takes the place of the oldest, as each may be large."""
-
-
-@dataclass
-class _Entry:
-    out: dict[Key, Tensor]
-    batch: TensorDict
-    is_used: bool = False
-    graph: Recorded[None] | None = None
-
-
-class BatchRing:
-    """The same ``RING_SIZE`` batches per shape, in turn; one ring per thread."""
-
-    def __init__(self, copier: WindowCopier, device: torch.device) -> None:
-        self._copier, self._device = copier, device
-        self._recorder = Recorder("batches are drawn") if copier.in_kernels else None
-        self._rings: dict[tuple[int, int], list[_Entry]] = {}
-
-    def fill(self, key: int, batch_size: int, table: Table) -> TensorDict:
-        """Draw into the batch of this shape that was given out longest ago."""
-        shape = (batch_size, table.chunk_size)
-        ring = self._rings.get(shape)
-        if ring is None:
-            if len(self._rings) == _RING_SHAPES:
-                self._rings.pop(next(iter(self._rings)))
-            ring = self._rings[shape] = [self._new(*shape) for _ in range(RING_SIZE)]
-        entry = ring.pop(0)
-        ring.append(entry)
-        if entry.graph is not None:
-            self._copier.set_key(key)
-            entry.graph.replay()
-        else:
-            self._copier.fill(key, table, entry.out)
-            if entry.is_used and self._recorder is not None and self._recorder.possible:
-                entry.graph = self._recorder.attempt(lambda: self._record(entry, table))
-            entry.is_used = True
-        return entry.batch
-
-    def _new(self, batch_size: int, chunk_size: int) -> _Entry:
-        out = self._copier.room(batch_size, chunk_size)
-        return _Entry(out, nested(unflatten(out), torch.Size([batch_size, chunk_size]), self._device))
-
-    def _record(self, entry: _Entry, table: Table) -> Recorded[None]:
-        """Record what was just done for the second time, and will be done again; its kernels are compiled by now."""
-        with torch.cuda.device(self._device):
-            return record(lambda: self._copier.launch(table, entry.out))
-
-
-def nested(tree: dict[str, Any], batch_size: torch.Size, device: torch.device) -> TensorDict:
-    """Build nested TensorDicts; the shapes are ours, and the public constructor's checks take longer than the rest."""
-    source = {
-        key: nested(value, batch_size, device) if isinstance(value, dict) else value for key, value in tree.items()
-    }
-    return TensorDict._new_unsafe(source, batch_size=batch_size, device=device)
-
-
-_SLOTS = 4
-_IDLE_SECONDS = 0.002
-_FIRST_SECONDS = 60.0
 
 
 @dataclass
@@ -249,40 +188,35 @@ class DeviceMirror:
     def sample(
         self, generator: np.random.Generator, batch_size: int, chunk_size: int, reuse_outputs: bool = False
     ) -> tuple[TensorDict, Callable[[], Ints]]:
-        """Return a batch ``[batch_size, chunk_size]`` on the device, and what tells the rows it was drawn from.
+        """Return a batch ``[batch_size, chunk_size]`` on the device, and a function that returns the rows it was drawn from.
 
         With ``reuse_outputs`` the same few batches are filled in turn, by CUDA graphs.
         """
         with self._lock:
             self._follow_stream()
             self._take_in()
-            table = self._table(chunk_size)
+            table = self._tables.get(chunk_size)
+            if table is None:
+                table = self._tables[chunk_size] = Table(self._buffer.num_rows, chunk_size, self._device)
+            table.refresh(self._length)
             key = draw_key(generator)
             if reuse_outputs:
-                batch = self._ring().fill(key, batch_size, table)
+                out = self._ring().get(batch_size, chunk_size)
             else:
-                out = self._copier.room(batch_size, chunk_size)
-                self._copier.fill(key, table, out)
-                batch = nested(unflatten(out), torch.Size([batch_size, chunk_size]), self._device)
+                out = self._copier.new_output(batch_size, chunk_size)
+            self._copier.fill(key, table, out)
             drawn = (key, batch_size, table.rows, table.length, chunk_size)
-        return batch, lambda: pick(*drawn)[0]
+        return out.batch, lambda: pick(*drawn)[0]
 
-    def _table(self, chunk_size: int) -> Table:
-        """Return which rows are long enough."""
-        table = self._tables.get(chunk_size)
-        if table is None:
-            table = self._tables[chunk_size] = Table.of(self._length, chunk_size, self._device)
-        table.refresh(self._length)
-        return table
-
-    def _ring(self) -> BatchRing:
-        ring: BatchRing | None = getattr(self._local, "ring", None)
+    def _ring(self) -> OutputRing[DeviceOutput]:
+        """Return the batches that this thread reuses."""
+        ring: OutputRing[DeviceOutput] | None = getattr(self._local, "ring", None)
         if ring is None:
-            ring = self._local.ring = BatchRing(self._copier, self._device)
+            ring = self._local.ring = OutputRing(self._copier.new_output, _RING_SHAPES)
         return ring
 
     def _follow_stream(self) -> None:
-        """Order what comes after what was done before, should another thread have used another stream."""
+        """Order this stream's work after the last draw's, should another thread have used another stream."""
         if not self._is_cuda:
             return
         stream = torch.cuda.current_stream(self._device)
@@ -303,7 +237,7 @@ class DeviceMirror:
         while True:
             with contextlib.suppress(queue.Empty):
                 while True:
-                    self._place(self._arrived.get_nowait())
+                    self._copy_in(self._arrived.get_nowait())
             if self._error is not None:
                 raise self._error
             if self._length.all():
@@ -314,7 +248,7 @@ class DeviceMirror:
                 raise StreamStalledError(f"{missing} rows did not reach {self._device} in {_FIRST_SECONDS:g} s")
             time.sleep(_IDLE_SECONDS)
 
-    def _place(self, slot: _Slot) -> None:
+    def _copy_in(self, slot: _Slot) -> None:
         for key, value in slot.device.items():
             self._frames[key][slot.row, : slot.length].copy_(value[: slot.length], non_blocking=True)
         self._length = self._length.copy()  # what was drawn before still refers to the old lengths

@@ -19,12 +19,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from embodichain.agents.datasets.frames import Episode, FrameLayout, Key
+from embodichain.agents.datasets.frames import Episode, EpisodeSource, FrameLayout, Key
 from embodichain.agents.engine.config import OnlineDataEngineCfg
 from embodichain.agents.engine.fleet import Message, WorkerHandle
 from embodichain.agents.engine.refill import RefillPolicy, make_refill
 from embodichain.agents.engine.shared_buffer import WORK_WORDS, Ints, SharedBuffer, Work
-from embodichain.agents.engine.sources import EpisodeSource, open_source
+from embodichain.agents.engine.sources import open_source
 from embodichain.agents.engine.worker import Selection
 from embodichain.agents.processes.failure import FailureReport
 from embodichain.agents.processes.ray_backend import (

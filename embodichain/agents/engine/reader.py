@@ -117,7 +117,7 @@ class _PerThread:
         self.generator = np.random.default_rng(seed)
         self.sampler = WindowSampler(buffer, check_state)
         self.pool = OutputPool(buffer.layout)
-        self.ring = OutputRing(buffer.layout)
+        self.ring = OutputRing(OutputPool(buffer.layout).get)
         self.batches = 0
 
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -31,7 +32,7 @@ RING_SIZE = 2
 STALL_SECONDS = 60.0
 """How long a reader waits for rows that are being rewritten before it says so; a new worker repairs what a killed one
 left half-written, and takes its time to start."""
-_RING_SHAPES, _POOL_SIZE, _QUICK_TRIES = 16, 8, 16
+_POOL_SIZE, _QUICK_TRIES = 8, 16
 _NONE: Ints = np.zeros(0, np.int64)
 
 # How many tensors share a storage. torch has the number but no public name for it; without it nothing is recycled.
@@ -41,15 +42,20 @@ _use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count"
 class Output:
     """Memory for a batch: ``[batch_size, chunk_size, ...]`` per key, contiguous, and the batch on it."""
 
-    def __init__(self, tensors: dict[Key, Tensor], batch_size: int, chunk_size: int) -> None:
+    def __init__(
+        self, tensors: dict[Key, Tensor], batch_size: int, chunk_size: int, device: torch.device | None = None
+    ) -> None:
         self.tensors = tensors
         # The shapes are ours; the checks of the public constructor take several times as long as the rest.
-        self.batch = TensorDict._new_unsafe(unflatten(tensors), batch_size=torch.Size((batch_size, chunk_size)))
+        self.batch = TensorDict._new_unsafe(unflatten(tensors), torch.Size((batch_size, chunk_size)), device)
 
     @cached_property
     def bytes(self) -> list[NDArray[np.uint8]]:
         """The same memory, ``[batch_size, chunk_size * bytes_per_frame]`` per key, for copying single windows."""
         return [value.flatten(1).view(torch.uint8).numpy() for value in self.tensors.values()]
+
+
+AnyOutput = TypeVar("AnyOutput", bound=Output)
 
 
 class _Block:
@@ -105,22 +111,22 @@ class OutputPool:
         return blocks[-1]
 
 
-class OutputRing:
+class OutputRing(Generic[AnyOutput]):
     """The same ``RING_SIZE`` batches per shape, in turn: each is overwritten by the ``RING_SIZE``-th draw after it."""
 
-    def __init__(self, layout: FrameLayout) -> None:
-        self._layout = layout
-        self._rings: dict[tuple[int, int], list[Output]] = {}
+    def __init__(self, new_output: Callable[[int, int], AnyOutput], shapes: int = 16) -> None:
+        """``new_output`` makes batches; for more than ``shapes`` shapes, the oldest are dropped."""
+        self._new_output, self._shapes = new_output, shapes
+        self._rings: dict[tuple[int, int], list[AnyOutput]] = {}
 
-    def get(self, batch_size: int, chunk_size: int) -> Output:
+    def get(self, batch_size: int, chunk_size: int) -> AnyOutput:
         """Return the batch of this shape that was given out longest ago."""
         shape = (batch_size, chunk_size)
         ring = self._rings.get(shape)
         if ring is None:
-            if len(self._rings) == _RING_SHAPES:
+            if len(self._rings) == self._shapes:
                 self._rings.pop(next(iter(self._rings)))
-            pool = OutputPool(self._layout)
-            ring = self._rings[shape] = [pool.get(*shape) for _ in range(RING_SIZE)]
+            ring = self._rings[shape] = [self._new_output(*shape) for _ in range(RING_SIZE)]
         ring.append(ring.pop(0))
         return ring[-1]
 

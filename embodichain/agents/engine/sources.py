@@ -14,25 +14,21 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from embodichain.agents.datasets.frames import Episode, FrameLayout, Key, flatten
+from embodichain.agents.datasets.frames import Episode, EpisodeSource, FrameLayout, Key, flatten
 from embodichain.agents.engine.config import ACTORS, ActionSourceCfg, OnlineDataEngineCfg
 from embodichain.envs.vec_env import HasExpert, VecEnv
 from embodichain.errors import ConfigError, EnvContractError, nearest
 from embodichain.extras import import_trusted
 
+# Like the actors, these are entry points: only a worker that needs them imports all tasks, or the extra ``data``.
+_MAKE_ENV = "embodichain.envs.registration:make"
+_RECORDED = "embodichain.agents.datasets.lerobot.reader:RecordedEpisodes"
 
-class EpisodeSource(Protocol):
-    """Delivers finished episodes."""
 
-    layout: FrameLayout
-    max_steps: int
-    """No episode is longer."""
-
-    def advance(self) -> list[Episode]:
-        """Take one step and return the episodes that it finished, valid until the next call."""
-
-    def close(self) -> None:
-        """Release what the source holds."""
+def _resolve(entry_point: str) -> Any:
+    """Return what ``module:attribute`` names."""
+    module, _, attribute = entry_point.partition(":")
+    return operator.attrgetter(attribute)(importlib.import_module(module))
 
 
 class Actor(Protocol):
@@ -98,9 +94,7 @@ def make_actor(cfg: ActionSourceCfg, env: VecEnv, seed: int, trusted_modules: Se
     factory = ACTORS.get(cfg.source)
     if factory is None:
         raise ConfigError(f"source: unknown name {cfg.source!r}.{nearest(cfg.source, ACTORS)}", "action_config")
-    if isinstance(factory, str):
-        module, _, attribute = factory.partition(":")
-        factory = operator.attrgetter(attribute)(importlib.import_module(module))
+    factory = _resolve(factory) if isinstance(factory, str) else factory
     settings = {"path": cfg.path, "deterministic": cfg.deterministic, "seed": seed, "trusted_modules": trusted_modules}
     actor: Actor = factory(env, **settings)
     return actor
@@ -193,15 +187,12 @@ def open_source(cfg: OnlineDataEngineCfg, worker: int = 0, incarnation: int = 0)
     action = cfg.check()
     seed = stream_seed(cfg.seed, worker, incarnation)
     if action.source == "dataset":
-        from embodichain.agents.datasets.lerobot import RecordedEpisodes
-
-        return RecordedEpisodes(str(action.path), seed)
-    from embodichain.envs.registration import make
-
+        recorded: EpisodeSource = _resolve(_RECORDED)(str(action.path), seed)
+        return recorded
     overrides: dict[str, Any] = {}
     if cfg.num_workers > 1 and "num_threads" not in cfg.gym_config:
         overrides["num_threads"] = max(1, len(os.sched_getaffinity(0)) // cfg.num_workers)
-    env = make(cfg.gym_config, trusted_modules=cfg.trusted_modules, **overrides)
+    env: VecEnv = _resolve(_MAKE_ENV)(cfg.gym_config, trusted_modules=cfg.trusted_modules, **overrides)
     actor = make_actor(action, env, seed + 1, cfg.trusted_modules)
     return SimulatedEpisodes(env, actor, seed, action.noise_std)
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from embodichain.agents.datasets.frames import Episode, FrameLayout
+from embodichain.agents.datasets.frames import Episode, EpisodeSource, FrameLayout
 from embodichain.agents.engine.config import OnlineDataEngineCfg
 from embodichain.agents.engine.refill import RefillPolicy, make_refill
 from embodichain.agents.engine.shared_buffer import Control, Ints, SharedBuffer, State, Work
-from embodichain.agents.engine.sources import EpisodeSource, open_source
+from embodichain.agents.engine.sources import open_source
 from embodichain.agents.processes.failure import FailureReport
 from embodichain.agents.processes.shared_memory import Segment
 from embodichain.errors import ConfigError

@@ -19,8 +19,8 @@ pq = pytest.importorskip("pyarrow.parquet", reason="needs the extra 'data'")
 pytest.importorskip("av", reason="needs the extra 'data'")
 
 from embodichain.agents.datasets.lerobot import LeRobotReader, LeRobotWriter, RecordedEpisodes  # noqa: E402
-from embodichain.agents.datasets.lerobot import format as tables_module  # noqa: E402
-from embodichain.agents.datasets.lerobot.recording import psnr, read_back, record  # noqa: E402
+from embodichain.agents.datasets.lerobot import writer as writer_module  # noqa: E402
+from embodichain.agents.datasets.lerobot.writer import psnr, read_back, record  # noqa: E402
 
 pytestmark = pytest.mark.extra("data")
 
@@ -131,16 +131,16 @@ def test_statistics_are_those_of_the_data(folder: Path) -> None:
 
 
 def test_full_files_are_followed_by_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables_module, "MAX_MEGABYTES", 0)
-    monkeypatch.setattr("embodichain.agents.datasets.lerobot.writer._VIDEO_MEGABYTES", 0)
+    monkeypatch.setattr(writer_module, "_TABLE_MEGABYTES", 0)
+    monkeypatch.setattr(writer_module, "_VIDEO_MEGABYTES", 0)
     with LeRobotWriter(tmp_path, LAYOUT, fps=20, task="push") as writer:
         traces = record(Frames(), writer, 6)
     assert len(list(tmp_path.glob("data/*/*.parquet"))) == 6
     assert len(list(tmp_path.glob("videos/observation.images.front/*/*.mp4"))) > 1
-    result = read_back(tmp_path, traces)
-    assert (result.episodes, result.frames) == (6, 7 + 3 + 12 + 1 + 7 + 3)
-    assert result.psnr is not None
-    assert result.psnr > 35
+    assert [trace.length for trace in traces] == [7, 3, 12, 1, 7, 3]
+    likeness = read_back(tmp_path, traces)
+    assert likeness is not None
+    assert likeness > 35
 
 
 def test_reading_back_notices_what_changed(folder: Path) -> None:

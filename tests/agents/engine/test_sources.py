@@ -10,9 +10,10 @@ import torch
 from stream_envs import gym_config, stream_settings
 from tensordict import TensorDict
 
+from embodichain.agents.datasets.frames import EpisodeSource
 from embodichain.agents.engine import OnlineDataEngine, OnlineDataEngineCfg, register_actor
 from embodichain.agents.engine.shared_buffer import SharedBuffer
-from embodichain.agents.engine.sources import EpisodeSource, open_source, stream_seed
+from embodichain.agents.engine.sources import open_source, stream_seed
 from embodichain.agents.engine.worker import Worker
 from embodichain.agents.rl.checkpoint import load_policy, save_checkpoint
 from embodichain.agents.rl.models import build_policy

@@ -8,7 +8,7 @@
     meta/episodes/chunk-000/file-000.parquet    where each episode begins and ends
     meta/embodichain.json                       keys and types of our frames, seed and success of every episode
     data/chunk-000/file-000.parquet             frames of many episodes, one after the other
-    videos/<camera>/chunk-000/file-000.mp4      their pictures, likewise
+    videos/<camera>/chunk-000/file-000.mp4      their images, likewise
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The mp4 files of a dataset: pictures of many episodes, one after the other."""
+"""The LeRobotDataset v3 format: names of files and features, Parquet columns, and mp4 files."""
 
 from __future__ import annotations
 
@@ -14,9 +14,6 @@ from embodichain.agents.datasets.frames import FrameLayout, Key, Leaf
 from embodichain.errors import DatasetError
 from embodichain.extras import require
 
-# MERGED features: Which column or video of a LeRobotDataset each array of a frame becomes, and back.
-
-
 CODEBASE_VERSION = "v3.0"
 DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 VIDEO_PATH = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
@@ -26,19 +23,15 @@ INFO_PATH = "meta/info.json"
 STATS_PATH = "meta/stats.json"
 OWN_PATH = "meta/embodichain.json"
 FILES_PER_CHUNK = 1000
+CODEC = "h264"
 
 DONE = "next.done"
-BOOKKEEPING = {
-    "timestamp": "float32",
-    "frame_index": "int64",
-    "episode_index": "int64",
-    "index": "int64",
-    "task_index": "int64",
-}
+BOOKKEEPING = {"timestamp": "float32"} | dict.fromkeys(("frame_index", "episode_index", "index", "task_index"), "int64")
 """Columns every LeRobotDataset has."""
 _STATES: tuple[Key, ...] = (("observation", "robot", "qpos"), ("observation", "state"))
 """What is called ``observation.state``: the first of these that exists."""
-_RENAMED: dict[Key, str] = {(name,): f"next.{name}" for name in ("reward", "terminated", "truncated")}
+
+Images = NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
@@ -66,15 +59,16 @@ class Feature:
         """How the pixels of a camera are stored: one colour for 2 x 2 of them, unless the size is odd."""
         return "yuv444p" if self.size[0] % 2 or self.size[1] % 2 else "yuv420p"
 
-    def describe(self, fps: int, codec: str) -> dict[str, Any]:
+    def describe(self, fps: int) -> dict[str, Any]:
         """Return the entry of this feature in ``info.json``."""
         if not self.is_video:
-            return {"dtype": _name(self.leaf.dtype), "shape": list(self.leaf.shape) or [1], "names": None}
+            dtype = str(self.leaf.dtype).removeprefix("torch.")
+            return {"dtype": dtype, "shape": list(self.leaf.shape) or [1], "names": None}
         height, width = self.size
         video = {
             "video.height": height,
             "video.width": width,
-            "video.codec": codec,
+            "video.codec": CODEC,
             "video.pix_fmt": self.pixel_format,
             "video.is_depth_map": False,
             "video.fps": fps,
@@ -87,16 +81,17 @@ class Feature:
 def features_of(layout: FrameLayout) -> list[Feature]:
     """Name every array of a frame."""
     state = next((key for key in _STATES if layout.shape_of(*key) is not None), None)
-    return [_feature(leaf, is_state=leaf.key == state) for leaf in layout.leaves]
-
-
-def _feature(leaf: Leaf, is_state: bool) -> Feature:
-    if leaf.dtype == torch.uint8 and len(leaf.shape) == 3 and 3 in (leaf.shape[0], leaf.shape[2]):
-        camera = leaf.key[2:] if len(leaf.key) > 2 and leaf.key[1] == "image" else leaf.key[1:]
-        return Feature(".".join(("observation.images", *camera)), leaf, channels_first=leaf.shape[2] != 3)
-    if is_state:
-        return Feature("observation.state", leaf)
-    return Feature(_RENAMED.get(leaf.key, ".".join(leaf.key)), leaf)
+    renamed: dict[Key | None, str] = {(name,): f"next.{name}" for name in ("reward", "terminated", "truncated")}
+    renamed[state] = "observation.state"
+    features = []
+    for leaf in layout.leaves:
+        if leaf.dtype == torch.uint8 and len(leaf.shape) == 3 and 3 in (leaf.shape[0], leaf.shape[2]):
+            camera = leaf.key[2:] if len(leaf.key) > 2 and leaf.key[1] == "image" else leaf.key[1:]
+            name = ".".join(("observation.images", *camera))
+            features.append(Feature(name, leaf, channels_first=leaf.shape[2] != 3))
+        else:
+            features.append(Feature(renamed.get(leaf.key, ".".join(leaf.key)), leaf))
+    return features
 
 
 def foreign_features(info: dict[str, Any]) -> list[Feature]:
@@ -114,48 +109,9 @@ def foreign_features(info: dict[str, Any]) -> list[Feature]:
     return features
 
 
-def place(number: int) -> dict[str, int]:
+def file_indices(number: int) -> dict[str, int]:
     """Return the chunk, and the file in it, of the ``number``-th file of a kind."""
     return {"chunk_index": number // FILES_PER_CHUNK, "file_index": number % FILES_PER_CHUNK}
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-# MERGED tables: The Parquet files of a dataset: rows of many episodes, one after the other.
-
-
-MAX_MEGABYTES = 100
-
-
-class TableFiles:
-    """Appends tables to a file, and begins a new one when that is full."""
-
-    def __init__(self, root: Path) -> None:
-        self._parquet = require("pyarrow.parquet", extra="data")
-        self._root = root
-        self._number = 0
-        self._path = Path()
-        self._writer: Any = None
-
-    def write(self, table: Any) -> dict[str, int]:
-        """Append a table and return the place of the file it went to."""
-        if self._writer is not None and self._path.stat().st_size > MAX_MEGABYTES << 20:
-            self.close()
-            self._number += 1
-        if self._writer is None:
-            self._path = self._root / DATA_PATH.format(**place(self._number))
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._writer = self._parquet.ParquetWriter(self._path, table.schema)
-        self._writer.write_table(table)
-        return place(self._number)
-
-    def close(self) -> None:
-        """Finish the present file; calling it twice is fine."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
 
 
 def to_column(values: NDArray[Any]) -> Any:
@@ -176,32 +132,27 @@ def from_column(column: Any) -> NDArray[Any]:
     return np.array(column.to_numpy(zero_copy_only=False))
 
 
-CODEC = "h264"
-Pictures = NDArray[np.uint8]
-
-
 class VideoFile:
-    """Writes pictures ``[n, height, width, 3]`` to an mp4 file."""
+    """Writes images ``[n, height, width, 3]`` of many episodes, one after the other, to an mp4 file."""
 
     def __init__(self, path: Path, feature: Feature, fps: int, quality: int) -> None:
         self._av = require("av", extra="data")
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.frames = 0
-        self.nbytes = 0
+        self.frames = self.nbytes = 0
         self._container = self._av.open(str(path), "w")
         # Two frames per group: any frame is found without decoding many others.
         self._stream = self._container.add_stream("libx264", rate=fps, options={"crf": str(quality), "g": "2"})
         self._stream.height, self._stream.width = feature.size
         self._stream.pix_fmt = feature.pixel_format
 
-    def append(self, pictures: Pictures) -> None:
-        """Add pictures at the end."""
-        for picture in pictures:
-            frame = self._av.VideoFrame.from_ndarray(np.ascontiguousarray(picture), format="rgb24")
+    def append(self, images: Images) -> None:
+        """Add images at the end."""
+        for image in images:
+            frame = self._av.VideoFrame.from_ndarray(np.ascontiguousarray(image), format="rgb24")
             packets = self._stream.encode(frame)
             self.nbytes += sum(packet.size for packet in packets)
             self._container.mux(packets)
-        self.frames += len(pictures)
+        self.frames += len(images)
 
     def close(self) -> None:
         """Finish the file."""
@@ -209,19 +160,19 @@ class VideoFile:
         self._container.close()
 
 
-def read_pictures(path: Path, start_seconds: float, count: int, fps: int) -> Pictures:
-    """Return ``count`` pictures ``[count, height, width, 3]`` from a moment of a video on."""
+def read_images(path: Path, start_seconds: float, count: int, fps: int) -> Images:
+    """Return ``count`` images ``[count, height, width, 3]`` of a video, from a time on."""
     av = require("av", extra="data")
-    pictures = []
+    images = []
     with av.open(str(path)) as container:
         stream = container.streams.video[0]
         container.seek(int(start_seconds / stream.time_base), stream=stream)
         for frame in container.decode(stream):
             if frame.time is not None and frame.time < start_seconds - 0.5 / fps:
-                continue  # between the key frame before and the moment itself
-            pictures.append(frame.to_ndarray(format="rgb24"))
-            if len(pictures) == count:
-                return np.stack(pictures)
+                continue  # between the key frame before and the frame itself
+            images.append(frame.to_ndarray(format="rgb24"))
+            if len(images) == count:
+                return np.stack(images)
     raise DatasetError(
-        f"{path} ends too early: expected {count} frames from {start_seconds:.3f} s on, got {len(pictures)}"
+        f"{path} ends too early: expected {count} frames from {start_seconds:.3f} s on, got {len(images)}"
     )

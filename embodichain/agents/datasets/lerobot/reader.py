@@ -12,13 +12,7 @@ from torch import Tensor
 
 from embodichain.agents.datasets.frames import Episode, FrameLayout, Key, Leaf
 from embodichain.agents.datasets.lerobot import format as names
-from embodichain.agents.datasets.lerobot.format import (
-    Feature,
-    features_of,
-    foreign_features,
-    from_column,
-    read_pictures,
-)
+from embodichain.agents.datasets.lerobot.format import Feature, features_of, foreign_features, from_column, read_images
 from embodichain.errors import DatasetError
 from embodichain.extras import require
 
@@ -42,9 +36,8 @@ class LeRobotReader:
         self.fps = int(info["fps"])
         self._episodes = self._read_episodes()
         self._table: tuple[Path, Any] | None = None
-        own = self.root / names.OWN_PATH
         self._own: list[dict[str, Any]] = []
-        if own.exists():
+        if (self.root / names.OWN_PATH).exists():
             data = self._read_json(names.OWN_PATH)
             self.layout = FrameLayout.from_json(data["layout"])
             self._features = features_of(self.layout)
@@ -70,7 +63,7 @@ class LeRobotReader:
         for feature in self._features:
             leaf = feature.leaf
             if feature.is_video:
-                frames[leaf.key] = self._pictures(feature, row, length)
+                frames[leaf.key] = self._images(feature, row, length)
             else:
                 values = torch.from_numpy(from_column(table[feature.name])).to(leaf.dtype)
                 frames[leaf.key] = values.reshape(length, *leaf.shape)
@@ -85,8 +78,7 @@ class LeRobotReader:
 
     def _rows(self, row: dict[str, Any]) -> Any:
         """Return the rows of one episode of the Parquet file it is in; the file last used is kept."""
-        file = {"chunk_index": row["data/chunk_index"], "file_index": row["data/file_index"]}
-        path = self.root / names.DATA_PATH.format(**file)
+        path = self.root / names.DATA_PATH.format(**_file_of(row, "data/"))
         if self._table is None or self._table[0] != path:
             self._table = (path, self._parquet.read_table(path, memory_map=True))
         table = self._table[1]
@@ -96,14 +88,11 @@ class LeRobotReader:
             raise DatasetError(f"{path} does not hold the {row['length']} frames of episode {row['episode_index']}")
         return rows
 
-    def _pictures(self, feature: Feature, row: dict[str, Any], length: int) -> Tensor:
-        prefix = f"videos/{feature.name}"
-        file = {"chunk_index": row[f"{prefix}/chunk_index"], "file_index": row[f"{prefix}/file_index"]}
-        path = self.root / names.VIDEO_PATH.format(video_key=feature.name, **file)
-        pictures = read_pictures(path, row[f"{prefix}/from_timestamp"], length, self.fps)
-        return torch.from_numpy(
-            np.ascontiguousarray(np.moveaxis(pictures, -1, 1)) if feature.channels_first else pictures
-        )
+    def _images(self, feature: Feature, row: dict[str, Any], length: int) -> Tensor:
+        prefix = f"videos/{feature.name}/"
+        path = self.root / names.VIDEO_PATH.format(video_key=feature.name, **_file_of(row, prefix))
+        images = read_images(path, row[f"{prefix}from_timestamp"], length, self.fps)
+        return torch.from_numpy(np.ascontiguousarray(np.moveaxis(images, -1, 1)) if feature.channels_first else images)
 
     def _read_episodes(self) -> list[dict[str, Any]]:
         paths = sorted((self.root / "meta" / "episodes").glob("*/*.parquet"))
@@ -141,6 +130,10 @@ class RecordedEpisodes:
 
     def close(self) -> None:
         """Do nothing: no file is held open."""
+
+
+def _file_of(row: dict[str, Any], prefix: str) -> dict[str, int]:
+    return {name: row[prefix + name] for name in ("chunk_index", "file_index")}
 
 
 def _with_ends(leaves: list[Leaf]) -> tuple[Leaf, ...]:
