@@ -1,16 +1,14 @@
 """``OnlineDataEngine``: simulation processes fill a shared buffer, training processes draw chunks from it.
 
-The way of a frame: ``sources`` (an environment, and somebody who acts) -> ``worker`` -> ``shared_buffer`` ->
-``sampling``. Around it: ``supervisor`` keeps the workers alive, ``refill`` decides when they write, ``reader`` is all
-that a process needs that only samples.
+The way of a frame: ``sources`` (an environment and an actor) -> ``worker`` -> ``shared_buffer`` -> ``sampling``. Around
+it: ``supervisor`` keeps the workers alive, ``refill`` decides when they write, ``reader`` is all that a process needs
+that only samples, ``gpu_mirror`` follows the buffer on a GPU.
 """
 
 from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
@@ -26,26 +24,6 @@ from embodichain.agents.engine.shared_buffer import Control
 from embodichain.agents.engine.stats import StatsCounter, StreamStats, WorkersCounter, WorkerStats
 from embodichain.agents.engine.supervisor import Supervisor
 from embodichain.errors import ConfigError, EngineStateError
-
-# MERGED progress: The progress bar of the first fill.
-
-
-@contextmanager
-def fill_progress(cfg: OnlineDataEngineCfg) -> Iterator[Callable[[int], None]]:
-    """Show how many episodes of the first fill are there; yields a function to tell it. Silent outside a terminal."""
-    console = Console(stderr=True)
-    if not cfg.progress or not console.is_terminal:
-        yield lambda _: None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("starting simulation", total=cfg.buffer_size)
-
-        def show(written: int) -> None:
-            progress.update(task, completed=min(written, cfg.buffer_size), description="filling the buffer")
-
-        yield show
-
 
 __all__ = ["OnlineDataEngine", "OnlineDataEngineCfg"]
 
@@ -70,8 +48,6 @@ class OnlineDataEngine:
         self._stats: StatsCounter | None = None
         self._worker_stats: WorkersCounter | None = None
         self._mirror: DeviceMirror | None = None
-
-    # --- life -----------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start the simulation workers and return when every row of the buffer holds an episode."""
@@ -108,22 +84,26 @@ class OnlineDataEngine:
         self.stop()
 
     def _wait_for_first_fill(self, supervisor: Supervisor) -> None:
-        with fill_progress(self.cfg) as show:
+        console = Console(stderr=True)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        silent = not self.cfg.progress or not console.is_terminal
+        with Progress(*columns, console=console, transient=True, disable=silent) as progress:
+            task = progress.add_task("starting simulation", total=self.buffer_size)
             while not supervisor.is_ready and supervisor.error is None and supervisor.is_alive():
                 supervisor.changed.wait(0.1)
                 supervisor.changed.clear()
-                if supervisor.buffer is not None:
+                buffer = supervisor.buffer
+                if buffer is not None:
                     if self._reader is None:
-                        self._reader = StreamReader(supervisor.buffer, self.cfg)
-                        self._stats = StatsCounter(supervisor.buffer)
-                    show(supervisor.buffer.episodes_written)
+                        self._reader = StreamReader(buffer, self.cfg)
+                        self._stats = StatsCounter(buffer)
+                    written = min(buffer.episodes_written, self.buffer_size)
+                    progress.update(task, completed=written, description="filling the buffer")
         if supervisor.error is not None:
             supervisor.stop()
             raise supervisor.error
         if not supervisor.is_ready:
             raise EngineStateError("the engine was stopped before its buffer was filled")
-
-    # --- sampling -------------------------------------------------------------------------------------------------
 
     def sample_batch(
         self, batch_size: int, chunk_size: int, *, generator: Generator | None = None, reuse_outputs: bool = False
@@ -133,8 +113,8 @@ class OnlineDataEngine:
         Each chunk is from an episode drawn uniformly among those that are long enough, at a uniform start; never with a
         padded or half-overwritten frame. ``generator`` (numpy's or torch's) makes the draws reproducible for the same
         content of the buffer. The batch is yours. With ``reuse_outputs=True`` the same few TensorDicts are filled in
-        turn, which is faster for small batches: the second draw of the same shape after it, by
-        the same thread, overwrites such a batch.
+        turn, which is faster for small batches: the second draw of the same shape after it, by the same thread,
+        overwrites such a batch.
 
         Raises ``ChunkSizeError`` (a ``ValueError``) if ``chunk_size`` exceeds ``max_episode_steps`` or the longest
         stored episode, and ``WorkerError`` once a worker has failed for good.
@@ -195,8 +175,6 @@ class OnlineDataEngine:
         """Process ids of the simulation workers (in the process that started them)."""
         return [] if self._supervisor is None else self._supervisor.pids
 
-    # --- inside ---------------------------------------------------------------------------------------------------
-
     def _sampling(self) -> StreamReader:
         if self._reader is None:
             raise EngineStateError("the engine has no buffer yet: call start() first")
@@ -209,14 +187,8 @@ class OnlineDataEngine:
     def __getstate__(self) -> dict[str, Any]:
         """Pickle what sampling needs: another process attaches to the same memory."""
         self._sampling()
-        return {
-            **self.__dict__,
-            "_creator": None,
-            "_supervisor": None,
-            "_stats": None,
-            "_worker_stats": None,
-            "_mirror": None,
-        }
+        own = ("_creator", "_supervisor", "_stats", "_worker_stats", "_mirror")
+        return {**self.__dict__, **dict.fromkeys(own)}
 
 
 def _usable_device(name: str) -> torch.device:

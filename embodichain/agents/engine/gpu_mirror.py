@@ -102,10 +102,8 @@ class WindowCopier:
 
     def new_output(self, batch_size: int, chunk_size: int) -> DeviceOutput:
         """Return fresh memory for a batch."""
-        shapes = {leaf.key: (batch_size, chunk_size, *leaf.shape) for leaf in self._leaves}
-        tensors = {
-            leaf.key: torch.empty(shapes[leaf.key], dtype=leaf.dtype, device=self._device) for leaf in self._leaves
-        }
+        kind = {leaf.key: ((batch_size, chunk_size, *leaf.shape), leaf.dtype) for leaf in self._leaves}
+        tensors = {key: torch.empty(shape, dtype=dtype, device=self._device) for key, (shape, dtype) in kind.items()}
         return DeviceOutput(tensors, batch_size, chunk_size, self._device)
 
     def fill(self, key: int, table: Table, out: DeviceOutput) -> None:
@@ -188,7 +186,7 @@ class DeviceMirror:
     def sample(
         self, generator: np.random.Generator, batch_size: int, chunk_size: int, reuse_outputs: bool = False
     ) -> tuple[TensorDict, Callable[[], Ints]]:
-        """Return a batch ``[batch_size, chunk_size]`` on the device, and a function that returns the rows it was drawn from.
+        """Return a batch ``[batch_size, chunk_size]`` on the device, and what returns the rows it was drawn from.
 
         With ``reuse_outputs`` the same few batches are filled in turn, by CUDA graphs.
         """
@@ -305,8 +303,7 @@ class DeviceMirror:
         return True
 
     def _new_slot(self) -> _Slot:
-        shapes = {leaf.key: (self._buffer.max_steps, *leaf.shape) for leaf in self._buffer.layout.leaves}
-        dtypes = {leaf.key: leaf.dtype for leaf in self._buffer.layout.leaves}
-        host = {k: torch.empty(shape, dtype=dtypes[k], pin_memory=self._is_cuda) for k, shape in shapes.items()}
-        device = {k: torch.empty(shape, dtype=dtypes[k], device=self._device) for k, shape in shapes.items()}
+        kind = {leaf.key: ((self._buffer.max_steps, *leaf.shape), leaf.dtype) for leaf in self._buffer.layout.leaves}
+        host = {k: torch.empty(shape, dtype=dtype, pin_memory=self._is_cuda) for k, (shape, dtype) in kind.items()}
+        device = {k: torch.empty(shape, dtype=dtype, device=self._device) for k, (shape, dtype) in kind.items()}
         return _Slot(host, device)

@@ -1,6 +1,6 @@
-"""Drawing and copying windows as GPU kernels: every program finds out by itself which window it copies a part of.
+"""Drawing and copying windows as Triton kernels; every program finds out which window it copies a part of.
 
-The draws are those of ``mirror_draw.pick``: hashes of a key and a number, so that the CPU can tell what was drawn.
+The draws are those of ``gpu_mirror.pick``: hashes of a key and a number, so that the CPU can tell what was drawn.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class WindowKernel:
         self._width = frame_bytes // self._word.itemsize
         self._frames, self._max_steps = self._words(frames), frames.shape[1]
 
-    def __call__(self, out: Tensor, key: Tensor, table: tuple[Tensor, Tensor, Tensor], chunk_size: int) -> None:
+    def __call__(self, out: Tensor, key: Tensor, table: tuple[Tensor, ...], chunk_size: int) -> None:
         """Fill ``out`` ``[batch_size, chunk_size, ...]`` with the windows that ``key`` ``[1]`` decides.
 
         ``table`` is the rows to draw from, how many they are ``[1]``, and the length of every row.

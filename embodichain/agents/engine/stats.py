@@ -1,4 +1,4 @@
-"""What a user wants to watch about a running stream."""
+"""Statistics of a running stream and of its workers."""
 
 from __future__ import annotations
 
@@ -49,13 +49,11 @@ class StatsCounter:
         return int(work[Work.WRITTEN]), int(work[Work.FRAMES]), self._buffer.samples
 
     def snapshot(self) -> StreamStats:
-        """Return the statistics of this moment."""
-        buffer, now = self._buffer, time.monotonic()
-        work, read = buffer.workers.sum(axis=0), buffer.readers.sum(axis=0)
-        then, *before = self._last
-        episodes, frames, samples = self._totals()
-        self._last = (now, episodes, frames, samples)
+        """Return the present statistics."""
+        buffer, (then, *before) = self._buffer, self._last
+        self._last = (now, episodes, frames, samples) = (time.monotonic(), *self._totals())
         rates = [(new - old) / max(now - then, 1e-9) for new, old in zip(self._last[1:], before, strict=True)]
+        work, read = buffer.workers.sum(axis=0), buffer.readers.sum(axis=0)
         aged, judged = max(read[Read.AGED], 1.0), int(work[Work.JUDGED])
         return StreamStats(
             episodes_written=episodes,
@@ -96,11 +94,11 @@ class WorkerStats:
     mean_age_seconds: float
     """Mean age of its episodes that are in the buffer; 0 if there are none."""
     restarts: int
-    """How often the worker in this place was replaced."""
+    """How often this worker was replaced."""
     frames: int
     """Simulated environment steps, in episodes that were finished."""
     idle: bool
-    """Whether it is running, but nothing is wanted of it, because the buffer is full of episodes that are good yet."""
+    """Whether it is running but has nothing to do, because the buffer is full of episodes that are still good."""
 
 
 class WorkersCounter:
@@ -111,7 +109,7 @@ class WorkersCounter:
         self._last = (time.monotonic(), buffer.workers.copy())
 
     def snapshot(self, handles: Mapping[int, WorkerHandle], replaced: Sequence[int]) -> list[WorkerStats]:
-        """Return the statistics of all workers at this moment, those that are being replaced included."""
+        """Return the present statistics of all workers, those that are being replaced included."""
         buffer, now, clock = self._buffer, time.monotonic(), time.time()
         (then, before), records = self._last, buffer.workers.copy()
         self._last = (now, records)

@@ -203,7 +203,7 @@ class LeRobotWriter:
         }
 
     def _write_tasks(self) -> None:
-        """Write the only task; pandas, with which LeRobot reads it, finds in the metadata that its name is the index."""
+        """Write the only task; the metadata tell pandas, with which LeRobot reads it, that its name is the index."""
         kinds = (("task_index", "int64", "int64"), ("task", "unicode", "object"))
         columns = [
             {"name": name, "field_name": name, "pandas_type": kind, "numpy_type": numpy_kind, "metadata": None}
