@@ -18,190 +18,51 @@ from embodichain.envs.actions import ActionManager
 from embodichain.envs.gymnasium_env.construct import (
     RowwiseSyncVectorEnv,
     SubEnvStates,
-    factory_of,
+    env_factory,
     time_limit,
     vectorize,
 )
-from embodichain.envs.gymnasium_env.spaces import ActionDecoder, ObservationEncoder, Rows, choose
+from embodichain.envs.gymnasium_env.spaces import ActionDecoder, Rows, SpaceEncoder, choose
 from embodichain.envs.gymnasium_env.tasks import TaskGymnasiumVectorEnv
 from embodichain.envs.random import combine
 from embodichain.envs.vec_env import Action, EnvIds, StepResult, VecEnv
 from embodichain.errors import EnvContractError, RenderingError
 
-# MERGED seeds: Which seed each episode of a Gymnasium env gets: a hash of (seed, env index, episode number).
-
-
-_AHEAD = 64  # episodes whose seeds are computed at once, so that a reset costs a look-up
-_MASK = (1 << 31) - 1  # some simulators behind Gymnasium take 32-bit seeds only
+_SEED_MASK = (1 << 31) - 1  # some simulators behind Gymnasium take 32-bit seeds only
+_OWN = (SyncVectorEnv, AsyncVectorEnv, TaskGymnasiumVectorEnv)
+"""Vector envs whose ``reset`` takes one seed per env and honours ``reset_mask``."""
 
 
 class EpisodeSeeds:
-    """One counter-based stream of episode seeds in [0, 2**31) per env, the same whatever ``num_envs`` is."""
+    """Seeds of episodes in [0, 2**31): hashes of (seed, env index, episode number), whatever ``num_envs`` is."""
 
     def __init__(self, num_envs: int, seed: int) -> None:
-        self._key = torch.zeros(num_envs, dtype=torch.int64)
-        self._first = np.zeros(num_envs, dtype=np.int64)  # episode number of column 0 of the table
-        self._used = np.zeros(num_envs, dtype=np.int64)
-        self._table = np.zeros((num_envs, _AHEAD), dtype=np.int64)
+        self.state = np.zeros((num_envs, 2), dtype=np.int64)
+        """The key of each env's stream and the number of its next episode."""
         self.seed(np.arange(num_envs), seed)
 
     def seed(self, env_ids: np.ndarray, seed: int) -> None:
         """Give these envs the streams of ``(seed, env index)`` from their first episode on."""
-        ids = torch.from_numpy(env_ids)
-        self._key[ids] = combine(torch.full_like(ids, seed & ((1 << 62) - 1)), ids)
-        self._first[env_ids] = 0
-        self._fill(env_ids)
+        self.state[env_ids, 0] = _hash(np.full_like(env_ids, seed & ((1 << 62) - 1)), env_ids)
+        self.state[env_ids, 1] = 0
 
     def take(self, env_ids: np.ndarray) -> np.ndarray:
-        """Return the seeds ``[len(env_ids)]`` of the envs' next episodes and count them as begun."""
-        spent = env_ids[self._used[env_ids] == _AHEAD]
-        if len(spent):
-            self._first[spent] += _AHEAD
-            self._fill(spent)
-        seeds = self._table[env_ids, self._used[env_ids]]
-        self._used[env_ids] += 1
+        """Return the seeds ``[len(env_ids)]`` of the envs' next episodes and advance the streams."""
+        seeds = _hash(*self.state[env_ids].T) & _SEED_MASK
+        self.state[env_ids, 1] += 1
         return seeds
 
-    @property
-    def state(self) -> np.ndarray:
-        """The streams as int64 ``[num_envs, 2]``: key, number of the next episode."""
-        return np.stack([self._key.numpy(), self._first + self._used], axis=1)
 
-    def set_state(self, env_ids: np.ndarray, state: np.ndarray) -> None:
-        """Continue the streams of these envs where ``state`` ``[len(env_ids), 2]`` was taken."""
-        self._key[torch.from_numpy(env_ids)] = torch.from_numpy(state[:, 0].copy())
-        self._first[env_ids] = state[:, 1]
-        self._fill(env_ids)
-
-    def _fill(self, env_ids: np.ndarray) -> None:
-        episodes = torch.from_numpy(self._first[env_ids]).unsqueeze(1) + torch.arange(_AHEAD)
-        keys = self._key[torch.from_numpy(env_ids)].unsqueeze(1)
-        self._table[env_ids] = (combine(keys, episodes) & _MASK).numpy()
-        self._used[env_ids] = 0
-
-
-# MERGED frames: Pictures of Gymnasium envs in the size that was asked for.
-
-
-def draw(vector_env: VectorEnv, env_ids: list[int], camera: str | None, size: tuple[int, int]) -> np.ndarray:
-    """Return uint8 frames ``[len(env_ids), H, W, 3]`` of the envs' present states."""
-    if camera is not None:
-        raise RenderingError(f"a Gymnasium env has one view of its own: expected camera=None, got {camera!r}")
-    if vector_env.render_mode != "rgb_array":
-        raise RenderingError('pass kwargs={"render_mode": "rgb_array"} when making the env, then it can be rendered')
-    base = vector_env.unwrapped
-    try:
-        if isinstance(base, SyncVectorEnv):
-            frames = [base.envs[i].render() for i in env_ids]
-        else:
-            every = vector_env.render() or ()
-            frames = [every[i] for i in env_ids]
-    except gym.error.DependencyNotInstalled as error:
-        raise RenderingError(f"this Gymnasium env cannot be drawn: {error}") from error
-    pictures = torch.from_numpy(np.stack([np.asarray(frame, dtype=np.uint8) for frame in frames]))
-    if tuple(pictures.shape[1:3]) == size:
-        return pictures.numpy()
-    resized = torch.nn.functional.interpolate(
-        pictures.permute(0, 3, 1, 2).to(torch.float32), size, mode="bilinear", antialias=True, align_corners=False
-    )
-    return resized.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous().numpy()
-
-
-# MERGED resets: How a vector env is reset in part, and what must hold so that no step is ever made up.
-
-
-_SEEDED_PER_ENV = (SyncVectorEnv, RowwiseSyncVectorEnv, AsyncVectorEnv, TaskGymnasiumVectorEnv)
-
-
-class ResetPort:
-    """Resets some envs of a vector env, each from its own seed where the vector env can do that."""
-
-    def __init__(self, vector_env: VectorEnv, encode: Callable[[Any], Rows], episode_seeds: bool | None) -> None:
-        self._env = vector_env
-        self.num_envs = int(vector_env.num_envs)
-        self.mode = _mode(vector_env)
-        base = vector_env.unwrapped
-        self.takes_episode_seeds = isinstance(base, _SEEDED_PER_ENV) if episode_seeds is None else episode_seeds
-        if isinstance(base, AsyncVectorEnv) and self.mode is AutoresetMode.NEXT_STEP and not base.shared_memory:
-            raise EnvContractError(
-                "AsyncVectorEnv(shared_memory=False) in NEXT_STEP mode resets an env again after it was reset by mask, "
-                "which would look like a step; make it with autoreset_mode=AutoresetMode.DISABLED or shared_memory=True"
-            )
-        # Gymnasium's own classes are known to honour reset_mask; a wrapper around them, or another class, is tried.
-        self.partial = type(vector_env) in _SEEDED_PER_ENV or self._honours_mask(encode)
-        self.repeats_others = type(vector_env) in (SyncVectorEnv, RowwiseSyncVectorEnv)
-        """Whether a partial reset returns exactly what the other envs observed before."""
-        if not self.partial and self.mode is not AutoresetMode.SAME_STEP:
-            raise EnvContractError(
-                f"{vector_env} is in {self.mode.name} autoreset mode and its reset() does not honour "
-                'options={"reset_mask": ...}, so envs that are done cannot be reset in the same step. Use '
-                "make_gymnasium with an id, GymnasiumVecEnv.from_factory, or a vector env in SAME_STEP mode"
-            )
-
-    def reset(
-        self, mask: np.ndarray, env_ids: np.ndarray, seeds: np.ndarray | int | None
-    ) -> tuple[Any, dict[str, Any]]:
-        """Reset the envs of ``mask`` ``[num_envs]``; ``seeds`` is one per env of ``env_ids``, one for all, or none."""
-        per_env: list[int | None] | int | None = seeds if isinstance(seeds, int) else None
-        if isinstance(seeds, np.ndarray):
-            per_env = [None] * self.num_envs
-            for env, seed in zip(env_ids.tolist(), seeds.tolist(), strict=True):
-                per_env[env] = seed
-        if mask.all():
-            return self._env.reset(seed=per_env)  # type: ignore[arg-type]  # a list is more than VectorEnv promises
-        if not self.partial:
-            raise EnvContractError(
-                f"{self._env} cannot reset envs {env_ids.tolist()[:10]} alone: "
-                'its reset() does not honour options={"reset_mask": ...}'
-            )
-        return self._env.reset(seed=per_env, options={"reset_mask": mask.copy()})  # type: ignore[arg-type]
-
-    def _honours_mask(self, encode: Callable[[Any], Rows]) -> bool:
-        """Step once, reset the first env by mask, and see whether the others are left where they were."""
-        if self.num_envs == 1:
-            return True
-        self._env.reset()
-        self._env.action_space.seed(0)
-        before = encode(self._env.step(self._env.action_space.sample())[0])
-        mask = np.zeros(self.num_envs, dtype=np.bool_)
-        mask[0] = True
-        try:
-            after = encode(self._env.reset(options={"reset_mask": mask})[0])
-        except (
-            ValueError,
-            TypeError,
-            KeyError,
-            NotImplementedError,
-        ):  # how wrappers say that they reset all or nothing
-            return False
-        return _same_rows(before, after)
-
-
-def _same_rows(before: Rows, after: Rows) -> bool:
-    """Whether all envs but the first observe the same."""
-    return all(
-        _same_rows(value, after[name]) if isinstance(value, dict) else torch.equal(value[1:], after[name][1:])
-        for name, value in before.items()
-    )
-
-
-def _mode(vector_env: VectorEnv) -> AutoresetMode:
-    mode = vector_env.metadata.get("autoreset_mode")
-    try:
-        return mode if isinstance(mode, AutoresetMode) else AutoresetMode(mode)
-    except ValueError:
-        raise EnvContractError(
-            f"{vector_env} must say in metadata['autoreset_mode'] when it resets envs that are done "
-            f"({', '.join(m.name for m in AutoresetMode)}), got {mode!r}"
-        ) from None
+def _hash(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    hashed: np.ndarray = combine(torch.from_numpy(a), torch.from_numpy(b)).numpy()
+    return hashed
 
 
 class GymnasiumVecEnv(VecEnv):
-    """A Gymnasium vector env as a ``VecEnv``; see the package's docstring for what is promised.
+    """A Gymnasium vector env as a ``VecEnv``; the package's docstring describes the autoreset modes and seeds.
 
-    ``max_episode_steps`` is needed when the vector env does not say its own limit; where both are known the smaller one
-    holds, and envs that reach it are truncated here. ``seed`` starts the streams of episode seeds (default: at random).
-    ``episode_seeds`` says that ``reset(seed=[one per env])`` is honoured, for vector envs that are not Gymnasium's own.
+    ``max_episode_steps`` is needed when the vector env does not state its own limit; where both are known the smaller
+    one holds, and envs that reach it are truncated here. ``seed`` seeds the streams of episode seeds (default: random).
     """
 
     def __init__(
@@ -211,7 +72,6 @@ class GymnasiumVecEnv(VecEnv):
         device: torch.device | str = "cpu",
         max_episode_steps: int | None = None,
         seed: int | None = None,
-        episode_seeds: bool | None = None,
     ) -> None:
         if not isinstance(vector_env, VectorEnv):
             raise EnvContractError(
@@ -222,16 +82,17 @@ class GymnasiumVecEnv(VecEnv):
         self.num_envs = int(vector_env.num_envs)
         self.device = torch.device(device)
         self.max_episode_steps = time_limit(vector_env, max_episode_steps)
-        self._encoder = ObservationEncoder(vector_env.single_observation_space, self.num_envs, self.device)
+        self._encoder = SpaceEncoder(vector_env.single_observation_space, self.num_envs, self.device)
         self._decode = ActionDecoder(vector_env.single_action_space, self.num_envs)
         self.observation_space = self._encoder.space
         self.action_space = self._decode.space
         self.action_manager = ActionManager("action", self.action_space, self.num_envs, "cpu")
         self.seed = secrets.randbits(61) if seed is None else seed
         self._seeds = EpisodeSeeds(self.num_envs, self.seed)
-        self._port = ResetPort(vector_env, self._encoder.encode, episode_seeds)
+        self._own = isinstance(vector_env.unwrapped, _OWN)
+        self._mode = _autoreset_mode(vector_env, self._own)
         self._states = SubEnvStates.of(vector_env)
-        self.supports_state = self._states is not None and self._port.takes_episode_seeds
+        self.supports_state = self._states is not None
         self._elapsed = np.zeros(self.num_envs, dtype=np.int64)
         self._episode = np.full(self.num_envs, -1, dtype=np.int64)
         self._rows: Rows | None = None  # the observation last returned; None before the first reset
@@ -259,7 +120,7 @@ class GymnasiumVecEnv(VecEnv):
         mask[ids] = True
         if self._rows is None and not mask.all():
             raise EnvContractError("the first reset must be of all envs: call reset() without env_ids once")
-        batch, infos = self._port.reset(mask, ids, self._seeds_for(ids, seed))
+        batch, infos = self._reset_envs(mask, seed)
         rows = self._encoder.encode(batch)
         self._rows = rows if self._rows is None or mask.all() else choose(torch.from_numpy(mask), rows, self._rows)
         self._elapsed[ids] = 0
@@ -276,10 +137,10 @@ class GymnasiumVecEnv(VecEnv):
         done = terminated | truncated
 
         self._rows = rows = reached = self._encoder.encode(batch)
-        if self._port.mode is AutoresetMode.SAME_STEP and native_end.any():
+        if self._mode is AutoresetMode.SAME_STEP and native_end.any():
             reached = self._final_rows(rows, infos, native_end)
         if done.any():
-            self._rows = self._restart(rows, done, native_end)
+            self._rows = self._reset_done(rows, done, native_end)
         obs = self._encoder.tensordict(self._rows)
         info = {
             "final_observation": obs if reached is self._rows else self._encoder.tensordict(reached),
@@ -288,11 +149,11 @@ class GymnasiumVecEnv(VecEnv):
             "episode_seed": self._episode_seed(),
             "gymnasium": infos,
         }
-        flags = torch.from_numpy(truncated).to(self.device)  # computed above: nobody else knows this array
+        flags = torch.from_numpy(truncated).to(self.device)  # computed above, so it needs no copy
         return obs, self._tensor(reward, np.float32), self._tensor(terminated), flags, info
 
     def get_state(self) -> TensorDict:
-        if self._states is None or not self.supports_state:
+        if self._states is None:
             return super().get_state()
         if self._rows is None:
             self.reset()
@@ -303,43 +164,74 @@ class GymnasiumVecEnv(VecEnv):
         return TensorDict({**state, "observation": rows.clone()}, batch_size=[self.num_envs]).to(self.device)
 
     def set_state(self, state: TensorDictBase, env_ids: EnvIds = None) -> TensorDict:
-        if self._states is None or not self.supports_state:
+        if self._states is None:
             return super().set_state(state, env_ids)
         if self._rows is None:
             self.reset()
-        ids = self.resolve_ids(env_ids).cpu()
+        ids, state = self.resolve_ids(env_ids).cpu(), state.to("cpu")
         if state.batch_size != ids.shape:
             raise EnvContractError(
                 f"{len(ids)} envs need a state of batch size [{len(ids)}], got {list(state.batch_size)}"
             )
         rows = ids.numpy()
-        self._states.write(rows, state["sub_envs"].cpu().numpy())
-        self._seeds.set_state(rows, state["streams"].cpu().numpy())
-        self._elapsed[rows] = state["elapsed"].cpu().numpy()
-        self._episode[rows] = state["episode"].cpu().numpy()
+        self._states.write(rows, state["sub_envs"].numpy())
+        self._seeds.state[rows] = state["streams"].numpy()
+        self._elapsed[rows] = state["elapsed"].numpy()
+        self._episode[rows] = state["episode"].numpy()
         obs = self._encoder.tensordict(self._rows or {}).to("cpu").clone()
-        obs[ids] = state["observation"].to("cpu")
+        obs[ids] = state["observation"]
         self._rows = obs.to_dict()
         return self._encoder.tensordict(self._rows)
 
     def render(
         self, env_ids: EnvIds = None, camera: str | None = None, size: tuple[int, int] = (240, 320)
     ) -> np.ndarray:
-        return draw(self.vector_env, self.resolve_ids(env_ids).tolist(), camera, size)
+        ids, base = self.resolve_ids(env_ids).tolist(), self.vector_env.unwrapped
+        if camera is not None:
+            raise RenderingError(f"a Gymnasium env has one view of its own: expected camera=None, got {camera!r}")
+        if self.vector_env.render_mode != "rgb_array":
+            raise RenderingError('pass kwargs={"render_mode": "rgb_array"} when making the env to be able to render it')
+        try:
+            if isinstance(base, SyncVectorEnv):
+                frames = [base.envs[i].render() for i in ids]
+            else:
+                every = self.vector_env.render() or ()
+                frames = [every[i] for i in ids]
+        except gym.error.DependencyNotInstalled as error:
+            raise RenderingError(f"this Gymnasium env cannot be rendered: {error}") from error
+        images = torch.from_numpy(np.stack([np.asarray(frame, dtype=np.uint8) for frame in frames]))
+        if tuple(images.shape[1:3]) == size:
+            return images.numpy()
+        channels_first = images.permute(0, 3, 1, 2).to(torch.float32)
+        resized = torch.nn.functional.interpolate(channels_first, size, mode="bilinear", antialias=True)
+        return resized.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous().numpy()
 
     def close(self) -> None:
         self.vector_env.close()
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
-    def _seeds_for(self, ids: np.ndarray, seed: int | Tensor | None) -> np.ndarray | int | None:
-        """Return what the vector env is reset with, and note the episodes that begin."""
-        if not self._port.takes_episode_seeds:
+    def _reset_envs(self, mask: np.ndarray, seed: int | Tensor | None) -> tuple[Any, dict[str, Any]]:
+        """Reset the envs of ``mask`` ``[num_envs]``: each from the seed of its episode, or all from one seed."""
+        ids = np.flatnonzero(mask)
+        given: Any = self._next_seeds(ids, seed)
+        if isinstance(given, np.ndarray):
+            given = [None] * self.num_envs
+            for env, value in zip(ids.tolist(), self._episode[ids].tolist(), strict=True):
+                given[env] = value
+        if mask.all():
+            return self.vector_env.reset(seed=given)
+        if not self._own and self._mode is AutoresetMode.SAME_STEP:
+            raise EnvContractError(
+                f"{self.vector_env} cannot reset envs {ids.tolist()[:10]} alone: it is no vector env of Gymnasium's own"
+            )
+        return self.vector_env.reset(seed=given, options={"reset_mask": mask.copy()})
+
+    def _next_seeds(self, ids: np.ndarray, seed: int | Tensor | None) -> np.ndarray | int | None:
+        """Return the seeds of the episodes that begin in these envs, or one seed where there can be no other."""
+        if not self._own:
             if isinstance(seed, Tensor) or (seed is not None and len(ids) < self.num_envs):
-                raise EnvContractError(
-                    f"{self.vector_env} takes one seed for all envs: expected reset(seed=an int) of all envs. If its "
-                    "reset() takes a list of seeds, say so with GymnasiumVecEnv(..., episode_seeds=True)"
-                )
+                raise EnvContractError(f"{self.vector_env} takes one seed for all envs: reset all, with an int")
             return seed
         if isinstance(seed, Tensor):
             seeds = seed.detach().cpu().reshape(-1).to(torch.int64).numpy()
@@ -354,26 +246,24 @@ class GymnasiumVecEnv(VecEnv):
         self._episode[ids] = seeds
         return seeds
 
-    def _restart(self, rows: Rows, done: np.ndarray, native_end: np.ndarray) -> Rows:
-        """Begin the next episode of the envs that are done and return what all envs observe then."""
+    def _reset_done(self, rows: Rows, done: np.ndarray, native_end: np.ndarray) -> Rows:
+        """Begin the next episode of the envs that are done and return the observation of all envs."""
         self._elapsed[done] = 0
-        if self._port.mode is AutoresetMode.SAME_STEP and not self._port.takes_episode_seeds:
-            done = done & ~native_end  # the others were reset by the vector env, and there is no seed to give them
-        ids = np.flatnonzero(done)
-        if not len(ids):
+        if self._mode is AutoresetMode.SAME_STEP and not self._own:
+            done = done & ~native_end  # the vector env reset the others itself, and takes no seed for them
+        if not done.any():
             return rows
-        batch, _ = self._port.reset(done, ids, self._seeds_for(ids, None))
-        restarted: Rows = self._encoder.encode(batch)
-        return restarted if self._port.repeats_others else choose(torch.from_numpy(done), restarted, rows)
+        first: Rows = self._encoder.encode(self._reset_envs(done, None)[0])
+        # Gymnasium's own in this process returns exactly what the other envs observed before.
+        repeats = type(self.vector_env) in (SyncVectorEnv, RowwiseSyncVectorEnv)
+        return first if repeats else choose(torch.from_numpy(done), first, rows)
 
     def _final_rows(self, rows: Rows, infos: dict[str, Any], ended: np.ndarray) -> Rows:
-        """Return ``rows`` with what the envs that ended in SAME_STEP mode really reached."""
+        """Return ``rows`` with the final observations of the envs that ended in SAME_STEP mode."""
         final = infos.get("final_obs")
         if final is None:
             raise EnvContractError(f"{self.vector_env} is in SAME_STEP autoreset mode but gave no info['final_obs']")
-        if (
-            isinstance(final, np.ndarray) and final.dtype == object
-        ):  # Gymnasium's way: one observation per env that ended
+        if isinstance(final, np.ndarray) and final.dtype == object:  # one observation per env that ended
             space = self.vector_env.single_observation_space
             some = final[np.flatnonzero(ended)[0]]
             rest = [final[i] if ended[i] else some for i in range(self.num_envs)]
@@ -381,9 +271,7 @@ class GymnasiumVecEnv(VecEnv):
         return choose(torch.from_numpy(ended), self._encoder.encode(final), rows)
 
     def _metrics(self, infos: dict[str, Any], ended: np.ndarray) -> dict[str, Tensor]:
-        """Return ``success`` as the envs tell it; those that ended in SAME_STEP mode tell it in ``final_info``."""
-        if not infos:
-            return {}
+        """Return ``success`` as the envs report it, in SAME_STEP mode in ``final_info`` where they ended."""
         final = infos.get("final_info")
         for name in ("is_success", "success"):
             now, last = infos.get(name), final.get(name) if isinstance(final, dict) else None
@@ -403,6 +291,26 @@ class GymnasiumVecEnv(VecEnv):
         return torch.from_numpy(np.array(values, dtype=dtype)).to(self.device)
 
 
+def _autoreset_mode(vector_env: VectorEnv, own: bool) -> AutoresetMode:
+    """Return when the vector env resets envs that are done, unless a reset could then look like a step."""
+    given, base = vector_env.metadata.get("autoreset_mode"), vector_env.unwrapped
+    try:
+        mode = given if isinstance(given, AutoresetMode) else AutoresetMode(given)
+    except ValueError:
+        raise EnvContractError(
+            f"{vector_env} must say in metadata['autoreset_mode'] when it resets envs that are done "
+            f"({', '.join(m.name for m in AutoresetMode)}), got {given!r}"
+        ) from None
+    resets_again = isinstance(base, AsyncVectorEnv) and not base.shared_memory
+    if mode is AutoresetMode.NEXT_STEP and (resets_again or (not own and vector_env.num_envs > 1)):
+        raise EnvContractError(
+            f"{vector_env} is in NEXT_STEP autoreset mode, and resets envs once more that were reset with "
+            'options={"reset_mask": ...}, which would look like a step. Use make_gymnasium with an id, '
+            "GymnasiumVecEnv.from_factory, or a vector env in DISABLED or SAME_STEP mode"
+        )
+    return mode
+
+
 def make_gymnasium(
     id: str,
     num_envs: int = 1,
@@ -418,7 +326,7 @@ def make_gymnasium(
     ``"my_module:MyEnv-v0"`` imports ``my_module`` if it is among ``trusted_modules``. ``max_episode_steps`` replaces
     the limit that is registered with the id, and is needed where none is.
     """
-    make_env, limit = factory_of(id, kwargs, max_episode_steps, trusted_modules)
+    factory, limit = env_factory(id, kwargs, max_episode_steps, trusted_modules)
     return GymnasiumVecEnv.from_factory(
-        make_env, num_envs, max_episode_steps=limit, asynchronous=asynchronous, device=device, seed=seed
+        factory, num_envs, max_episode_steps=limit, asynchronous=asynchronous, device=device, seed=seed
     )

@@ -1,4 +1,4 @@
-"""From an id or a function to a Gymnasium vector env, in the mode that suits the contract best."""
+"""From an id or a function to a vector env that leaves resetting to us, and the exact state of its envs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 from embodichain.envs.gymnasium_env.tasks import TaskGymnasiumEnv, TaskGymnasiumVectorEnv
 from embodichain.errors import ConfigError, EnvContractError, UnknownNameError, UntrustedModuleError
 
-# MERGED sync: Gymnasium's vector env of this process, with resets of some envs that cost as little as those envs do.
+_KNOWN_WRAPPERS = (gym.wrappers.TimeLimit, gym.wrappers.OrderEnforcing, gym.wrappers.PassiveEnvChecker)
+_COMPATIBILITY = ("GymV21Environment-v0", "GymV26Environment-v0")
+_RESERVED = ("id", "max_episode_steps", "disable_env_checker")
+_MASK = (1 << 64) - 1
 
 
 class RowwiseSyncVectorEnv(SyncVectorEnv):
@@ -49,35 +52,15 @@ class RowwiseSyncVectorEnv(SyncVectorEnv):
         return batch, infos
 
 
-# MERGED state: Saving and restoring Gymnasium envs exactly, where that is possible.
-#
-# It is for envs in this process whose whole state is known: Gymnasium's own classic-control and MuJoCo tasks, bare or
-# in
-# the wrappers that ``gymnasium.make`` adds. Every env is saved as one row of bytes of fixed length: the random
-# generator,
-# the step counter, and the arrays of the simulation. For MuJoCo these are all arrays of ``MjData`` that outlive a step,
-# not only positions and velocities: rewards are computed from body positions that lag the state by a substep.
-
-
-_WRAPPERS = (gym.wrappers.TimeLimit, gym.wrappers.OrderEnforcing, gym.wrappers.PassiveEnvChecker)
-_MASK = (1 << 64) - 1
-
-
 class _ClassicControl:
     """The ``state`` of Gymnasium's classic-control tasks: a few numbers, as float64, float32 or in a tuple."""
 
-    @staticmethod
-    def arrays(env: Any) -> list[np.ndarray]:
+    def arrays(self, env: Any) -> list[np.ndarray]:
         values = env.state
         kind = 2 if isinstance(values, tuple) else int(values.dtype == np.float32)
         return [np.asarray(values, dtype=np.float64), np.array([kind], dtype=np.int64)]
 
-    def memory(self, env: Any) -> list[np.ndarray]:
-        """Return the bytes of these arrays."""
-        return [_bytes(array) for array in self.arrays(env)]
-
-    @staticmethod
-    def restore(env: Any, arrays: list[np.ndarray]) -> None:
+    def restore(self, env: Any, arrays: list[np.ndarray]) -> None:
         values, kind = arrays[0].copy(), int(arrays[1][0])
         env.state = tuple(values.tolist()) if kind == 2 else values.astype(np.float32 if kind else np.float64)
         if "steps_beyond_terminated" in vars(env):  # CartPole counts steps after the end; we never make one
@@ -85,45 +68,48 @@ class _ClassicControl:
 
 
 class _Mujoco:
-    """All arrays of ``MjData`` whose size the model fixes (those in the arena live for one step only)."""
+    """All arrays of ``MjData`` whose size the model fixes; those in the arena live for one step only.
+
+    Positions and velocities alone would not do: rewards are computed from body positions that lag them by a substep.
+    """
 
     def __init__(self, env: Any) -> None:
-        fresh = type(env.data)(env.model)
+        fresh = type(env.data)(env.model)  # in which the sizes that grow with contacts are zero
         named = {name: getattr(fresh, name) for name in dir(fresh) if not name.startswith("_")}
         self._names = [name for name, value in named.items() if isinstance(value, np.ndarray) and value.size]
         self._views: dict[int, tuple[Any, list[np.ndarray]]] = {}
 
     def arrays(self, env: Any) -> list[np.ndarray]:
-        # Sizes that grow with contacts are zero in fresh data, so they are not among the names.
-        return [np.array([env.data.time]), *(getattr(env.data, name) for name in self._names)]
-
-    def memory(self, env: Any) -> list[np.ndarray]:
-        """Return the bytes of these arrays; those of ``MjData`` stay where they are, so they are looked up once."""
         data, views = self._views.get(id(env), (None, []))
-        if data is not env.data:
-            data, views = env.data, [_bytes(getattr(env.data, name)) for name in self._names]
+        if data is not env.data:  # its arrays stay where they are, so they are looked up once
+            data, views = env.data, [getattr(env.data, name) for name in self._names]
             self._views[id(env)] = data, views
-        return [np.array([data.time]).view(np.uint8), *views]
+        return [np.array([data.time]), *views]
 
     def restore(self, env: Any, arrays: list[np.ndarray]) -> None:
         env.data.time = float(arrays[0][0])
-        for name, value in zip(self._names, arrays[1:], strict=True):
-            getattr(env.data, name)[...] = value
+        for view, value in zip(self.arrays(env)[1:], arrays[1:], strict=True):
+            view[...] = value
 
 
 class SubEnvStates:
-    """Reads and writes the states of the envs of a ``SyncVectorEnv`` as uint8 ``[num_envs, num_bytes]``."""
+    """Reads and writes the states of the envs of a ``SyncVectorEnv`` as uint8 ``[num_envs, num_bytes]``.
+
+    It is for envs whose whole state is known: Gymnasium's own classic-control and MuJoCo tasks, bare or in the wrappers
+    that ``gymnasium.make`` adds. A row holds the random generator, the step counter and the arrays of the simulation.
+    """
 
     def __init__(self, envs: list[gym.Env], kind: _ClassicControl | _Mujoco) -> None:
-        self._envs = envs
-        self._kind = kind
+        self._envs, self._kind = envs, kind
 
     @classmethod
     def of(cls, vector_env: VectorEnv) -> SubEnvStates | None:
         """Return the access to a vector env's states, or ``None`` where it could not be exact."""
         if not isinstance(vector_env, SyncVectorEnv) or type(vector_env) not in (SyncVectorEnv, RowwiseSyncVectorEnv):
             return None
-        cores = [_core(env) for env in vector_env.envs]
+        if any(type(wrapper) not in _KNOWN_WRAPPERS for env in vector_env.envs for wrapper in _wrappers(env)):
+            return None
+        cores = [env.unwrapped for env in vector_env.envs]
         modules = {type(core).__module__ for core in cores}
         if all(module.startswith("gymnasium.envs.classic_control.") for module in modules):
             return cls(vector_env.envs, _ClassicControl())
@@ -133,55 +119,37 @@ class SubEnvStates:
 
     def read(self) -> np.ndarray:
         """Return the states of all envs."""
-        return np.stack([np.concatenate([*_bookkeeping(env), *self._kind.memory(env.unwrapped)]) for env in self._envs])
+        as_bytes = lambda array: np.ascontiguousarray(array).reshape(-1).view(np.uint8)  # noqa: E731
+        return np.stack([np.concatenate([as_bytes(array) for array in self._arrays(env)]) for env in self._envs])
 
     def write(self, env_ids: np.ndarray, states: np.ndarray) -> None:
         """Put the rows of ``states`` into these envs, which were reset at least once."""
         for i, row in zip(env_ids.tolist(), states, strict=True):
             env, offset, parts = self._envs[i], 0, []
-            for like in (_generator(env.unwrapped), np.array([_elapsed(env)]), *self._kind.arrays(env.unwrapped)):
+            for like in self._arrays(env):
                 parts.append(row[offset : offset + like.nbytes].copy().view(like.dtype).reshape(like.shape))
                 offset += like.nbytes
             _set_generator(env.unwrapped, parts[0])
-            _set_elapsed(env, int(parts[1][0]))
+            for limit in _limits(env):
+                limit._elapsed_steps = int(parts[1][0])
             self._kind.restore(env.unwrapped, parts[2:])
 
-
-def _bookkeeping(env: gym.Env) -> tuple[np.ndarray, np.ndarray]:
-    """Return the bytes of an env's random generator and step counter."""
-    return _bytes(_generator(env.unwrapped)), _bytes(np.array([_elapsed(env)]))
-
-
-def _bytes(array: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    def _arrays(self, env: gym.Env) -> list[np.ndarray]:
+        elapsed = max((limit._elapsed_steps or 0 for limit in _limits(env)), default=0)
+        return [_generator(env.unwrapped), np.array([elapsed]), *self._kind.arrays(env.unwrapped)]
 
 
-def _core(env: gym.Env) -> gym.Env | None:
-    """Return the innermost env, or ``None`` if it stands in a wrapper whose state we do not know."""
-    while isinstance(env, gym.Wrapper):
-        if type(env) not in _WRAPPERS:
-            return None
-        env = env.env
-    return env
-
-
-def _limits(env: gym.Env) -> list[Any]:
-    """Return the ``TimeLimit`` wrappers around an env."""
+def _wrappers(env: gym.Env) -> list[Any]:
+    """Return the wrappers around an env, outermost first."""
     found = []
     while isinstance(env, gym.Wrapper):
-        if isinstance(env, gym.wrappers.TimeLimit):
-            found.append(env)
+        found.append(env)
         env = env.env
     return found
 
 
-def _elapsed(env: gym.Env) -> int:
-    return max((limit._elapsed_steps or 0 for limit in _limits(env)), default=0)
-
-
-def _set_elapsed(env: gym.Env, steps: int) -> None:
-    for limit in _limits(env):
-        limit._elapsed_steps = steps
+def _limits(env: gym.Env) -> list[Any]:
+    return [wrapper for wrapper in _wrappers(env) if isinstance(wrapper, gym.wrappers.TimeLimit)]
 
 
 def _generator(env: gym.Env) -> np.ndarray:
@@ -200,10 +168,6 @@ def _set_generator(env: gym.Env, words: np.ndarray) -> None:
         "has_uint32": has_uint32,
         "uinteger": uinteger,
     }
-
-
-_COMPATIBILITY = ("GymV21Environment-v0", "GymV26Environment-v0")
-_RESERVED = ("id", "max_episode_steps", "disable_env_checker")
 
 
 def resolve_spec(id: str, trusted_modules: Collection[str] = ()) -> EnvSpec:
@@ -240,7 +204,7 @@ def single_env(spec: EnvSpec, kwargs: Mapping[str, Any], max_episode_steps: int 
     return gym.make(spec, max_episode_steps=max_episode_steps, disable_env_checker=True, **kwargs)
 
 
-def factory_of(
+def env_factory(
     id: str, kwargs: Mapping[str, Any] | None, max_episode_steps: int | None, trusted_modules: Collection[str]
 ) -> tuple[Callable[[], gym.Env], int | None]:
     """Return the function that makes one env of an id, and the time limit that was asked for or registered."""
@@ -261,7 +225,7 @@ def vectorize(
     if num_envs < 1:
         raise ConfigError(f"num_envs: expected at least 1, got {num_envs}")
     makers = [make_env] * num_envs
-    # Nobody resets but us, by mask, each episode from its own seed; and the encoder copies anyway.
+    # Only the adapter resets, by mask, each episode from its own seed; and its encoder copies anyway.
     if not asynchronous:
         env = RowwiseSyncVectorEnv(makers)
         return env, time_limit(env, max_episode_steps)
@@ -285,13 +249,9 @@ def time_limit(vector_env: VectorEnv, asked: int | None) -> int:
 
 def _env_limit(env: gym.Env) -> int | None:
     """Return the smallest limit that an env's spec or its wrappers state, or the task of ours that it is."""
-    limits = [_spec_limit(env.spec)]
+    limits = [_spec_limit(env.spec), *(limit._max_episode_steps for limit in _limits(env))]
     if isinstance(env.unwrapped, TaskGymnasiumEnv):
         limits.append(env.unwrapped.vec_env.max_episode_steps)
-    while isinstance(env, gym.Wrapper):
-        if isinstance(env, gym.wrappers.TimeLimit):
-            limits.append(env._max_episode_steps)
-        env = env.env
     return min((limit for limit in limits if limit is not None), default=None)
 
 
@@ -308,7 +268,7 @@ def _checked(asked: int | None, own: int | None, what: str) -> int:
     limit = own if asked is None else asked
     if limit is None:
         raise ConfigError(
-            f"max_episode_steps: {what} has no time limit of its own; say after how many steps an episode is truncated"
+            f"max_episode_steps: {what} has no time limit of its own; give the number of steps of an episode"
         )
     return limit
 

@@ -42,7 +42,7 @@ def choose(mask: Tensor, yes: Rows, no: Rows) -> Rows:
     }
 
 
-class ObservationEncoder:
+class SpaceEncoder:
     """Turns batches of one Gymnasium observation space into tensors ``[num_envs, ...]`` that own their memory."""
 
     def __init__(self, source: gym.Space[Any], num_envs: int, device: torch.device) -> None:

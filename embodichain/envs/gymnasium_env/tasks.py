@@ -1,4 +1,4 @@
-"""The other way: our environments as Gymnasium environments, single or batched."""
+"""Our environments as Gymnasium environments, single or batched."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class TaskGymnasiumEnv(gym.Env[dict[str, Any], Any]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Start an episode; a seed starts the random stream anew."""
+        """Begin an episode; a seed resets the random stream."""
         super().reset(seed=seed)
         obs, info = self.vec_env.reset(seed=seed)
         self._running = True
@@ -57,9 +57,9 @@ class TaskGymnasiumEnv(gym.Env[dict[str, Any], Any]):
         return obs, float(reward[0]), bool(terminated[0]), bool(truncated[0]), _scalars(info)
 
     def render(self) -> Any:
-        """Return a picture ``[H, W, 3]``, if made with ``render_mode="rgb_array"``.
+        """Return an image ``[H, W, 3]`` of the present state, if made with ``render_mode="rgb_array"``.
 
-        It shows the present state; after an episode has ended, that is already the start of the next one.
+        After an episode has ended, that is the reset state of the next one.
         """
         return None if self.render_mode is None else self.vec_env.render()[0]
 
@@ -90,7 +90,7 @@ class TaskGymnasiumVectorEnv(VectorEnv[dict[str, Any], np.ndarray, np.ndarray]):
     def reset(
         self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Start episodes in all envs, or in those of ``options["reset_mask"]``, and return what all envs observe."""
+        """Begin episodes in all envs, or in those of ``options["reset_mask"]``; return the observation of all envs."""
         mask = np.asarray((options or {}).get("reset_mask", np.ones(self.num_envs)), dtype=np.bool_)
         if mask.shape != (self.num_envs,) or not mask.any():
             raise ValueError(f"reset_mask must be [{self.num_envs}] with at least one true value, got {mask}")
@@ -119,7 +119,7 @@ class TaskGymnasiumVectorEnv(VectorEnv[dict[str, Any], np.ndarray, np.ndarray]):
         return _numpy(obs), reward.cpu().numpy().copy(), *flags, infos
 
     def render(self) -> tuple[Any, ...] | None:
-        """Return one picture ``[H, W, 3]`` per env, if made with ``render_mode="rgb_array"``."""
+        """Return one image ``[H, W, 3]`` per env, if made with ``render_mode="rgb_array"``."""
         return None if self.render_mode is None else tuple(self.vec_env.render())
 
     def close_extras(self, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""What the checks have in common: playing an environment, keeping what came back, and comparing it."""
+"""Playing an environment for the checks of ``checker.py``: what was returned is kept, looked at and compared."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import gymnasium as gym
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
@@ -20,6 +21,10 @@ SHORT = 12
 """Number of steps of a trajectory that is played several times."""
 
 
+_DTYPES = {np.dtype(t): getattr(torch, t) for t in ("float32", "float64", "float16", "uint8", "int8", "int32", "int64")}
+_DTYPES[np.dtype(np.bool_)] = torch.bool
+
+
 class Finding(NamedTuple):
     """One thing that is wrong."""
 
@@ -29,10 +34,7 @@ class Finding(NamedTuple):
 
 
 class NotApplicable(Exception):  # noqa: N818 - it is no error
-    """Raised by a check that has nothing to say about this environment; the message gives the reason."""
-
-
-Check = Callable[["Probe"], Iterator[Finding]]
+    """Raised by a check that does not apply to this environment; the message gives the reason."""
 
 
 def leaves(value: TensorDictBase) -> dict[str, Tensor]:
@@ -52,15 +54,72 @@ def rows_differ(a: Tensor, b: Tensor) -> Tensor:
     return ~same.reshape(len(a), -1).all(dim=1)
 
 
+def check_vector(env: VecEnv, name: str, value: Any, dtype: torch.dtype | None) -> Iterator[Finding]:
+    """Find out what is wrong with a tensor ``[num_envs]``; without a dtype any will do."""
+    if isinstance(value, Tensor):
+        yield from _check_tensor(env, name, value, (env.num_envs,), value.dtype if dtype is None else dtype)
+    else:
+        yield Finding(f"{name} is a tensor [{env.num_envs}]", type(value).__name__, "return tensors")
+
+
+def _check_tensor(env: VecEnv, name: str, value: Tensor, shape: tuple[int, ...], dtype: Any) -> Iterator[Finding]:
+    if tuple(value.shape) != shape:
+        advice = "one row per env; spaces are those of one env"
+        yield Finding(f"{name} has shape {list(shape)}", str(list(value.shape)), advice)
+        return
+    if value.dtype != dtype:
+        yield Finding(f"{name} is {dtype}", str(value.dtype), f"convert it: .to({dtype})")
+    if value.device.type != env.device.type:
+        yield Finding(f"{name} is on {env.device}", str(value.device), "make it on env.device")
+    if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+        bad = torch.nonzero(~torch.isfinite(value).reshape(env.num_envs, -1).all(dim=1)).reshape(-1)
+        got = f"env {int(bad[0])} has NaN or infinity"
+        yield Finding(f"{name} is finite", got, "find out which term diverges, or guard the simulation")
+
+
+def check_observation(env: VecEnv, obs: Any, name: str) -> Iterator[Finding]:
+    """Find out what is wrong with an observation: type, keys, shapes, dtypes, devices, values."""
+    if not isinstance(obs, TensorDictBase):
+        yield Finding(f"{name} is a TensorDict", type(obs).__name__, "TensorDict({...}, batch_size=[num_envs])")
+        return
+    if tuple(obs.batch_size) != (env.num_envs,):
+        yield Finding(f"{name} has batch size [{env.num_envs}]", str(list(obs.batch_size)), "batch_size=[num_envs]")
+    spaces, found = _flat(env.observation_space), leaves(obs)
+    if spaces.keys() != found.keys():
+        yield Finding(f"{name} has the keys {sorted(spaces)}", str(sorted(found)), "match observation_space")
+    for key in sorted(spaces.keys() & found.keys()):
+        space, value, what = spaces[key], found[key], f"{name}[{key}]"
+        shape, dtype = (env.num_envs, *(space.shape or ())), _DTYPES.get(np.dtype(space.dtype))
+        problems = list(_check_tensor(env, what, value, shape, dtype))
+        yield from problems
+        if isinstance(space, gym.spaces.Box) and not problems:
+            low, high = (torch.as_tensor(bound, device=value.device).double() for bound in (space.low, space.high))
+            slack = 1e-5 * (1.0 + value.double().abs())  # rounding, not a violation
+            if bool(((value < low - slack) | (value > high + slack)).any()):
+                got = f"values in [{float(value.min()):.6g}, {float(value.max()):.6g}]"
+                yield Finding(f"{what} lies within {space}", got, "widen the space, or clip the observation")
+
+
+def _flat(space: gym.spaces.Dict) -> dict[str, gym.Space[Any]]:
+    found: dict[str, gym.Space[Any]] = {}
+    for key, value in space.spaces.items():
+        nested = _flat(value) if isinstance(value, gym.spaces.Dict) else {"": value}
+        found.update({f"{key}/{name}" if name else str(key): leaf for name, leaf in nested.items()})
+    return found
+
+
 @dataclass
 class Frame:
     """What one reset or step returned, by name: the objects themselves, and copies made at once."""
 
     returned: dict[str, Tensor]
     copies: dict[str, Tensor] = field(init=False)
+    observed: list[str] = field(init=False)
+    """The names of the observation's leaves."""
 
     def __post_init__(self) -> None:
         self.copies = {name: value.clone() for name, value in self.returned.items()}
+        self.observed = [name for name in self.returned if name.startswith("obs[")]
 
 
 def frame(obs: TensorDictBase, info: dict[str, Any], result: tuple[Tensor, Tensor, Tensor] | None = None) -> Frame:
@@ -76,7 +135,7 @@ def frame(obs: TensorDictBase, info: dict[str, Any], result: tuple[Tensor, Tenso
 
 
 def first_difference(a: list[Frame], b: list[Frame], rows: slice | Tensor | None = None) -> str | None:
-    """Say where two trajectories first differ (in some rows), or return ``None`` if they do not."""
+    """Return where two trajectories first differ (in some rows), or return ``None`` if they do not."""
     chosen = slice(None) if rows is None else rows
     for step, (left, right) in enumerate(zip(a, b, strict=True)):
         if left.copies.keys() != right.copies.keys():
@@ -122,7 +181,7 @@ class Probe:
         obs, info = (env or self.env).reset(seed=seed)
         return [frame(obs, info)]
 
-    def go_on(self, trajectory: list[Frame], actions: Tensor, env: VecEnv | None = None) -> list[Frame]:
+    def extend(self, trajectory: list[Frame], actions: Tensor, env: VecEnv | None = None) -> list[Frame]:
         """Apply actions and add the frames to the trajectory."""
         for action in actions:
             obs, reward, terminated, truncated, info = (env or self.env).step(action)
@@ -131,13 +190,13 @@ class Probe:
 
     def play(self, steps: int, seed: int | Tensor | None = SEED) -> list[Frame]:
         """Reset and take the first ``steps`` of the random actions."""
-        return self.go_on(self.start(seed), self.actions(steps))
+        return self.extend(self.start(seed), self.actions(steps))
 
     def play_expert(self, steps: int) -> list[Frame]:
         """Reset and take the actions of the environment's expert."""
         trajectory = self.start()
         for _ in range(steps if isinstance(self.env, HasExpert) else 0):
-            self.go_on(trajectory, self.env.expert_action().unsqueeze(0))  # type: ignore[attr-defined]
+            self.extend(trajectory, self.env.expert_action().unsqueeze(0))  # type: ignore[attr-defined]
         return trajectory
 
     @cached_property
@@ -162,17 +221,17 @@ class Probe:
         return first_difference(self.play(SHORT), self.play(SHORT))
 
     def need_determinism(self) -> None:
-        """Say that nothing can be compared where the same seed does not give the same trajectory."""
+        """Raise ``NotApplicable`` if the same seed does not give the same trajectory."""
         if self.nondeterminism is not None:
             raise NotApplicable("the same seed does not give the same trajectory")
 
     def need_ends(self) -> list[tuple[int, Tensor]]:
-        """Return ``ended``, or say that nothing can be checked."""
+        """Return ``ended``; raise ``NotApplicable`` if no episode did."""
         if not self.ended:
             raise NotApplicable(f"no episode ended within {self.long_steps} random steps")
         return self.ended
 
     def need_episode_seeds(self) -> None:
-        """Say that nothing can be checked where the environment does not name its episodes."""
+        """Raise ``NotApplicable`` if the environment does not name its episodes."""
         if bool((self.long[0].copies["info[episode_seed]"] < 0).all()):
             raise NotApplicable("the environment does not name its episodes: episode_seed is -1")
