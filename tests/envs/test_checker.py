@@ -264,7 +264,7 @@ class LimitIsFailure(Walk):
         return far | late, torch.zeros_like(late)
 
 
-@breaks("time limit", "goes on")
+@breaks("time limit", "it continues")
 class LateLimit(Walk):
     def ends(self):
         return torch.zeros(self.num_envs, dtype=torch.bool), self.steps >= self.max_episode_steps + 2
