@@ -56,10 +56,10 @@ def test_rollout_is_envs_by_steps_and_time_major_underneath() -> None:
     assert buffer.get(flatten=True)["reward"][:5].tolist() == [0.0, 1.0, 2.0, 3.0, 10.0]
 
 
-def test_nested_observations_and_pictures_are_stored_as_they_are() -> None:
+def test_nested_observations_and_images_are_stored_as_they_are() -> None:
     image = torch.randint(0, 256, (N, 4, 5, 3), dtype=torch.uint8)
     obs = TensorDict({"robot": TensorDict({"q": torch.randn(N, 2)}, [N]), "image": TensorDict({"c": image}, [N])}, [N])
-    buffer = RolloutBuffer.from_example(2, obs, torch.zeros(N, dtype=torch.int64))
+    buffer = RolloutBuffer(2, N)
     for t in range(2):
         buffer.add(**step(t, obs=obs, action=torch.full((N,), t)))
     buffer.finalize()

@@ -7,9 +7,8 @@ import torch
 from tensordict import TensorDict
 
 from embodichain.agents.rl.buffer import RolloutBuffer
-from embodichain.agents.rl.collector import SyncCollector
-from embodichain.agents.rl.collector import sync_collector as valuing
-from embodichain.agents.rl.collector.sync_collector import Valuing
+from embodichain.agents.rl.collector import SyncCollector, acting
+from embodichain.agents.rl.collector.acting import DeferredValues
 from embodichain.agents.rl.models import ActorCritic
 from embodichain.errors import RolloutError
 from tests.agents.rl.helpers import LinearPolicy, ScriptedEnv, make_policy
@@ -25,7 +24,7 @@ def rollout_of(policy, may_look=True, buffer=None, limit=3):
     torch.manual_seed(0)
     env = ScriptedEnv(5, ends=[2, 4, 100, 100, 100], limit=limit)
     collector = SyncCollector(env, policy, buffer=buffer)
-    collector._valuing = Valuing(policy, collector.device, collector._decider.value, may_look)
+    collector._values = DeferredValues(policy, collector.device, collector._decider.value, may_look)
     collector.collect(7)
     return collector.collect(7).clone()
 
@@ -34,7 +33,7 @@ def rollout_of(policy, may_look=True, buffer=None, limit=3):
 @pytest.mark.parametrize("may_look", [True, False])
 @pytest.mark.parametrize("rows", [4, 2048])
 def test_values_are_those_of_valuing_every_step(monkeypatch, may_look, rows, limit) -> None:
-    monkeypatch.setattr(valuing, "CPU_ROWS", rows)
+    monkeypatch.setattr(acting, "CPU_ROWS", rows)
     policy = make_policy(ScriptedEnv(), critic_obs=["object"], normalize_obs=True, normalize_value=True)
     policy.update_normalizer(ScriptedEnv(64).reset()[0])
     policy.update_value_normalizer(3.0 + 2.0 * torch.randn(64))
@@ -105,7 +104,7 @@ def test_final_pictures_are_valued_at_once_instead_of_being_kept(pictures) -> No
         values_apart = True
 
     policy = Apart()
-    keeper = Valuing(policy, torch.device("cpu"), value_now, may_look=False)
+    keeper = DeferredValues(policy, torch.device("cpu"), value_now, may_look=False)
     picture = torch.zeros(2, 4, 4, 3, dtype=torch.uint8 if pictures else torch.float32)
     keeper.keep(torch.zeros(2, dtype=torch.bool), TensorDict({"image": {"front": picture}}, [2]), None)
     assert valued == ([2] if pictures else [])

@@ -67,12 +67,15 @@ class StepRows:
             pairs.append((self._rows["observation"][t], obs))
         else:
             pairs += [(rows[t], obs.get(path)) for path, rows in self._observation]
-        if pairs[0][0].is_cuda:
-            alike = [(row, part) for row, part in pairs if part.shape == row.shape and part.device == row.device]
-            copy_together([row for row, _ in alike], [part for _, part in alike])
-            pairs = [(row, part) for row, part in pairs if part.shape != row.shape or part.device != row.device]
+        alike: tuple[list[Tensor], list[Tensor]] = ([], [])
         for row, part in pairs:
-            row.copy_(part)
+            if row.is_cuda and part.shape == row.shape and part.device == row.device:
+                alike[0].append(row)
+                alike[1].append(part)
+            else:
+                row.copy_(part)
+        if alike[0]:
+            copy_together(*alike)
 
 
 Estimator = Callable[[TensorDictBase], tuple[Tensor, Tensor]]
@@ -84,8 +87,7 @@ class RolloutBuffer:
 
     ``add`` writes one step into preallocated ``[num_steps, num_envs, ...]`` tensors; ``finalize`` completes the
     rollout; ``get`` hands it out as a TensorDict ``[num_envs, num_steps]`` of views (see ``rollout.py`` for the keys).
-    It is used once: the next ``add`` after a ``get`` begins a new rollout in the same memory. Nested observations and
-    uint8 images are stored as they are.
+    It is used once: the next ``add`` after a ``get`` begins a new rollout in the same memory.
 
     Memory is taken at the first step, in the shapes and dtypes that come; ``obs_dim`` and ``action_dim``, where given,
     are checked, and nested observations are then flattened. The number of steps may also be called ``buffer_size``. A
@@ -114,20 +116,6 @@ class RolloutBuffer:
         self._extras: set[str] = set()
         self._handed_out = False
         self._lacks_values = False
-
-    @classmethod
-    def from_example(
-        cls,
-        num_steps: int,
-        observation: Observation,
-        action: Tensor,
-        device: torch.device | str = "cpu",
-        hidden: Tensor | None = None,
-    ) -> RolloutBuffer:
-        """Allocate for observations, actions and recurrent states like these, each ``[num_envs, ...]``."""
-        buffer = cls(num_steps, observation.shape[0], device=device)
-        buffer._allocate(observation, {"action": action, "hidden": hidden})
-        return buffer
 
     def add(
         self,
@@ -242,16 +230,13 @@ class RolloutBuffer:
         ``flatten=True`` copies it to ``[num_envs * num_steps]``, env by env, for looking at; algorithms need the time
         axis.
         """
-        rollout = self._adopted if self._adopted is not None else self._full_storage("get()").transpose(0, 1)
+        rollout = self._rollout("get()")
         self._handed_out = True
         return rollout.reshape(-1) if flatten else rollout
 
     def iterate_minibatches(self, batch_size: int) -> Iterator[TensorDict]:
         """Yield one epoch of shuffled minibatches ``[rows]`` with all keys and extras."""
-        rollout = (
-            self._adopted if self._adopted is not None else self._full_storage("iterate_minibatches()").transpose(0, 1)
-        )
-        yield from Minibatches(rollout, batch_size)
+        yield from Minibatches(self._rollout("iterate_minibatches()"), batch_size)
 
     def is_full(self) -> bool:
         """Tell whether all steps of a rollout are there."""
@@ -276,28 +261,27 @@ class RolloutBuffer:
         size = 0 if data is None else data.bytes()
         return {"steps": self.step, "num_steps": self.num_steps, "transitions": len(self), "bytes": size}
 
-    def _checked_rows(self, obs: Observation, parts: Mapping[str, Tensor | None]) -> StepRows:
-        """Return where steps are written, if names and shapes of the first one are right; the others are like it."""
-        rows = self._allocate(obs, parts) if self._rows is None else self._rows
-        if self.obs_dim is not None and obs.shape[-1] != self.obs_dim:
-            raise RolloutError(f"observation: expected {self.obs_dim} numbers, got {list(obs.shape)}")
-        rows.check(obs, parts)
-        return rows
-
     def _full_storage(self, what: str) -> TensorDict:
         if self.storage is None or not self.is_full():
             raise RolloutError(f"{what} needs a complete rollout: {self.step} of {self.num_steps} steps are written")
         return self.storage
 
-    def _allocate(self, observation: Observation, like: Mapping[str, Tensor | None]) -> StepRows:
-        """Make room for ``num_steps`` of everything."""
-        action = like["action"]
-        if action is not None:
+    def _rollout(self, what: str) -> TensorDictBase:
+        return self._adopted if self._adopted is not None else self._full_storage(what).transpose(0, 1)
+
+    def _checked_rows(self, obs: Observation, parts: Mapping[str, Tensor | None]) -> StepRows:
+        """Return the memory for steps, if names and shapes of the first one are right; the others are like it."""
+        action = parts["action"]
+        if action is not None and self._rows is None:
             if self.num_envs not in (None, action.shape[0]):
                 raise RolloutError(f"expected {self.num_envs} envs, got actions {list(action.shape)}")
             if self.action_dim is not None and action.ndim > 1 and action.shape[-1] != self.action_dim:
                 raise RolloutError(f"action: expected {self.action_dim} numbers, got {list(action.shape)}")
-        self._rows = rows = StepRows(self.num_steps, observation, like, self.device)
-        self.storage = rows.storage
-        self.num_envs = rows.storage.batch_size[1]
-        return rows
+        if self.obs_dim is not None and obs.shape[-1] != self.obs_dim:
+            raise RolloutError(f"observation: expected {self.obs_dim} numbers, got {list(obs.shape)}")
+        if self._rows is None:
+            self._rows = StepRows(self.num_steps, obs, parts, self.device)
+            self.storage = self._rows.storage
+            self.num_envs = self.storage.batch_size[1]
+        self._rows.check(obs, parts)
+        return self._rows

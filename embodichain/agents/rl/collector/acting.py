@@ -1,70 +1,96 @@
-"""How a collector lets its policy decide: by calling it, or, on a GPU, by replaying what was recorded of it."""
+"""How a collector lets its policy decide and value: by calling it, or, on a GPU, by replaying CUDA graphs of it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import repeat
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from embodichain.agents.rl.buffer.rollout_buffer import RolloutBuffer
 from embodichain.agents.rl.collector.base import Decision
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils.observations import Observation, sorted_leaves
+from embodichain.errors import RolloutError
 from embodichain.utils.cuda_graphs import WARM_UP, Recorded, Recorder, copy_together, record
 
 Result = TypeVar("Result")
 
 
-class GraphedPolicy:
-    """Acts and values like a policy without recurrent state, by replaying CUDA graphs: one launch instead of thirty.
+class Decider:
+    """Calls a policy; on a GPU, one without recurrent state is recorded after a few calls and replayed from then on.
 
-    What ``act``, ``choose`` or ``state_value`` returned is overwritten by its next call. What cannot be recorded runs
-    as usual, and the log says why, and so do observations of other shapes than the recorded ones. The policy's weights
-    may change, but must keep their addresses during a rollout: ``refresh`` comes before it.
+    A replay is one launch instead of some thirty. What cannot be recorded runs as usual, and the log says why; so do
+    observations of other shapes than the recorded ones. The policy's weights may change, but must keep their addresses
+    during a rollout: ``refresh`` comes before it.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, device: torch.device) -> None:
         self._policy = policy
-        self.act: _Replayed[tuple[Tensor, Tensor, Tensor]] = _Replayed(lambda obs: policy.act(obs)[:3], policy)
-        self.choose: _Replayed[tuple[Tensor, Tensor]] = _Replayed(policy.choose, policy)
-        self.state_value: _Replayed[Tensor] = _Replayed(policy.state_value, policy)
-        self._all: tuple[_Replayed[Any], ...] = (self.act, self.choose, self.state_value)
+        self.records = can_record(policy, device)
+        """Whether decisions are recorded at all."""
+        self._act: _Replayed[tuple[Tensor, Tensor, Tensor]] = _Replayed(lambda obs: policy.act(obs)[:3], policy)
+        self._choose: _Replayed[tuple[Tensor, Tensor]] = _Replayed(policy.choose, policy)
+        self._value: _Replayed[Tensor] = _Replayed(policy.state_value, policy)
+        self._all: tuple[_Replayed[Any], ...] = (self._act, self._choose, self._value)
         self._addresses = _addresses_of(policy)
 
+    def decide(self, obs: Observation, state: Tensor | None, deferred: bool, kept: bool) -> Decision:
+        """Let the policy choose actions for an observation.
+
+        ``deferred`` leaves the values for later; ``kept`` says that the decision is needed after the next one is made.
+        """
+        if not self.records:
+            if deferred:
+                return Decision(obs, state, *self._policy.choose(obs), None, None)
+            return Decision(obs, state, *self._policy.act(obs, state))
+        parts: tuple[Tensor, ...] = self._choose(obs) if deferred else self._act(obs)
+        if kept:
+            parts = tuple(part.clone() for part in parts)
+        return Decision(obs, state, parts[0], parts[1], None if deferred else parts[2], None)
+
+    def value(self, obs: Observation, state: Tensor | None) -> Tensor:
+        """Value an observation between two steps."""
+        return self._value(obs).clone() if self.records else self._policy.state_value(obs, state)
+
     def refresh(self) -> None:
-        """Forget what was recorded if the weights have moved."""
-        addresses = _addresses_of(self._policy)
+        """Forget, between two rollouts, what was recorded if the weights have moved since."""
+        addresses = _addresses_of(self._policy) if self.records else self._addresses
         if addresses != self._addresses:
             self._addresses = addresses
             for replayed in self._all:
                 replayed.forget("its weights have moved")
 
-    def settle(self) -> None:
-        """Record nothing from now on: another thread uses the GPU, too, and recording would disturb it."""
+    def record(self, obs: Observation | None) -> None:
+        """Record decisions for such observations now, and nothing later: from now on others use the device, too.
+
+        Random generators stay as they are. Once is enough.
+        """
+        if obs is not None and self.records and not self._act.settled:
+            deciding: _Replayed[Any] = self._choose if self._policy.values_apart else self._act
+            own = self._policy.generator
+            own_state = None if own is None else own.get_state()
+            with torch.cuda.device(self._policy.device), torch.random.fork_rng([torch.cuda.current_device()]):
+                drawn = torch.cuda.get_rng_state()
+                deciding.warm_up(obs)
+                if own is not None and not torch.equal(torch.cuda.get_rng_state(), drawn):
+                    deciding.recorder.give_up("it draws random numbers from the generator that others use meanwhile")
+                deciding.record(obs, torch.cuda.Stream(priority=-1))
+            if own is not None and own_state is not None:
+                own.set_state(own_state)
         for replayed in self._all:
             replayed.settled = True
 
-    def record(self, obs: Observation) -> None:
-        """Record a decision now, and nothing ever after; random generators stay as they are. Once is enough."""
-        if self.act.settled:
-            return
-        deciding: _Replayed[Any] = self.choose if self._policy.values_apart else self.act
-        own = self._policy.generator
-        own_state = None if own is None else own.get_state()
-        with torch.cuda.device(self._policy.device), torch.random.fork_rng([torch.cuda.current_device()]):
-            drawn = torch.cuda.get_rng_state()
-            deciding.warm_up(obs)
-            if own is not None and not torch.equal(torch.cuda.get_rng_state(), drawn):
-                deciding.recorder.give_up("it draws random numbers from the generator that others use meanwhile")
-            deciding.record(obs, torch.cuda.Stream(priority=-1))
-        if own is not None and own_state is not None:
-            own.set_state(own_state)
-        self.settle()
+
+def can_record(policy: Policy, device: torch.device) -> bool:
+    """Tell whether a policy that acts on a device may be recorded."""
+    return device.type == "cuda" == policy.device.type and not policy.is_recurrent
 
 
 class _Replayed(Generic[Result]):
-    """One function of an observation."""
+    """One function of an observation; what a call returned may be overwritten by the next."""
 
     def __init__(self, function: Callable[[Observation], Result], policy: Policy) -> None:
         self._function, self._policy = function, policy
@@ -132,49 +158,90 @@ def _leaves(obs: Observation) -> list[Tensor]:
     return [obs] if isinstance(obs, Tensor) else [leaf for _, leaf in sorted_leaves(obs)]
 
 
-class Decider:
-    """Calls a policy; on a GPU, one without recurrent state is recorded after a few calls and replayed from then on."""
+CPU_ROWS, GPU_ROWS = 2048, 65_536
+"""Observations valued at a time, which bounds the memory for it; on a CPU their features stay in the cache."""
 
-    def __init__(self, policy: Policy, device: torch.device) -> None:
-        self._policy = policy
-        on_gpu = device.type == "cuda" == policy.device.type and not policy.is_recurrent
-        self._graphs = GraphedPolicy(policy) if on_gpu else None
 
-    @property
-    def records(self) -> bool:
-        """Whether decisions are recorded at all."""
-        return self._graphs is not None
+class DeferredValues:
+    """Computes the values of a rollout, at its end wherever the policy allows it.
 
-    def decide(self, obs: Observation, state: Tensor | None, deferred: bool, kept: bool) -> Decision:
-        """Let the policy choose actions for an observation.
+    A value is needed of every observation, of the one after the last step, and of every ``final_observation`` at which
+    a time limit cut an episode. While acting none of them is. So a policy with ``values_apart`` chooses actions alone
+    and values everything in two passes when the rollout is complete: all values are then those of the policy at the
+    rollout's end, even if new weights were adopted on the way. Other policies value each observation as they act on it.
+    """
 
-        ``deferred`` leaves the values for later; ``kept`` says that the decision is needed after the next one is made.
+    def __init__(
+        self,
+        policy: Policy,
+        device: torch.device,
+        value_now: Callable[[Observation, Tensor | None], Tensor],
+        may_look: bool,
+    ) -> None:
+        """Value observations on a device; ``value_now`` does so between two steps, where it cannot be put off.
+
+        ``may_look`` tells whether flags can be looked at without waiting for a device. Where they cannot, the final
+        observations of all envs are kept until the end, or valued at once if that would take much memory.
         """
-        if self._graphs is None:
-            if deferred:
-                return Decision(obs, state, *self._policy.choose(obs), None, None)
-            return Decision(obs, state, *self._policy.act(obs, state))
-        parts: tuple[Tensor, ...] = self._graphs.choose(obs) if deferred else self._graphs.act(obs)
-        if kept:
-            parts = tuple(part.clone() for part in parts)
-        return Decision(obs, state, parts[0], parts[1], None if deferred else parts[2], None)
+        self._policy, self._device, self._value_now, self.may_look = policy, device, value_now, may_look
+        self.begin()
 
-    def value(self, obs: Observation, state: Tensor | None) -> Tensor:
-        """Value an observation between two steps."""
-        if self._graphs is None:
-            return self._policy.state_value(obs, state)
-        return self._graphs.state_value(obs).clone()
+    def begin(self) -> None:
+        """Begin a rollout."""
+        self.deferred = self._policy.values_apart
+        """Whether nothing is valued while acting."""
+        self._cut: list[Observation] = []
+        self._cut_states: list[Tensor] = []
+        self._finals: list[Observation] = []
+        self._final_values: list[Tensor] = []
 
-    def refresh(self) -> None:
-        """Look whether what was recorded still holds, between two rollouts."""
-        if self._graphs is not None:
-            self._graphs.refresh()
-
-    def record(self, obs: Observation | None) -> None:
-        """Record decisions for such observations now, and nothing later: from now on others use the device, too."""
-        if self._graphs is None:
+    def keep(self, cut: Tensor, final: Observation, state: Tensor | None) -> None:
+        """Set aside the final observations of a step in which a time limit cut the episodes of some envs."""
+        if not self._policy.has_critic:
             return
-        if obs is None:
-            self._graphs.settle()
+        if self.may_look:
+            if _any(cut):
+                rows = cut.nonzero().squeeze(-1)
+                self._cut.append(final[rows.to(final.device)].to(self._device))
+                self._cut_states += [] if state is None else [state[rows]]
+        elif self.deferred and not _has_images(final):
+            self._finals.append(final.to(self._device))
         else:
-            self._graphs.record(obs)
+            self._final_values.append(self._value_now(final.to(self._device), state))
+
+    def finish(self, buffer: RolloutBuffer, obs: Observation, state: Tensor | None) -> None:
+        """Complete the values of a rollout; ``obs`` and the recurrent ``state`` are those after its last step."""
+        storage = buffer.storage
+        if storage is None:
+            raise RolloutError("nothing was collected")
+        everywhere = storage["value"]
+        if not self._policy.has_critic:
+            zeros = torch.zeros_like(everywhere)
+            buffer.finalize(None, zeros, value=zeros)
+            return
+        values = self._values(storage["observation"].flatten(0, 1), None).view_as(everywhere) if self.deferred else None
+        if self.may_look:
+            states = None if state is None else torch.cat([state, *self._cut_states])
+            last, final = self._values(torch.cat([obs, *self._cut]), states).tensor_split([obs.shape[0]])
+        else:  # all of them: to find those that count would mean to wait
+            last = self._policy.state_value(obs, state)
+            finals = [self._values(torch.cat(self._finals), None)] if self._finals else self._final_values
+            final = torch.cat(finals).view_as(everywhere)
+        buffer.finalize(last, final, value=values)
+        self.begin()
+
+    def _values(self, obs: Observation, state: Tensor | None) -> Tensor:
+        """Return the values ``[rows]`` of observations, some at a time."""
+        size = CPU_ROWS if self._device.type == "cpu" else GPU_ROWS
+        states = repeat(None) if state is None else state.split(size)
+        parts = [self._policy.state_value(part, own) for part, own in zip(obs.split(size), states, strict=False)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _any(flags: Tensor) -> bool:
+    """Tell whether any flag is set; numpy's call on a few of them costs a third of torch's."""
+    return bool(flags.any() if flags.is_cuda else flags.numpy().any())
+
+
+def _has_images(obs: Observation) -> bool:
+    return not isinstance(obs, Tensor) and any(leaf.dtype == torch.uint8 for _, leaf in sorted_leaves(obs))

@@ -1,4 +1,4 @@
-"""What collectors have in common."""
+"""What collectors have in common: their interface, and statistics of episodes, kept on the device without waiting."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Decision(NamedTuple):
     obs: Observation
     """What it saw."""
     state: Tensor | None
-    """Its memory before that."""
+    """Its recurrent state before that."""
     action: Tensor
     """What it chose."""
     log_prob: Tensor
@@ -49,7 +49,7 @@ class Decision(NamedTuple):
     value: Tensor | None
     """What it expects from here; ``None`` if all observations of a rollout are valued at its end."""
     new_state: Tensor | None
-    """Its memory afterwards."""
+    """Its recurrent state afterwards."""
 
 
 class BaseCollector(ABC):
@@ -57,7 +57,7 @@ class BaseCollector(ABC):
 
     @abstractmethod
     def collect(self, num_steps: int) -> TensorDictBase:
-        """Return a rollout ``[num_envs, num_steps]``; see ``buffer/layout.py`` for its keys."""
+        """Return a rollout ``[num_envs, num_steps]``; see ``buffer/rollout.py`` for its keys."""
 
     def publish(self) -> None:  # noqa: B027 - there is nothing to do if the policy itself collects
         """Give the collector the policy's present weights; the learner calls it right after an update."""
@@ -66,7 +66,7 @@ class BaseCollector(ABC):
         """Keep the collector between two rollouts, so that its state can be saved."""
         return nullcontext()
 
-    def stop(self) -> None:  # noqa: B027 - there is nothing to do if nothing goes on in the background
+    def stop(self) -> None:  # noqa: B027 - there is nothing to do if nothing runs in the background
         """Stop collecting."""
 
 
@@ -91,10 +91,6 @@ def collection_threads(policy: nn.Module, num_envs: int) -> int | None:
     return 1 if size * num_envs < LARGE_STEP else None
 
 
-# MERGED statistics: Episode returns and averages of what environments report, kept on the device without waiting for
-# it.
-
-
 class EpisodeTracker:
     """Follows returns and lengths of episodes across rollouts.
 
@@ -108,7 +104,7 @@ class EpisodeTracker:
         self._sums: tuple[Tensor, Tensor, Tensor] | None = None
         self._ended: TensorDict | None = None
 
-    def restart(self) -> None:
+    def reset(self) -> None:
         """Forget the episodes under way: all envs have been reset."""
         self.episode_return.zero_()
         self.episode_length.zero_()
@@ -131,13 +127,10 @@ class EpisodeTracker:
         Finding them waits for the device, once.
         """
         if self._ended is None:
-            self._ended = _ended_episodes(*self._sums) if self._sums is not None else _none_ended()
+            none = TensorDict({"return": torch.zeros(0), "length": torch.zeros(0)}, batch_size=[0])
+            self._ended = none if self._sums is None else _ended_episodes(*self._sums)
             self._sums = None
         return self._ended
-
-
-def _none_ended() -> TensorDict:
-    return TensorDict({"return": torch.zeros(0), "length": torch.zeros(0)}, batch_size=[0])
 
 
 def _ended_episodes(returns: Tensor, lengths: Tensor, done: Tensor) -> TensorDict:

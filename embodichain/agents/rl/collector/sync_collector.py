@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import repeat
 
 import gymnasium as gym
 import torch
@@ -11,7 +10,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from embodichain.agents.rl.buffer.rollout_buffer import RolloutBuffer
-from embodichain.agents.rl.collector.acting import Decider
+from embodichain.agents.rl.collector.acting import Decider, DeferredValues
 from embodichain.agents.rl.collector.base import (
     BaseCollector,
     Decision,
@@ -30,109 +29,16 @@ from embodichain.envs.vec_env import StepResult, VecEnv
 from embodichain.errors import RolloutError
 from embodichain.utils.threads import torch_threads
 
-# MERGED valuing: When the values of a rollout are computed: in two passes at its end, wherever the policy lets itself
-# be valued apart.
-#
-# A value is needed of every observation, of the one after the last step, and of every ``final_observation`` at which a
-# time limit cut an episode. While acting none of them is. So a policy with ``values_apart`` chooses actions alone and
-# values everything when the rollout is complete: all values are then those of the policy at the rollout's end, even if
-# new weights were adopted on the way. Other policies value each observation as they act on it.
-
-
-CPU_ROWS, GPU_ROWS = 2048, 65_536
-"""Observations valued at a time, which bounds the memory for it; on a CPU their features stay in the cache."""
-
-
-class Valuing:
-    """Sets aside what has to be valued, and values it."""
-
-    def __init__(
-        self,
-        policy: Policy,
-        device: torch.device,
-        value_now: Callable[[Observation, Tensor | None], Tensor],
-        may_look: bool,
-    ) -> None:
-        """Value observations on a device; ``value_now`` does so between two steps, where it cannot be put off.
-
-        ``may_look`` tells whether flags can be looked at without waiting for a device. Where they cannot, the final
-        observations of all envs are kept until the end, or valued at once if that would take much memory.
-        """
-        self._policy, self._device, self._value_now, self.may_look = policy, device, value_now, may_look
-        self.begin()
-
-    def begin(self) -> None:
-        """Begin a rollout."""
-        self.apart = self._policy.values_apart
-        """Whether nothing is valued while acting."""
-        self._cut: list[Observation] = []
-        self._cut_states: list[Tensor] = []
-        self._finals: list[Observation] = []
-        self._final_values: list[Tensor] = []
-
-    def keep(self, cut: Tensor, final: Observation, state: Tensor | None) -> None:
-        """Set aside the final observations of a step in which a time limit cut the episodes of some envs."""
-        if not self._policy.has_critic:
-            return
-        if self.may_look:
-            if _any(cut):
-                rows = cut.nonzero().squeeze(-1)
-                self._cut.append(final[rows.to(final.device)].to(self._device))
-                self._cut_states += [] if state is None else [state[rows]]
-        elif self.apart and not _has_pictures(final):
-            self._finals.append(final.to(self._device))
-        else:
-            self._final_values.append(self._value_now(final.to(self._device), state))
-
-    def finish(self, buffer: RolloutBuffer, obs: Observation, state: Tensor | None) -> None:
-        """Complete the values of a rollout; ``obs`` and the memory ``state`` are those after its last step."""
-        storage = buffer.storage
-        if storage is None:
-            raise RolloutError("nothing was collected")
-        everywhere = storage["value"]
-        if not self._policy.has_critic:
-            zeros = torch.zeros_like(everywhere)
-            buffer.finalize(None, zeros, value=zeros)
-            return
-        values = self._values(storage["observation"].flatten(0, 1), None).view_as(everywhere) if self.apart else None
-        if self.may_look:
-            states = None if state is None else torch.cat([state, *self._cut_states])
-            last, final = self._values(torch.cat([obs, *self._cut]), states).tensor_split([obs.shape[0]])
-        else:  # all of them: to find those that count would mean to wait
-            last = self._policy.state_value(obs, state)
-            finals = [self._values(torch.cat(self._finals), None)] if self._finals else self._final_values
-            final = torch.cat(finals).view_as(everywhere)
-        buffer.finalize(last, final, value=values)
-        self.begin()
-
-    def _values(self, obs: Observation, state: Tensor | None) -> Tensor:
-        """Return the values ``[rows]`` of observations, some at a time."""
-        size = CPU_ROWS if self._device.type == "cpu" else GPU_ROWS
-        states = repeat(None) if state is None else state.split(size)
-        parts = [self._policy.state_value(part, own) for part, own in zip(obs.split(size), states, strict=False)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _any(flags: Tensor) -> bool:
-    """Tell whether any flag is set; numpy's call on a few of them costs a third of torch's."""
-    return bool(flags.any() if flags.is_cuda else flags.numpy().any())
-
-
-def _has_pictures(obs: Observation) -> bool:
-    return not isinstance(obs, Tensor) and any(leaf.dtype == torch.uint8 for _, leaf in sorted_leaves(obs))
-
-
 RolloutStart = Callable[[VecEnv], Observation | None]
 """Called before each rollout; returns the observation if it reset the environment, else ``None``."""
 
 
 class SyncCollector(BaseCollector):
-    """Collects complete rollouts synchronously: ``SyncCollector(env, policy, device,
-    callback).collect(num_steps=2048)``.
+    """Collects complete rollouts: ``SyncCollector(env, policy, device, callback).collect(num_steps=2048)``.
 
     Steps are written straight into a preallocated buffer, so a rollout is valid until the next ``collect``. The
-    environment is reset once, before the first rollout, and goes on from there. See ``valuing.py`` for when values are
-    computed. With a simulation on a GPU, nothing in ``collect`` waits for the device.
+    environment is reset once, before the first rollout, and continues from there. ``DeferredValues`` tells when values
+    are computed. With a simulation on a GPU, nothing in ``collect`` waits for the device.
     """
 
     def __init__(
@@ -163,10 +69,10 @@ class SyncCollector(BaseCollector):
         self.obs: Observation | None = None
         """The observation that the next action answers to."""
         self.state: Tensor | None = None
-        """The policy's memory before that observation."""
+        """The recurrent state before that observation."""
         self.tracker = EpisodeTracker(env.num_envs, self.device)
         self.before_step: Callable[[], None] | None = None
-        """Called before every decision: the moment in which a policy may change, or collection may be broken off."""
+        """Called before every decision, when the policy may change or collection may be broken off."""
         self._pipeline = None if pipeline_stages == 1 else Pipeline(env, self.device, pipeline_stages)
         self._averages = InfoAverages()
         self.policy = policy
@@ -180,39 +86,37 @@ class SyncCollector(BaseCollector):
     def policy(self, policy: Policy) -> None:
         self._policy = policy
         self._decider = Decider(policy, self.device)
-        self._valuing = Valuing(policy, self.device, self._decider.value, may_look=self.env.device.type != "cuda")
+        self._values = DeferredValues(policy, self.device, self._decider.value, may_look=self.env.device.type != "cuda")
 
     def reset(self, seed: int | None = None) -> None:
         """Reset all envs and begin with new episodes."""
         self.begin(self.env.reset(seed=seed)[0])
 
     def begin(self, obs: Observation) -> None:
-        """Go on from an observation that begins an episode in every env."""
+        """Begin with an observation that begins an episode in every env."""
         self.obs = obs.to(self.device)
         self.state = self.policy.initial_state(self.env.num_envs)
-        self.tracker.restart()
+        self.tracker.reset()
 
     @torch.no_grad()
     def collect(self, num_steps: int) -> TensorDictBase:
         """Return a rollout ``[num_envs, num_steps]``, valid until the next call.
 
-        After one that was broken off all envs are reset: what became of them since its first step is not known.
+        After one that was broken off all envs are reset, because their state is not known.
         """
         if num_steps < 1:
             raise RolloutError(f"num_steps must be at least 1, got {num_steps}")
         with torch_threads(self.num_threads):
             obs, self.obs = self._begin_rollout(), None
-            following = self._rollout(obs, num_steps)
-            self.obs = following
-            return self._finish(following)
-
-    def _rollout(self, obs: Observation, num_steps: int) -> Observation:
-        """Take all steps of a rollout; return the observation after them."""
-        if self._pipeline is not None:
-            return self._pipeline.run(self, obs, num_steps)
-        for _ in range(num_steps):
-            obs = self._step(obs, num_steps, self.moment())
-        return obs
+            if self._pipeline is not None:
+                obs = self._pipeline.run(self, obs, num_steps)
+            else:
+                for _ in range(num_steps):
+                    version = self.next_version()
+                    decision = self.decide(obs, self.state)
+                    obs = self.record(decision, self._env_step(decision.action), num_steps, version)
+            self.obs = obs
+            return self._finish(obs)
 
     @property
     def episodes(self) -> TensorDict:
@@ -243,7 +147,7 @@ class SyncCollector(BaseCollector):
         return self.env.get_state() if self.env.supports_state else None
 
     def load_state_dict(self, state: Mapping[str, Tensor], env_state: TensorDictBase | None = None) -> None:
-        """Go on from where ``state_dict`` (and ``env_state``) were taken; the environment is not reset."""
+        """Continue from where ``state_dict`` (and ``env_state``) were taken; the environment is not reset."""
         if env_state is not None:
             self.env.set_state(env_state.to(self.env.device))
         if not state:
@@ -261,8 +165,8 @@ class SyncCollector(BaseCollector):
                 obs.set(tuple(name.split("/")[1:]), leaf.to(self.device, copy=True))
         self.obs = obs
 
-    def moment(self) -> Tensor:
-        """Let ``before_step`` do its work; return the version ``[]`` of the policy that decides next."""
+    def next_version(self) -> Tensor:
+        """Call ``before_step``; return the version ``[]`` of the policy that decides next."""
         if self.before_step is None:
             version = self.policy.version
             return version if version.device == self.device else version.to(self.device)
@@ -276,7 +180,7 @@ class SyncCollector(BaseCollector):
         elif self.obs is None:
             self.reset()
         self._averages = InfoAverages()
-        self._valuing.begin()
+        self._values.begin()
         self._decider.refresh()
         if self.buffer is not None and len(self.buffer):  # of the last rollout, or of one that an error broke off
             self.buffer.clear()
@@ -284,15 +188,10 @@ class SyncCollector(BaseCollector):
             raise RolloutError("the environment gave no observation")
         return self.obs
 
-    def _step(self, obs: Observation, num_steps: int, version: Tensor) -> Observation:
-        """Act once in every env and write what happened; return the next observation."""
-        decision = self.decide(obs, self.state)
-        return self.record(decision, self._env_step(decision.action), num_steps, version)
-
     def decide(self, obs: Observation, state: Tensor | None) -> Decision:
         """Let the policy choose the actions of some envs."""
         kept = self.callback is not None or self._pipeline is not None
-        return self._decider.decide(obs, state, self._valuing.apart, kept)
+        return self._decider.decide(obs, state, self._values.deferred, kept)
 
     def record_policy(self) -> None:
         """On a GPU: record the policy's decisions now, because from now on another thread uses the device, too."""
@@ -306,11 +205,11 @@ class SyncCollector(BaseCollector):
             self._decider.record(obs)
 
     def record(self, decision: Decision, result: StepResult, num_steps: int, version: Tensor) -> Observation:
-        """Write what came of the decisions for all envs; return the next observation."""
+        """Write a step of all envs to the buffer; return the next observation."""
         next_obs, reward, terminated, truncated, info = result
         done = terminated | truncated
-        if info["final_observation"] is not next_obs or not self._valuing.may_look:  # else no episode ended
-            self._valuing.keep(truncated & ~terminated, info["final_observation"], decision.new_state)
+        if info["final_observation"] is not next_obs or not self._values.may_look:  # else no episode ended
+            self._values.keep(truncated & ~terminated, info["final_observation"], decision.new_state)
         parts = {"terminated": terminated, "truncated": truncated, "policy_version": version}
         parts |= {name: part.to(self.device) for name, part in info.get("chunk", {}).items()}
         if decision.state is not None:
@@ -331,7 +230,7 @@ class SyncCollector(BaseCollector):
         return result_to(self.env.step(bounded.to(self.env.device)), self.device)
 
     def clear_ended(self, state: Tensor | None, done: Tensor) -> Tensor | None:
-        """Return the memory with the rows of ended episodes as at an episode's start."""
+        """Return a recurrent state in which the rows of ended episodes are initial ones."""
         initial = self.policy.initial_state(1)
         if state is None or initial is None:
             return state
@@ -348,6 +247,6 @@ class SyncCollector(BaseCollector):
         if buffer is None or buffer.storage is None:
             raise RolloutError("nothing was collected")
         storage = buffer.storage
-        self._valuing.finish(buffer, obs, self.state)
+        self._values.finish(buffer, obs, self.state)
         self.tracker.update(storage["reward"], storage["done"], storage.get("num_actions", None))
         return buffer.get()
