@@ -31,8 +31,7 @@ from embodichain.agents.processes.failure import FailureReport
 from embodichain.agents.rl.collector.background.child_process import ChildProcess, begin_as_child
 from embodichain.agents.rl.utils.observations import space_from_data, space_to_data
 from embodichain.agents.rl.utils.random_state import seed_everything
-from embodichain.envs.actions import ActionManager
-from embodichain.envs.vec_env import Action, EnvIds, StepResult, StepsInHalves, VecEnv
+from embodichain.envs.vec_env import Action, ActionManager, EnvIds, StepResult, StepsInHalves, VecEnv
 from embodichain.envs.wrappers import chunked
 from embodichain.errors import ActionError, EnvContractError, WorkerError
 
