@@ -91,9 +91,7 @@ class Config:
 
     def to_dict(self) -> dict[str, Any]:
         """Return nested dicts and lists that JSON can hold; ``MISSING`` fields are left out."""
-        _fields(self)
-        data: dict[str, Any] = to_data(self)
-        return data
+        return cast(dict[str, Any], to_data({f.name: getattr(self, f.name) for f in _fields(self)}))
 
     def validate(self, prefix: str = "") -> list[str]:
         """Return the dotted names of all fields, nested ones included, that are still ``MISSING``."""
@@ -111,10 +109,10 @@ class Shorthand:
     field: str
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
-        return core_schema.no_info_before_validator_function(self._expand, handler(source))
+        def expand(given: Any) -> Any:
+            return {self.field: given} if isinstance(given, str) else given
 
-    def _expand(self, given: Any) -> Any:
-        return {self.field: given} if isinstance(given, str) else given
+        return core_schema.no_info_before_validator_function(expand, handler(source))
 
 
 @overload

@@ -155,7 +155,9 @@ class NetworkPolicy(Policy):
         public, privileged = self.encoder(obs)
         if self.memory is None:
             return public, privileged, None
-        features, state = self.memory.step(public, self.memory.initial_state(len(public)) if state is None else state)
+        if state is None:
+            state = self.memory.initial_state(public.shape[0])
+        features, state = self.memory.step(public, state)
         return features, privileged, state
 
 

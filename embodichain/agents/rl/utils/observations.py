@@ -60,8 +60,7 @@ def dict_to_tensordict(
     sizes = {leaf.shape[0] if leaf.ndim else None for leaf in leaves}
     if len(sizes) != 1 or None in sizes:
         raise ObservationError(f"all parts of an observation must share their first dimension num_envs, got {sizes}")
-    batch = [leaves[0].shape[0]]
-    return TensorDict({"observation": _nest(converted, batch)}, batch_size=batch, device=device)
+    return TensorDict({"observation": converted}, batch_size=[leaves[0].shape[0]], device=device)
 
 
 def _convert(value: Any, device: torch.device | str | None) -> Any:
@@ -70,12 +69,6 @@ def _convert(value: Any, device: torch.device | str | None) -> Any:
     if isinstance(value, Tensor):
         return value if device is None else value.to(device)
     return torch.as_tensor(np.asarray(value), device=device)
-
-
-def _nest(value: Any, batch: list[int]) -> Any:
-    if isinstance(value, dict):
-        return TensorDict({key: _nest(entry, batch) for key, entry in value.items()}, batch_size=batch)
-    return value
 
 
 def space_to_data(space: gym.Space[Any]) -> dict[str, Any]:
