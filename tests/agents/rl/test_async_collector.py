@@ -227,11 +227,11 @@ def test_no_step_is_taken_with_torn_weights():
         nonlocal steps
         steps += 1
         copy = collector._place._station.copy
-        if copy.digest() != collector._desk.store.at(copy.version).digest:
+        if copy.digest() != collector._desk.store.digest_of(copy.version):
             problems.append(copy.version)
 
     env, buffer = Env(pause=0.0005), VLABuffer(4 * NUM_ENVS * NUM_STEPS)
-    cfg = AsyncCfg(num_steps=NUM_STEPS, max_policy_lag=1, kl_rows=0)
+    cfg = AsyncCfg(num_steps=NUM_STEPS, max_policy_lag=1, kl_rows=0, verify_weights=True)
     collector = AsyncCollector(env, algorithm.policy, buffer, callback=check, cfg=cfg)
     with collector:
         for _ in range(40):

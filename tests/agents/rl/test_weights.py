@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import pickle
+import signal
 import threading
 import time
 
 import pytest
 import torch
 
-from embodichain.agents.rl.collector.weights import InferenceCopy, WeightLayout, WeightStore, content_hash
+from embodichain.agents.processes.channel import Channel
+from embodichain.agents.rl.collector.config import AsyncCfg
+from embodichain.agents.rl.collector.weights import (
+    InferenceCopy,
+    WeightLayout,
+    WeightSnapshot,
+    WeightStore,
+    content_hash,
+    move,
+    without_weights,
+)
 from embodichain.errors import WeightsError
 from tests.agents.rl.helpers import ScriptedEnv, make_policy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+VERIFY = AsyncCfg(verify_weights=True)
 
 
 @pytest.fixture
@@ -66,13 +83,14 @@ def test_hash_sees_every_bit_and_every_exchange():
 # --- publishing and adopting --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_copy_adopts_exactly_what_was_published(policy, shared):
-    store, copy = WeightStore(policy, shared), InferenceCopy(policy)
+@pytest.mark.parametrize("worker", ["thread", "process", "ray"])
+@pytest.mark.parametrize("verify", [False, True])
+def test_copy_adopts_exactly_what_was_published(policy, worker, verify):
+    store, copy = WeightStore(policy, AsyncCfg(worker=worker, verify_weights=verify)), InferenceCopy(policy)
     for _ in range(3):
         change(policy)
         snapshot = store.publish()
-        store.acknowledge(snapshot.version, copy.adopt(snapshot))
+        store.acknowledge(*copy.adopt(snapshot))
         mine, other = policy.state_dict(), copy.policy.state_dict()
         assert all(torch.equal(mine[name], other[name]) for name in mine)
         assert copy.version == int(policy.version) == snapshot.version
@@ -101,19 +119,20 @@ def test_all_types_survive_the_flat_memory():
 
 
 def test_snapshots_do_not_change_with_the_policy(policy):
-    store = WeightStore(policy)
+    store = WeightStore(policy, AsyncCfg(adopt="lockstep", verify_weights=True))
     snapshot = store.publish()
     change(policy)
-    assert content_hash(snapshot.data) == snapshot.digest
+    assert content_hash(snapshot.data) == snapshot.digest == store.digest_of(0)
     assert store.at(0) is snapshot
     assert store.publish() is store.latest is not snapshot
+    assert content_hash(snapshot.data) == snapshot.digest
     store.forget_before(1)
     with pytest.raises(WeightsError, match=r"no snapshot of version 0; kept are \[1\]"):
         store.at(0)
 
 
 def test_weights_that_changed_without_a_new_number_are_an_error(policy):
-    store = WeightStore(policy)
+    store = WeightStore(policy, VERIFY)
     assert store.publish() is store.publish()
     change(policy)
     policy.version -= 1
@@ -131,7 +150,7 @@ def test_older_versions_cannot_follow(policy):
 
 
 def test_a_copy_that_holds_something_else_is_found_out(policy):
-    store, copy = WeightStore(policy), InferenceCopy(policy)
+    store, copy = WeightStore(policy, VERIFY), InferenceCopy(policy)
     snapshot = store.publish()
     copy.adopt(snapshot)
     with torch.no_grad():
@@ -142,13 +161,13 @@ def test_a_copy_that_holds_something_else_is_found_out(policy):
 
 def test_weights_that_never_arrive_are_found_out(policy):
     """A module that replaced its parameters keeps its old ones, whatever is copied to where they were."""
-    store, copy = WeightStore(policy), InferenceCopy(policy)
+    store, copy = WeightStore(policy, VERIFY), InferenceCopy(policy)
     stuck = {name: tensor.clone() for name, tensor in copy.policy.state_dict().items()}
-    copy.policy.state_dict = lambda: {name: tensor.clone() for name, tensor in stuck.items()}  # type: ignore[method-assign]
+    copy.policy.state_dict = lambda **_: {name: tensor.clone() for name, tensor in stuck.items()}  # type: ignore[method-assign]
     change(policy)
     snapshot = store.publish()
     with pytest.raises(WeightsError, match="other weights"):
-        store.acknowledge(snapshot.version, copy.adopt(snapshot))
+        store.acknowledge(*copy.adopt(snapshot))
 
 
 def test_stamps_must_have_been_acknowledged(policy):
@@ -156,7 +175,7 @@ def test_stamps_must_have_been_acknowledged(policy):
     snapshot = store.publish()
     with pytest.raises(WeightsError, match=r"\[0\], which no collector acknowledged"):
         store.check_stamps([0])
-    store.acknowledge(0, copy.adopt(snapshot))
+    store.acknowledge(*copy.adopt(snapshot))
     store.check_stamps([0, 0])
     with pytest.raises(WeightsError, match="adopted version 3"):
         store.acknowledge(3, 0)
@@ -168,6 +187,96 @@ def test_policies_of_another_shape_do_not_fit(policy):
         InferenceCopy(other).adopt(WeightStore(policy).publish())
 
 
+# --- memory -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("worker", ["thread", "process"])
+def test_two_slots_are_enough_whoever_is_faster(policy, worker):
+    store, copy = WeightStore(policy, AsyncCfg(worker=worker)), InferenceCopy(policy)
+    memory = set()
+    for step in range(20):
+        change(policy)
+        snapshot = store.publish()
+        memory.add(snapshot.data.data_ptr())
+        if step % 3 == 0:
+            assert copy.adopt(snapshot) == (snapshot.version, None)
+            inside = {parameter.untyped_storage().data_ptr() for parameter in copy.policy.parameters()}
+            assert inside == {snapshot.data.untyped_storage().data_ptr()}  # no third copy
+        else:
+            assert copy.version == step - step % 3 + 1  # what is in use stays as it is
+    assert len(memory) == 2
+
+
+def test_a_snapshot_that_was_overtaken_brings_the_newer_weights(policy):
+    store, copy = WeightStore(policy, VERIFY), InferenceCopy(policy)
+    copy.adopt(store.publish())
+    change(policy)
+    overtaken = store.publish()
+    change(policy)
+    newest = store.publish()
+    assert overtaken.data.data_ptr() == newest.data.data_ptr()
+    assert copy.adopt(overtaken) == (2, newest.digest)
+    assert copy.version == 2
+    store.acknowledge(2, copy.digest())
+
+
+def test_lockstep_keeps_what_is_asked_for(policy):
+    store, copy = WeightStore(policy, AsyncCfg(adopt="lockstep", max_policy_lag=3)), InferenceCopy(policy)
+    for version in range(12):
+        store.publish()
+        change(policy)
+        if version >= 3:
+            assert copy.adopt(store.at(version - 3)) == (version - 3, None)
+            store.forget_before(version - 2)
+    assert [snapshot.version for snapshot in store.kept()] == [9, 10, 11]
+    assert len(store._slots) <= 3 + 2
+
+
+def lease_and_die(channel):
+    message = channel.receive()
+    copy = InferenceCopy(make_policy(ScriptedEnv(4), normalize_obs=True))
+    snapshot = WeightSnapshot(**message.content(), data=message.segment.bytes, segment=message.segment)
+    channel.send("adopted", copy.adopt(snapshot)[0])
+    channel.receive()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_process_that_is_killed_gives_back_its_lease(policy):
+    store = WeightStore(policy, AsyncCfg(worker="process"))
+    memory = set()
+    for _ in range(3):
+        snapshot = store.publish()
+        memory.add(snapshot.data.data_ptr())
+        mine, other = Channel.pair()
+        process = multiprocessing.get_context("fork").Process(target=lease_and_die, args=(other,))
+        process.start()
+        mine.send("weights", {"version": snapshot.version, "digest": None}, snapshot.segment)
+        assert mine.receive().content() == snapshot.version
+        for _ in range(2):  # there is a slot that the process does not use
+            change(policy)
+            assert store.publish().data.data_ptr() != snapshot.data.data_ptr()
+        mine.send("die")
+        process.join()
+        mine.close()
+        other.close()
+        change(policy)
+    assert len(memory) <= 2
+
+
+def test_a_policy_is_sent_without_its_weights(policy):
+    sent = without_weights(policy)
+    assert all(parameter.is_meta for parameter in sent.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(sent.buffers(), policy.buffers(), strict=True))
+    change(policy)
+    received = pickle.loads(pickle.dumps(sent))  # noqa: S301 - written a moment ago
+    copy = InferenceCopy(move(received, torch.device("cpu")))
+    assert not copy.has_weights
+    copy.adopt(WeightStore(policy).publish())
+    assert copy.has_weights
+    mine, other = policy.state_dict(), copy.policy.state_dict()
+    assert all(torch.equal(mine[name], other[name]) for name in mine)
+
+
 # --- under fire ---------------------------------------------------------------------------------------------------
 
 
@@ -176,7 +285,7 @@ def test_no_inference_sees_torn_weights_while_the_optimiser_writes_at_full_speed
     torch.manual_seed(0)
     env = ScriptedEnv(16)
     learner = make_policy(env, actor={"type": "mlp", "hidden_sizes": [256, 256]})
-    store, copy = WeightStore(learner), InferenceCopy(learner)
+    store, copy = WeightStore(learner, VERIFY), InferenceCopy(learner)
     store.publish()
     optimizer = torch.optim.Adam(learner.parameters(), lr=1e-2, fused=True)
     done, problems, adopted, inferences = threading.Event(), [], set(), 0
@@ -188,12 +297,13 @@ def test_no_inference_sees_torn_weights_while_the_optimiser_writes_at_full_speed
             while not done.is_set():
                 snapshot = store.latest
                 if snapshot.version not in adopted:
-                    store.acknowledge(snapshot.version, copy.adopt(snapshot))
-                    adopted.add(snapshot.version)
-                assert copy.digest() == store.at(copy.version).digest
+                    version, digest = copy.adopt(snapshot)
+                    store.acknowledge(version, digest)
+                    adopted.add(version)
+                assert copy.digest() == store.digest_of(copy.version)
                 with torch.no_grad():
                     copy.policy.act(obs)
-                assert copy.digest() == store.at(copy.version).digest
+                assert copy.digest() == store.digest_of(copy.version)
                 inferences += 1
         except (AssertionError, WeightsError) as problem:
             problems.append(problem)

@@ -48,6 +48,9 @@ class AsyncCfg(Config):
     """How often a collecting process that died or hung is replaced before that is an error."""
     kl_rows: Annotated[int, Field(ge=0)] = 1024
     """Decisions of each rollout on which the KL divergence from behaviour to current policy is measured; 0: none."""
+    verify_weights: bool = False
+    """Whether weights are hashed when they are published and again when a collector uses them, and compared. It costs
+    a pass over the model each time."""
     num_workers: Count = 1
     """With ``ray``: processes that collect, each with ``num_envs`` environments; rollouts come from one at a time, so
     no more than ``max_policy_lag + 1`` can be at work at once."""

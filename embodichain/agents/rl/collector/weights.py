@@ -1,28 +1,47 @@
-"""Weights on their way from a learner to a collector: immutable, numbered, checked by their content.
+"""Weights on their way from a learner to its collectors: numbered snapshots in memory that is used again.
 
-The learner publishes snapshots of its policy between updates; a collector holds a policy of its own and adopts a
-snapshot between two environment steps. So no module is ever read while an optimiser writes it. After every adoption
-the collector computes the hash of the weights it will really use and acknowledges number and hash: weights that were
-torn, mixed up or never arrived are an error, not a bad learning curve.
+The learner publishes a snapshot of its policy between two updates; a collector has a policy of its own and adopts a
+snapshot between two environment steps. So no module is ever read while an optimiser writes it.
+
+A snapshot lies in a slot. Publishing copies the policy into a slot that nobody uses, adopting leases a slot, and a
+slot that is leased is not written to: weights cannot be torn. On a CPU the parameters of the collector's policy *are*
+the leased slot, so there are two slots, one in use and one for the next snapshot. On a GPU parameters stay where they
+are, for the sake of CUDA graphs: they are copied from the slot, which is free again then, and one slot is enough. So
+beside the learner's policy there are two more of the same size, whatever the policy lag is. A slot whose weights nobody
+has adopted yet is overwritten by newer ones, which are adopted then. In lockstep every rollout needs weights of a
+certain version: those that are asked for are kept, up to ``max_policy_lag + 1`` more. Workers of a Ray cluster get
+snapshots through the object store, and these are never overwritten.
+
+With ``verify_weights`` snapshots are hashed, a collector hashes the weights it will really use after every adoption,
+and other weights than were published are an error.
 """
 
 from __future__ import annotations
 
 import copy
+import fcntl
+import os
 import threading
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from embodichain.agents.processes.shared_memory import Segment
+from embodichain.agents.rl.collector.config import AsyncCfg
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.envs.random import mix
 from embodichain.errors import WeightsError
 from embodichain.utils.cuda_graphs import copy_together
+from embodichain.utils.tensor_tree import BlockLayout
 
-_ALIGNMENT = 64
+_HEADER = 64
+"""Bytes of a shared slot before the weights; they begin with the version."""
+_INCOMPLETE = -1
+_WAIT_SECONDS = 0.001
 _STRIDE = -7046029254386353131
 """An odd number: its multiples differ for all indices, so equal words in different places hash differently."""
 _PIECE = 1 << 15
@@ -31,32 +50,18 @@ _PIECE_ON_GPU = 1 << 23
 """The same on a GPU: few launches, beside which a learner launches its own, for 256 MiB meanwhile."""
 
 
-@dataclass(frozen=True)
-class _Place:
-    name: str
-    offset: int
-    nbytes: int
-    dtype: torch.dtype
-    shape: torch.Size
-
-
 class WeightLayout:
-    """Where every parameter and buffer of a module lies in one flat piece of memory."""
+    """Where every parameter and buffer of a module lies in one flat block of memory."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.places: list[_Place] = []
-        end = 0
-        for name, tensor in module.state_dict().items():
-            nbytes = tensor.numel() * tensor.element_size()
-            self.places.append(_Place(name, end, nbytes, tensor.dtype, tensor.shape))
-            end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        self.nbytes = end
+        self._block = BlockLayout.of(module.state_dict())
+        self.nbytes = self._block.nbytes
 
     def views(self, data: Tensor) -> dict[str, Tensor]:
         """Return flat memory, uint8 ``[nbytes]``, as the tensors that lie in it."""
         if data.numel() != self.nbytes:
             raise WeightsError(f"expected {self.nbytes} bytes of weights, got {data.numel()}: the policies differ")
-        return {p.name: data[p.offset : p.offset + p.nbytes].view(p.dtype).view(p.shape) for p in self.places}
+        return self._block.views(data)
 
     @torch.no_grad()
     def pack(self, module: nn.Module, data: Tensor) -> None:
@@ -69,6 +74,24 @@ class WeightLayout:
         """Copy flat memory into a module's parameters and buffers, in place."""
         views, present = self.views(data), module.state_dict()
         copy_together([present[name] for name in views], list(views.values()))
+
+    @torch.no_grad()
+    def assign(self, data: Tensor, module: nn.Module) -> None:
+        """Let a module's parameters lie in flat memory from now on; buffers, which it may write to, are copied."""
+        present = module.state_dict(keep_vars=True)
+        for name, view in self.views(data).items():
+            tensor = present[name]
+            if isinstance(tensor, nn.Parameter) and tensor.is_contiguous():
+                tensor.data = view
+            else:
+                tensor.copy_(view)
+
+    def hash(self, module: nn.Module) -> int:
+        """Return the hash of what a module holds."""
+        device = next(iter(module.state_dict().values())).device
+        data = torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
+        self.pack(module, data)
+        return content_hash(data)
 
 
 def content_hash(data: Tensor) -> int:
@@ -87,57 +110,183 @@ def content_hash(data: Tensor) -> int:
     return int(total)
 
 
+# --- slots --------------------------------------------------------------------------------------------------------
+
+
+class Slot(Protocol):
+    """Memory for one snapshot; it is written to only while nobody has leased it."""
+
+    data: Tensor
+    """Flat memory, uint8, laid out by ``WeightLayout``."""
+    version: int
+    """Version of the weights in it."""
+
+    def acquire(self, wait: bool) -> bool:
+        """Begin to write; return whether nobody has leased it, or wait for that."""
+
+    def publish(self) -> None:
+        """End writing."""
+
+    def lease(self) -> None:
+        """Begin to read; wait while it is written to."""
+
+    def release(self) -> None:
+        """End reading."""
+
+
+class SharedSlot:
+    """A slot in shared memory, for one process or several.
+
+    Leases are locks of the memory's file, each through an open file of its own: the kernel ends that of a process that
+    is killed.
+    """
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment, self.data = segment, segment.bytes[_HEADER:]
+        self.inode = os.fstat(segment.fd).st_ino
+        self._version = segment.view(0, torch.int64, (1,)).numpy()
+        self._file = os.open(f"/proc/self/fd/{segment.fd}", os.O_RDWR | os.O_CLOEXEC)
+
+    @property
+    def version(self) -> int:
+        """Version of the weights in it."""
+        return int(self._version[0])
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self._version[0] = version
+
+    def acquire(self, wait: bool) -> bool:
+        """Begin to write; return whether nobody has leased it, or wait for that."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            return False
+        return True
+
+    def lease(self) -> None:
+        """Begin to read; wait while it is written to."""
+        fcntl.flock(self._file, fcntl.LOCK_SH)
+
+    def release(self) -> None:
+        """End reading."""
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    publish = release
+
+    def __del__(self) -> None:
+        file, self._file = getattr(self, "_file", -1), -1
+        if file >= 0:
+            os.close(file)
+
+
+class DeviceSlot:
+    """A slot on a GPU, for threads of one process: what they launch is put in order, and nobody waits for the GPU."""
+
+    def __init__(self, data: Tensor) -> None:
+        self.data, self.version = data, _INCOMPLETE
+        self._lock = threading.Lock()
+        self._last: torch.cuda.Event | None = None
+        """When the last access that was launched is complete."""
+
+    def acquire(self, wait: bool) -> bool:
+        """Begin to write; return whether nobody has leased it, or wait for that."""
+        acquired = self._lock.acquire(blocking=wait)
+        if acquired:
+            self._follow()
+        return acquired
+
+    def lease(self) -> None:
+        """Begin to read; wait while it is written to."""
+        self._lock.acquire()
+        self._follow()
+
+    def release(self) -> None:
+        """End reading."""
+        self._last = torch.cuda.current_stream(self.data.device).record_event()
+        self._lock.release()
+
+    publish = release
+
+    def _follow(self) -> None:
+        stream = torch.cuda.current_stream(self.data.device)
+        if self._last is not None:
+            stream.wait_event(self._last)
+        self.data.record_stream(stream)
+
+
+class OwnSlot:
+    """A slot that is written to once."""
+
+    def __init__(self, data: Tensor, version: int = _INCOMPLETE) -> None:
+        self.data, self.version = data, version
+
+    def acquire(self, wait: bool) -> bool:
+        """Begin to write, if nobody has yet."""
+        return self.version == _INCOMPLETE
+
+    def publish(self) -> None:
+        """End writing."""
+
+    lease = release = publish
+
+
 @dataclass(frozen=True)
 class WeightSnapshot:
-    """The weights of one version; nothing ever writes to it again."""
+    """The weights of one version; they stay as they are while they are kept by the store, or leased."""
 
     version: int
     """``policy.version`` at the time: how many updates shaped these weights."""
-    digest: int
-    """Hash of ``data``."""
+    digest: int | None
+    """Hash of ``data``, if weights are verified."""
     data: Tensor
     """Flat memory, uint8, laid out by ``WeightLayout``."""
     segment: Segment | None = None
-    """The shared memory that ``data`` lies in, where another process is to read it."""
-    ready: torch.cuda.Event | None = None
-    """On a GPU: when ``data`` is complete."""
+    """The shared memory that ``data`` lies in, where there is some."""
+    slot: Slot | None = None
+    """The slot that ``data`` lies in, as the learner's process knows it."""
 
     def __str__(self) -> str:
-        return f"version {self.version} ({self.digest & 2**64 - 1:016x})"
+        return f"version {self.version}" + ("" if self.digest is None else f" ({self.digest & 2**64 - 1:016x})")
+
+
+# --- the learner's side -------------------------------------------------------------------------------------------
 
 
 class WeightStore:
     """The learner's side: publishes snapshots of its policy and checks what collectors acknowledge."""
 
-    def __init__(self, policy: Policy, shared: bool = False, spare: int = 0) -> None:
-        """Publish the weights of ``policy``; ``shared`` ones lie in memory that other processes can map.
-
-        Rollouts come in the order of their versions, but for ``spare`` versions that one may be behind another.
-        """
-        self.policy, self.shared, self.spare = policy, shared, spare
+    def __init__(self, policy: Policy, cfg: AsyncCfg | None = None) -> None:
+        """Publish the weights of ``policy`` to a collector with these settings."""
+        self.policy, self.cfg = policy, cfg or AsyncCfg()
         self.layout = WeightLayout(policy)
         self.latest: WeightSnapshot | None = None
+        # Rollouts come in the order of their versions, but one of several workers may be behind the others.
+        self._spare = self.cfg.max_policy_lag if self.cfg.num_workers > 1 else 0
+        self._slots: list[Slot] = []
         self._kept: dict[int, WeightSnapshot] = {}
+        self._digests: dict[int, int | None] = {}
+        """Hashes of the versions that were published, if weights are verified."""
         self._acknowledged: set[int] = set()
         self._lock = threading.Lock()
 
     def publish(self) -> WeightSnapshot:
         """Copy the policy's present weights into a snapshot; the learner calls it, between two updates."""
-        version = int(self.policy.version)
-        snapshot = self._snapshot(version)
-        with self._lock:
-            latest = self.latest
-            if latest is not None and version == latest.version:
-                if snapshot.digest != latest.digest:
-                    raise WeightsError(
-                        f"the weights changed, but policy.version is still {version}: whatever updates a policy has to "
-                        "count it with policy.version += 1"
-                    )
-                return latest
-            if latest is not None and version < latest.version:
-                raise WeightsError(f"version {version} comes after version {latest.version}: versions only grow")
-            self.latest = self._kept[version] = snapshot
-        return snapshot
+        version, latest = int(self.policy.version), self.latest
+        if latest is not None and version == latest.version:
+            if latest.digest is not None and self.layout.hash(self.policy) != latest.digest:
+                raise WeightsError(
+                    f"the weights changed, but policy.version is still {version}: whatever updates a policy has to "
+                    "count it with policy.version += 1"
+                )
+            return latest
+        if latest is not None and version < latest.version:
+            raise WeightsError(f"version {version} comes after version {latest.version}: versions only grow")
+        if self.cfg.adopt != "lockstep":  # nobody needs what came before
+            with self._lock:
+                self._kept.clear()
+        self.latest = self._write(version, None)
+        return self.latest
 
     def is_new(self) -> bool:
         """Tell whether the policy was updated since the last snapshot."""
@@ -150,10 +299,15 @@ class WeightStore:
                 raise WeightsError(f"there is no snapshot of version {version}; kept are {sorted(self._kept)}")
             return self._kept[version]
 
+    def digest_of(self, version: int) -> int | None:
+        """Return the hash of a version that was published, if weights are verified."""
+        with self._lock:
+            return self._digests[version]
+
     def forget_before(self, version: int) -> None:
         """Let go of snapshots that nobody needs any more; the latest one stays."""
         with self._lock:
-            for old in [v for v in self._kept if v < version - self.spare and self._kept[v] is not self.latest]:
+            for old in [v for v in self._kept if v < version - self._spare and self._kept[v] is not self.latest]:
                 del self._kept[old]
 
     def kept(self) -> list[WeightSnapshot]:
@@ -163,19 +317,18 @@ class WeightStore:
 
     def keep(self, version: int, data: Tensor) -> None:
         """Take back a snapshot of an older version, when a run is resumed."""
-        with self._lock:
-            self._kept[version] = WeightSnapshot(version, content_hash(data), *self._memory_of(data))
+        self._write(version, data)
 
-    def acknowledge(self, version: int, digest: int) -> None:
+    def acknowledge(self, version: int, digest: int | None) -> None:
         """Check what a collector says it has adopted."""
         with self._lock:
-            published = self._kept.get(version)
-            if published is None:
-                raise WeightsError(f"a collector adopted version {version}, which is not among {sorted(self._kept)}")
-            if digest != published.digest:
+            if version not in self._digests:
+                raise WeightsError(f"a collector adopted version {version}, which is not among {sorted(self._digests)}")
+            published = self._digests[version]
+            if published is not None and digest != published:
                 raise WeightsError(
-                    f"a collector uses other weights than were published: expected {published}, it has "
-                    f"{digest & 2**64 - 1:016x}"
+                    f"a collector uses other weights than were published: expected {published & 2**64 - 1:016x} for "
+                    f"version {version}, it has {'no hash' if digest is None else f'{digest & 2**64 - 1:016x}'}"
                 )
             self._acknowledged.add(version)
 
@@ -189,50 +342,131 @@ class WeightStore:
         stamped = set(versions)
         with self._lock:
             unknown = sorted(stamped - self._acknowledged)
-            self._acknowledged = {v for v in self._acknowledged if v >= min(stamped) - self.spare}
+            oldest = min(stamped) - self._spare
+            self._acknowledged = {v for v in self._acknowledged if v >= oldest}
+            self._digests = {v: digest for v, digest in self._digests.items() if v >= oldest or v in self._kept}
         if unknown:
             raise WeightsError(f"transitions are stamped with versions {unknown}, which no collector acknowledged")
 
-    def _snapshot(self, version: int) -> WeightSnapshot:
-        device = next(iter(self.policy.state_dict().values())).device
-        data = torch.zeros(self.layout.nbytes, dtype=torch.uint8, device=device)
-        self.layout.pack(self.policy, data)
-        ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-        return WeightSnapshot(version, content_hash(data), *self._memory_of(data), ready=ready)
+    def _write(self, version: int, data: Tensor | None) -> WeightSnapshot:
+        """Copy flat memory, or else the policy, into a slot."""
+        slot = self._free_slot()
+        try:
+            slot.version = _INCOMPLETE
+            if data is None:
+                self.layout.pack(self.policy, slot.data)
+            else:
+                slot.data.copy_(data)
+            digest = content_hash(slot.data) if self.cfg.verify_weights else None
+            segment = slot.segment if isinstance(slot, SharedSlot) else None
+            snapshot = WeightSnapshot(version, digest, slot.data, segment, slot)
+            with self._lock:
+                self._kept[version], self._digests[version] = snapshot, digest
+            slot.version = version
+        finally:
+            slot.publish()
+        return snapshot
 
-    def _memory_of(self, data: Tensor) -> tuple[Tensor, Segment | None]:
-        """Return where a snapshot lies: in shared memory, if other processes are to read it."""
-        if not self.shared:
-            return data, None
-        segment = Segment.create(data.numel(), "a snapshot of the weights")
-        segment.bytes.copy_(data)
-        return segment.bytes, segment
+    def _free_slot(self) -> Slot:
+        """Return a slot that nobody uses, to be written to; wait for one if there are enough."""
+        if self.cfg.worker == "ray":
+            return OwnSlot(self._memory())
+        on_cpu = self.policy.version.device.type == "cpu"
+        while True:
+            with self._lock:
+                kept = {id(snapshot.slot) for snapshot in self._kept.values()}
+            for slot in self._slots:
+                if id(slot) not in kept and slot.acquire(wait=False):
+                    return slot
+            if len(self._slots) < len(kept) + (2 if on_cpu else 1):
+                slot = self._new_slot(on_cpu)
+                self._slots.append(slot)
+                slot.acquire(wait=True)
+                return slot
+            time.sleep(_WAIT_SECONDS)
+
+    def _new_slot(self, on_cpu: bool) -> Slot:
+        if on_cpu or self.cfg.worker == "process":
+            return SharedSlot(Segment.create(_HEADER + self.layout.nbytes, "a snapshot of the weights"))
+        return DeviceSlot(self._memory())
+
+    def _memory(self) -> Tensor:
+        return torch.zeros(self.layout.nbytes, dtype=torch.uint8, device=self.policy.version.device)
+
+
+# --- the collector's side -----------------------------------------------------------------------------------------
 
 
 class InferenceCopy:
     """The collector's side: a policy of its own, whose weights change only when it adopts a snapshot."""
 
     def __init__(self, policy: Policy) -> None:
-        self.policy: Policy = copy.deepcopy(policy).requires_grad_(False)
+        """Copy a policy; on a CPU its parameters take no memory before the first snapshot is adopted."""
+        device = policy.version.device
+        self._in_place = device.type == "cpu"
+        self.has_weights = not self._in_place and not any(parameter.is_meta for parameter in policy.parameters())
+        """Whether the policy can act."""
+        own = copy.deepcopy(policy) if self.has_weights else _copy_without_weights(policy, device)
+        self.policy: Policy = own.requires_grad_(False)
         self.layout = WeightLayout(self.policy)
+        self._leased: Slot | None = None
+        self._shared: list[SharedSlot] = []
+        """The slots that were used last: mapping memory anew costs time."""
 
     @property
     def version(self) -> int:
         """Number of the weights in use."""
         return int(self.policy.version)
 
-    def adopt(self, snapshot: WeightSnapshot) -> int:
-        """Use a snapshot from now on; return the hash of what the policy really holds then."""
-        if snapshot.ready is not None:
-            stream = torch.cuda.current_stream(snapshot.data.device)
-            stream.wait_event(snapshot.ready)
-            snapshot.data.record_stream(stream)
-        self.layout.unpack(snapshot.data, self.policy)
-        return self.digest()
+    def adopt(self, snapshot: WeightSnapshot) -> tuple[int, int | None]:
+        """Use a snapshot from now on, or a newer one that has taken its slot.
+
+        Return the version, and, if weights are verified, the hash of what the policy really holds then.
+        """
+        slot = self._slot_of(snapshot)
+        slot.lease()
+        version, done_with = slot.version, slot
+        try:
+            if version < snapshot.version:
+                raise WeightsError(f"{snapshot} is wanted, but its memory holds version {version}")
+            if self._in_place:
+                self.layout.assign(slot.data, self.policy)
+                done_with, self._leased = self._leased or slot, slot
+            else:
+                self.layout.unpack(slot.data, self.policy)
+        finally:
+            if done_with is not self._leased:
+                done_with.release()
+        self.has_weights = True
+        return version, None if snapshot.digest is None else self.digest()
 
     def digest(self) -> int:
         """Return the hash of the weights in use, read from the policy itself."""
-        device = next(iter(self.policy.state_dict().values())).device
-        data = torch.zeros(self.layout.nbytes, dtype=torch.uint8, device=device)
-        self.layout.pack(self.policy, data)
-        return content_hash(data)
+        return self.layout.hash(self.policy)
+
+    def _slot_of(self, snapshot: WeightSnapshot) -> Slot:
+        if snapshot.segment is None:
+            return snapshot.slot or OwnSlot(snapshot.data, snapshot.version)
+        inode = os.fstat(snapshot.segment.fd).st_ino
+        slot = next((known for known in self._shared if known.inode == inode), None) or SharedSlot(snapshot.segment)
+        self._shared = [*(known for known in self._shared if known is not slot), slot][-2:]
+        return slot
+
+
+def without_weights(policy: Policy) -> Policy:
+    """Return a copy of a policy to be sent to another process: its buffers on the CPU, parameters without memory."""
+    sent = _copy_without_weights(policy, torch.device("meta"))
+    return move(sent, torch.device("cpu"))
+
+
+def move(policy: Policy, device: torch.device) -> Policy:
+    """Move a policy to a device, but for parameters without memory; return it."""
+    policy._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+    policy.device = device
+    return policy
+
+
+def _copy_without_weights(policy: Policy, device: torch.device) -> Policy:
+    """Copy a policy, but for the content of its parameters: on a CPU they take no memory before they are written to."""
+    own = {id(p): nn.Parameter(torch.empty_like(p, device=device), requires_grad=False) for p in policy.parameters()}
+    return copy.deepcopy(policy, own)

@@ -25,7 +25,7 @@ from embodichain.agents.rl.collector.background.loop import (
     Ticket,
 )
 from embodichain.agents.rl.collector.background.station import Station
-from embodichain.agents.rl.collector.weights import WeightSnapshot
+from embodichain.agents.rl.collector.weights import WeightSnapshot, move
 from embodichain.envs.physics.mujoco_cpu import limit_cores
 from embodichain.errors import CollectorError
 from embodichain.utils.tensor_tree import decode, encode
@@ -34,7 +34,7 @@ Event = dict[str, Any]
 Bytes = NDArray[np.uint8]
 Encoded = tuple[dict[str, Any], Bytes]
 """Nested data with tensors in it: its description, and one block of memory."""
-Weights = tuple[int, int]
+Weights = tuple[int, int | None]
 """Version and hash of a snapshot, the bytes of which travel beside it."""
 
 CONCURRENCY = {"control": 1}
@@ -119,7 +119,7 @@ class ActorLink:
     def __init__(self) -> None:
         self.sequence = self.interrupted = -1
         self.rollout: Delivery | None = None
-        self.adoptions: dict[int, int] = {}
+        self.adoptions: dict[int, int | None] = {}
         """Hashes of the weights that are used in the present rollout, by version."""
         self.steps = 0
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
@@ -161,7 +161,7 @@ class ActorLink:
         self.steps += working
         self._last_beat, self._working = time.monotonic(), working
 
-    def adopted(self, version: int, digest: int) -> None:
+    def adopted(self, version: int, digest: int | None) -> None:
         """Acknowledge weights."""
         self.adoptions[version] = digest
 
@@ -178,7 +178,7 @@ def _build(job: Job, seed: int | None) -> Station:
     setup, cores = job.setup, cores_of_actor()
     limit_cores(cores)
     torch.set_num_threads(setup.cfg.num_threads or cores)
-    setup.policy.to(setup.device).device = setup.device
+    move(setup.policy, setup.device)
     station = Station(job.make_env(), setup)
     if seed is not None:
         station.reset(seed)
@@ -186,7 +186,7 @@ def _build(job: Job, seed: int | None) -> Station:
 
 
 def _snapshot(weights: Weights, data: Bytes) -> WeightSnapshot:
-    return WeightSnapshot(*weights, tensor_of(data).clone())
+    return WeightSnapshot(*weights, tensor_of(data))
 
 
 def _failed(error: Exception) -> Event:

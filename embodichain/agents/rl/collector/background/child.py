@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import socket
 import time
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from embodichain.agents.rl.collector.background.loop import (
     Ticket,
 )
 from embodichain.agents.rl.collector.background.station import Setup, Station
-from embodichain.agents.rl.collector.weights import WeightSnapshot
+from embodichain.agents.rl.collector.weights import WeightSnapshot, move, without_weights
 from embodichain.envs.vec_env import VecEnv
 
 LAST_BEAT, WORKING, STEPS, NUM_PULSES = range(4)
@@ -41,9 +40,8 @@ class Job:
     num_steps: int
 
     def for_another_process(self) -> Job:
-        """Return the job with a policy that can be sent: a copy, on the CPU."""
-        policy = copy.deepcopy(self.setup.policy).cpu()
-        return replace(self, setup=replace(self.setup, policy=policy))
+        """Return the job with a policy that can be sent: a copy without weights."""
+        return replace(self, setup=replace(self.setup, policy=without_weights(self.setup.policy)))
 
 
 def main(job: Job, device: str, connection: socket.socket, pulse: Segment) -> None:
@@ -52,7 +50,7 @@ def main(job: Job, device: str, connection: socket.socket, pulse: Segment) -> No
     torch.set_num_threads(job.setup.cfg.num_threads or 1)
     channel = Channel(connection)
     try:
-        job.setup.policy.to(device).device = torch.device(device)
+        move(job.setup.policy, torch.device(device))
         env = job.make_env()
         try:
             station = Station(env, job.setup)
@@ -105,7 +103,7 @@ class ProcessLink:
         self._pulse[LAST_BEAT] = time.monotonic_ns()
         self._pulse[WORKING] = working
 
-    def adopted(self, version: int, digest: int) -> None:
+    def adopted(self, version: int, digest: int | None) -> None:
         """Acknowledge weights."""
         self._channel.send("adopted", {"version": version, "digest": digest})
 

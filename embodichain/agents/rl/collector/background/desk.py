@@ -32,9 +32,7 @@ class Desk:
 
     def __init__(self, policy: Policy, buffer: VLABuffer, device: torch.device, cfg: AsyncCfg) -> None:
         self.policy, self.buffer, self.device, self.cfg = policy, buffer, device, cfg
-        # Of several workers a slow one may come with older weights than the last rollout had.
-        spare = cfg.max_policy_lag if cfg.num_workers > 1 else 0
-        self.store = WeightStore(policy, shared=cfg.worker == "process", spare=spare)
+        self.store = WeightStore(policy, cfg)
         self.worker: Worker | None = None
         self.episodes = _NOTHING
         """``return`` and ``length`` of the episodes that ended in the rollout that was taken last."""
@@ -141,7 +139,7 @@ class Desk:
 
     # --- in: what the worker tells --------------------------------------------------------------------------------
 
-    def on_adopted(self, version: int, digest: int) -> None:
+    def on_adopted(self, version: int, digest: int | None) -> None:
         """Check what the worker uses."""
         self.store.acknowledge(version, digest)
 
@@ -173,7 +171,7 @@ class Desk:
         self.buffer.load_state_dict(state["queue"])
         self._notes = {note["number"]: Delivery(rollout=_NOTHING, **note) for note in state["notes"]}
         self._waiting_tickets = state["tickets"]
-        self.store = WeightStore(self.policy, self.store.shared, self.store.spare)
+        self.store = WeightStore(self.policy, self.cfg)
         for version, data in state["weights"]:
             self.store.keep(version, data.to(self.policy.device))
         self.store.trust({int(v) for entry in state["queue"]["entries"] for v in entry["policy_version"].unique()})

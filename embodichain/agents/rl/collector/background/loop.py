@@ -99,7 +99,7 @@ class Link(Protocol):
     def beat(self, working: bool) -> None:
         """Show a sign of life: a step begins, or there is nothing to do."""
 
-    def adopted(self, version: int, digest: int) -> None:
+    def adopted(self, version: int, digest: int | None) -> None:
         """Acknowledge weights."""
 
     def deliver(self, delivery: Delivery) -> None:
@@ -119,7 +119,8 @@ class CollectionLoop:
     def __init__(self, station: Station, link: Link, num_steps: int) -> None:
         self.station, self.link, self.num_steps, self.adopt = station, link, num_steps, station.cfg.adopt
         self.collector = station.collector
-        self.collector.record_policy()
+        if station.copy.has_weights:
+            self.collector.record_policy()
         self.collector.before_step = self._between_steps
         device = self.collector.device
         # Its kernels come first: they are short, and simulation waits for them, while those of an update are long.
@@ -213,11 +214,12 @@ class CollectionLoop:
 
     def _adopt(self, version: int) -> None:
         """Use these weights from now on, and say so."""
-        if version == self._in_use:
+        if self._in_use is not None and version <= self._in_use:
             return
         if version not in self._snapshots:
             raise WeightsError(f"version {version} is wanted, but {sorted(self._snapshots)} arrived")
-        self.link.adopted(version, self.station.copy.adopt(self._snapshots[version]))
-        self._in_use = version
+        self._in_use, digest = self.station.copy.adopt(self._snapshots[version])
+        self.link.adopted(self._in_use, digest)
+        self.collector.record_policy()  # if that had to wait for weights
         for old in [v for v in self._snapshots if v < version]:
             del self._snapshots[old]

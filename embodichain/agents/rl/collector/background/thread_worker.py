@@ -104,7 +104,7 @@ class ThreadWorker:
         self._last_beat = time.monotonic()
         self._working = working
 
-    def adopted(self, version: int, digest: int) -> None:
+    def adopted(self, version: int, digest: int | None) -> None:
         """Acknowledge weights."""
         self._learner.on_adopted(version, digest)
 

@@ -19,7 +19,7 @@ FIRST_STEPS = 2
 class Learner(Protocol):
     """What a worker tells the learner's side; called from the worker's thread."""
 
-    def on_adopted(self, version: int, digest: int) -> None:
+    def on_adopted(self, version: int, digest: int | None) -> None:
         """Weights are in use."""
 
     def on_delivery(self, delivery: Delivery, timeout: float) -> None:
