@@ -27,7 +27,7 @@ class Learner:
 
     def __init__(self, **env: Any) -> None:
         self.policy = make_learner().policy
-        self.store = WeightStore(self.policy)
+        self.store = WeightStore(self.policy, AsyncCfg(worker="ray"))
         setup = Setup(self.policy, torch.device("cpu"), None, None, AsyncCfg(worker="ray"))
         self.job = Job(make_env(**env), setup, NUM_STEPS).for_another_process()
         self.actor = RolloutActor([])
