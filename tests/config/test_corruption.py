@@ -151,13 +151,13 @@ def test_any_damage_is_a_config_or_a_config_error(load: Load, data: dict[str, An
             holder[place[-1]] = {place[-1]: holder[place[-1]]}
         else:
             holder[place[-1]] = draw.draw(garbage)
-    _check_read_or_explained(load, broken)
+    check_read_or_explained(load, broken)
 
 
 @given(data=garbage)
 @settings(deadline=None)
 def test_anything_at_all_is_a_config_or_a_config_error(data: Any):
-    _check_read_or_explained(RunCfg.from_dict, data)
+    check_read_or_explained(RunCfg.from_dict, data)
 
 
 flags = st.sampled_from(
@@ -179,7 +179,7 @@ words = st.sampled_from(["1", "-1", "1e400", "nan", "{a: 1}", "[", "--"])
 @settings(deadline=None)
 def test_any_command_line_is_a_config_or_a_config_error(argv: list[str]):
     assume(not {"-h", "--help"} & set(argv))
-    _check_read_or_explained(lambda words: parse_overrides(RunCfg(), words), argv)
+    check_read_or_explained(lambda words: parse_overrides(RunCfg(), words), argv)
 
 
 def test_the_damage_is_done_to_a_copy():
@@ -188,7 +188,7 @@ def test_the_damage_is_done_to_a_copy():
         assert json.loads(json.dumps(data)) == data
 
 
-def _check_read_or_explained(load: Load, data: Any) -> None:
+def check_read_or_explained(load: Load, data: Any) -> None:
     """Fail on every outcome but a config or the problems of a ``ConfigError``."""
     problems = ["read"]
     try:

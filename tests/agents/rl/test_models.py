@@ -1,4 +1,4 @@
-"""Networks and policies: documented construction, both forms of observations, privileged keys, pictures, names."""
+"""Networks and policies: documented construction, both forms of observations, privileged keys, images, names."""
 
 from __future__ import annotations
 
@@ -175,16 +175,16 @@ def test_pictures_go_through_the_encoder_and_stay_bytes() -> None:
     )
     policy = build_policy(block(image_encoder={"channels": [4, 4], "feature_dim": 10}), space, ACTIONS, "cpu")
     assert policy.encoder.public_dim == 13
-    picture = torch.randint(0, 256, (5, 24, 32, 3), dtype=torch.uint8)
+    image = torch.randint(0, 256, (5, 24, 32, 3), dtype=torch.uint8)
     obs = TensorDict(
-        {"robot": TensorDict({"qpos": torch.randn(5, 3)}, [5]), "image": TensorDict({"wrist": picture}, [5])}, [5]
+        {"robot": TensorDict({"qpos": torch.randn(5, 3)}, [5]), "image": TensorDict({"wrist": image}, [5])}, [5]
     )
     action, _log_prob, value = policy.get_action(obs)
     assert action.shape == (5, 2)
     policy.evaluate_actions(obs, action)[2].sum().backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in policy.encoder.parameters())
     darker = obs.clone()
-    darker["image", "wrist"] = torch.zeros_like(picture)
+    darker["image", "wrist"] = torch.zeros_like(image)
     assert not torch.allclose(policy.get_value(darker), value)
     with pytest.raises(ObservationError, match="nested TensorDict"):
         policy.get_value(torch.randn(5, 3))

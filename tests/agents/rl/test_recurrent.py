@@ -17,25 +17,25 @@ RECURRENT = {"type": "gru", "hidden_size": 6, "num_layers": 2}
 
 def test_sequence_equals_steps_with_the_state_cleared_at_starts() -> None:
     torch.manual_seed(0)
-    memory = RecurrentLayer(3, RecurrentCfg(hidden_size=5, num_layers=2))
+    layer = RecurrentLayer(3, RecurrentCfg(hidden_size=5, num_layers=2))
     x, state = torch.randn(7, 4, 3), torch.randn(4, 2, 5)
     start = torch.zeros(7, 4, dtype=torch.bool)
     start[0, 3] = start[2, 0] = start[2, 1] = start[3, 0] = start[6, 2] = True
     outputs, h = [], state
     for t in range(7):
-        h = torch.where(start[t].view(4, 1, 1), memory.initial_state(4), h)
-        out, h = memory.step(x[t], h)
+        h = torch.where(start[t].view(4, 1, 1), layer.initial_state(4), h)
+        out, h = layer.step(x[t], h)
         outputs.append(out)
-    assert torch.allclose(memory.sequence(x, state, start), torch.stack(outputs), atol=1e-6)
+    assert torch.allclose(layer.sequence(x, state, start), torch.stack(outputs), atol=1e-6)
 
 
 def test_nothing_leaks_from_an_earlier_episode() -> None:
     torch.manual_seed(0)
-    memory = RecurrentLayer(3, RecurrentCfg(hidden_size=5))
+    layer = RecurrentLayer(3, RecurrentCfg(hidden_size=5))
     x = torch.randn(6, 1, 3, requires_grad=True)
     start = torch.zeros(6, 1, dtype=torch.bool)
     start[4] = True
-    memory.sequence(x, torch.randn(1, 1, 5), start)[4:].sum().backward()
+    layer.sequence(x, torch.randn(1, 1, 5), start)[4:].sum().backward()
     assert x.grad[:4].abs().max() == 0.0
     assert x.grad[4:].abs().min() > 0.0
 

@@ -22,7 +22,7 @@ TINY = {"chunk_size": 3, "width": 32, "depth": 1, "num_heads": 2, "patch_size": 
 
 
 def language_env(num_envs: int = 4, **changes: Any) -> VecEnv:
-    """Return the language task with one small picture, in steps of single actions."""
+    """Return the language task with one small image, in steps of single actions."""
     base = {
         "max_episode_steps": 10,
         "num_threads": 1,
