@@ -81,7 +81,7 @@ class OnlineDataEngineCfg(Config):
     action_config: dict[str, Any] = {}
     """Where episodes come from; see :class:`ActionSourceCfg`."""
     refill_threshold: Annotated[int, Field(ge=1)] = 50
-    """Samples per stored episode: after ``refill_threshold * buffer_size`` samples the buffer is written anew."""
+    """Samples per stored episode: after ``refill_threshold * buffer_size`` samples the buffer is written again."""
     refill: Literal["threshold", "continuous"] = "threshold"
     """``threshold`` rewrites the whole buffer; ``continuous`` writes one episode per ``refill_threshold`` samples."""
     max_samples_per_episode: Annotated[float, Field(gt=0)] | None = None

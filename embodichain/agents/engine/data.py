@@ -54,6 +54,7 @@ class OnlineDataEngine:
         self._check_creator("start")
         if self._supervisor is not None and self._supervisor.is_alive():
             raise EngineStateError("the engine is already running")
+        self.stop()  # what a failed run may have left
         self._reader = self._stats = self._worker_stats = None
         supervisor = self._supervisor = Supervisor(self.cfg)
         weakref.finalize(self, _stop_in, os.getpid(), supervisor)  # also at the end of the program
@@ -69,11 +70,13 @@ class OnlineDataEngine:
     def stop(self) -> None:
         """Stop the workers: gracefully, then firmly. Calling it again, or without a start, does nothing."""
         self._check_creator("stop")
-        if self._supervisor is not None:
-            self._supervisor.stop()
-        if self._mirror is not None:
-            self._mirror.close()
-            self._mirror = None
+        try:
+            if self._supervisor is not None:
+                self._supervisor.stop()
+        finally:
+            if self._mirror is not None:
+                self._mirror.close()
+                self._mirror = None
 
     def __enter__(self) -> Self:
         if self._supervisor is None or not self._supervisor.is_alive():

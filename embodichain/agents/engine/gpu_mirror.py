@@ -152,7 +152,6 @@ class _Slot:
     device: dict[Key, Tensor]
     row: int = -1
     length: int = 0
-    sequence: int = 0
     free: torch.cuda.Event | None = None
     """When the device no longer reads this slot."""
 
@@ -215,12 +214,11 @@ class DeviceMirror:
 
     def _follow_stream(self) -> None:
         """Order this stream's work after the last draw's, should another thread have used another stream."""
-        if not self._is_cuda:
-            return
-        stream = torch.cuda.current_stream(self._device)
-        if self._last_stream is not None and stream != self._last_stream:
-            stream.wait_stream(self._last_stream)
-        self._last_stream = stream
+        if self._is_cuda:
+            stream = torch.cuda.current_stream(self._device)
+            if self._last_stream is not None and stream != self._last_stream:
+                stream.wait_stream(self._last_stream)
+            self._last_stream = stream
 
     def close(self) -> None:
         """Stop following the buffer."""
@@ -286,10 +284,10 @@ class DeviceMirror:
                 time.sleep(_IDLE_SECONDS)
 
     def _send(self, row: int, slot: _Slot) -> bool:
-        """Copy one row to the device; tell whether it stayed the same meanwhile."""
+        """Copy one row to the device; tell whether it stayed the same."""
         sequence = int(self._buffer.sequence[row])
         fence()
-        slot.row, slot.sequence, slot.length = row, sequence, int(self._buffer.length[row])
+        slot.row, slot.length = row, int(self._buffer.length[row])
         for key, value in slot.host.items():
             value[: slot.length].copy_(self._buffer.frames[key][row, : slot.length])
         fence()

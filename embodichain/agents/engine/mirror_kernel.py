@@ -30,19 +30,7 @@ def _below(key, number, bound):  # type: ignore[no-untyped-def]  # noqa: ANN001,
 
 
 @triton.jit
-def _copy_windows(  # type: ignore[no-untyped-def]  # noqa: ANN202
-    frames,  # noqa: ANN001
-    out,  # noqa: ANN001
-    key,  # noqa: ANN001
-    rows,  # noqa: ANN001
-    count,  # noqa: ANN001
-    length,  # noqa: ANN001
-    max_steps,  # noqa: ANN001
-    chunk_size,  # noqa: ANN001
-    width,  # noqa: ANN001
-    tiles,  # noqa: ANN001
-    tile: tl.constexpr,
-):
+def _copy_windows(frames, out, key, rows, count, length, max_steps, chunk_size, width, tiles, tile: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
     item = (tl.program_id(0) // tiles).to(tl.int64)
     part = tl.program_id(0) % tiles
     drawn = tl.load(key).to(tl.uint64)

@@ -2,14 +2,14 @@
 
 Both policies aim at ``refill_threshold`` samples per written episode, summed over all readers in all processes. They
 live in the workers, read the shared counters, and keep what they decided in the worker's record, so that a worker that
-replaces another goes on where that one was.
+replaces another continues where that one was.
 """
 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol
 
 import numpy as np
 
@@ -20,28 +20,32 @@ from embodichain.errors import StreamStalledError
 _POLL_SECONDS = 0.001
 
 
-class RefillPolicy(Protocol):
-    """Decides when a worker simulates."""
+class RefillPolicy(ABC):
+    """Decides when a worker simulates; for None, when all workers together do."""
 
-    record: Ints
-    """Where ``Work.WRITTEN`` is counted, and where the policy keeps what it decided."""
+    def __init__(self, buffer: SharedBuffer, worker: int | None) -> None:
+        self._buffer = buffer
+        self._rows = buffer.num_rows if worker is None else len(buffer.rows_of(worker))
+        self.record: Ints = np.zeros(WORK_WORDS, np.int64) if worker is None else buffer.workers[worker]
+        """Where ``Work.WRITTEN`` is counted, and where the policy keeps what it decided."""
 
+    @abstractmethod
     def episodes_due(self) -> int:
         """Return how many episodes should be written as soon as possible."""
 
     def wants_episode(self) -> bool:
-        """Tell whether the worker should go on towards its next episode now."""
+        """Tell whether the worker should simulate now."""
+        return self.episodes_due() > 0
 
 
-class ThresholdRefill:
+class ThresholdRefill(RefillPolicy):
     """Fill every row once; then again each time ``samples_per_fill`` more samples were drawn.
 
     Requests that come while a fill is under way collapse into one: slow simulation never falls behind by more.
     """
 
     def __init__(self, buffer: SharedBuffer, worker: int | None, samples_per_fill: int) -> None:
-        self._buffer = buffer
-        self.record, self._rows = _share(buffer, worker)
+        super().__init__(buffer, worker)
         self._samples_per_fill = samples_per_fill
         if self.record[Work.TARGET] == 0:
             self.record[Work.TARGET] = self._rows
@@ -58,12 +62,8 @@ class ThresholdRefill:
         self.record[Work.TARGET] = self.record[Work.WRITTEN] + self._rows
         return self._rows
 
-    def wants_episode(self) -> bool:
-        """Tell whether a fill is under way or due."""
-        return self.episodes_due() > 0
 
-
-class ContinuousRefill:
+class ContinuousRefill(RefillPolicy):
     """Fill every row once; then one more episode for every ``samples_per_episode`` samples.
 
     A worker that cannot keep up owes at most one buffer: older debts are forgotten, so that it does not run on for
@@ -71,8 +71,7 @@ class ContinuousRefill:
     """
 
     def __init__(self, buffer: SharedBuffer, worker: int | None, samples_per_episode: float) -> None:
-        self._buffer = buffer
-        self.record, self._rows = _share(buffer, worker)
+        super().__init__(buffer, worker)
         self._samples_per_own_episode = samples_per_episode * buffer.num_rows / self._rows
 
     def episodes_due(self) -> int:
@@ -83,17 +82,6 @@ class ContinuousRefill:
         if due > self._rows:
             self.record[Work.SERVED] += due - self._rows
         return min(max(due, 0), self._rows)
-
-    def wants_episode(self) -> bool:
-        """Tell whether the samples drawn so far have earned another episode."""
-        return self.episodes_due() > 0
-
-
-def _share(buffer: SharedBuffer, worker: int | None) -> tuple[Ints, int]:
-    """Return the record and the number of rows of a worker; of all together, with a record of its own, for None."""
-    if worker is None:
-        return np.zeros(WORK_WORDS, np.int64), buffer.num_rows
-    return buffer.workers[worker], len(buffer.rows_of(worker))
 
 
 def make_refill(cfg: OnlineDataEngineCfg, buffer: SharedBuffer, worker: int | None) -> RefillPolicy:
@@ -107,22 +95,18 @@ class ReadLimiter:
     """Makes readers wait when they are about to draw more than ``max_samples_per_episode``."""
 
     def __init__(self, buffer: SharedBuffer, max_samples_per_episode: float, timeout: float) -> None:
-        self._buffer = buffer
-        self._limit = max_samples_per_episode
-        self._timeout = timeout
+        self._buffer, self._limit, self._timeout = buffer, max_samples_per_episode, timeout
 
     def wait(self, batch_size: int, check_state: Callable[[], None]) -> None:
         """Return once ``batch_size`` more samples are within the limit; raise if they never will be."""
+        most = int(self._limit * self._buffer.num_rows)
         if batch_size > self._limit * self._buffer.num_rows:
             raise StreamStalledError(
                 f"a batch of {batch_size} can never be drawn: the limit of {self._limit:g} samples per episode and "
-                f"{self._buffer.num_rows} rows allow {int(self._limit * self._buffer.num_rows)} at a time; "
-                "raise max_samples_per_episode or buffer_size"
+                f"{self._buffer.num_rows} rows allow {most} at a time; raise max_samples_per_episode or buffer_size"
             )
-        if self._room() >= batch_size:
-            return
         before, started = self._buffer.episodes_written, time.monotonic()
-        while self._room() < batch_size:
+        while self._limit * self._buffer.episodes_written - self._buffer.samples < batch_size:
             check_state()
             if time.monotonic() - started > self._timeout:
                 written = self._buffer.episodes_written - before
@@ -131,6 +115,3 @@ class ReadLimiter:
                     f"{written} in that time: raise max_samples_per_episode or num_workers"
                 )
             time.sleep(_POLL_SECONDS)
-
-    def _room(self) -> float:
-        return self._limit * self._buffer.episodes_written - self._buffer.samples

@@ -28,7 +28,7 @@ from embodichain.agents.processes.shared_memory import fence
 from embodichain.errors import ChunkSizeError, StreamStalledError
 
 RING_SIZE = 2
-"""One batch to work with while the next is drawn; more of them would take the place of the frames in the caches."""
+"""One batch to work with while the next is drawn; more of them would push the frames out of the caches."""
 STALL_SECONDS = 60.0
 """How long a reader waits for rows that are being rewritten before it says so; a new worker repairs what a killed one
 left half-written, and takes its time to start."""
@@ -143,7 +143,7 @@ class Windows:
 
 @dataclass
 class Candidates:
-    """What was known of the rows at one moment: all sequence numbers, and where long enough episodes are."""
+    """A snapshot of the rows: all sequence numbers, and where long enough episodes are."""
 
     stamp: bytes
     """The sequence numbers of all rows."""

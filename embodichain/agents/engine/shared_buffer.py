@@ -53,7 +53,7 @@ class Control(enum.IntEnum):
 class Work(enum.IntEnum):
     """Words of a worker's record, written by that worker and kept by the one that replaces it.
 
-    ``IDLE`` is 1 while nothing is wanted of it, because the buffer is full of episodes that are still good.
+    ``IDLE`` is 1 while it has nothing to do, because the buffer is full of episodes that are still good.
     """
 
     HEARTBEAT = 0
@@ -141,7 +141,7 @@ class SharedBuffer:
         self.sequence[row] = busy + 1
 
     def info(self, row: int) -> EpisodeInfo:
-        """Return the header of a row as it was at one moment."""
+        """Return the header of a row, all of it from one write."""
         deadline = time.monotonic() + _FENCED_READ_SECONDS
         while time.monotonic() < deadline:
             sequence = int(self.sequence[row])

@@ -146,7 +146,7 @@ class SimulatedEpisodes:
         return (action + self._noise_std * noise).clamp(-1, 1)
 
     def _collect(self, ended: list[int], info: dict[str, Any]) -> list[Episode]:
-        """Cut the episodes of these envs out of the ring, and note where their next ones begin."""
+        """Cut the episodes of these envs out of the ring, and begin their next ones."""
         success = info.get("metrics", {}).get("success")
         solved = None if success is None else (success > 0.5).tolist()
         next_seeds = _episode_seeds(info, self.env.num_envs)
@@ -193,8 +193,12 @@ def open_source(cfg: OnlineDataEngineCfg, worker: int = 0, incarnation: int = 0)
     if cfg.num_workers > 1 and "num_threads" not in cfg.gym_config:
         overrides["num_threads"] = max(1, len(os.sched_getaffinity(0)) // cfg.num_workers)
     env: VecEnv = _resolve(_MAKE_ENV)(cfg.gym_config, trusted_modules=cfg.trusted_modules, **overrides)
-    actor = make_actor(action, env, seed + 1, cfg.trusted_modules)
-    return SimulatedEpisodes(env, actor, seed, action.noise_std)
+    try:
+        actor = make_actor(action, env, seed + 1, cfg.trusted_modules)
+        return SimulatedEpisodes(env, actor, seed, action.noise_std)
+    except BaseException:  # an environment may hold processes and windows
+        env.close()
+        raise
 
 
 def stream_seed(seed: int, worker: int, incarnation: int) -> int:

@@ -24,7 +24,7 @@ class StreamStats:
     """Chunks drawn by all processes."""
     samples_per_second: float
     refills: float
-    """How often the buffer was written anew after the first fill."""
+    """How often the buffer was written again after the first fill."""
     mean_age_refills: float
     """Mean age of a sampled episode, in refills of the buffer."""
     mean_age_seconds: float

@@ -102,6 +102,16 @@ def test_names_of_actors_are_checked() -> None:
         register_actor("policy", lambda env, **_: None)
 
 
+def test_an_environment_is_closed_if_its_actor_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[bool] = []
+    env = make({"id": "CartPole-v1"})
+    env.close()
+    monkeypatch.setattr(type(env), "close", lambda self: closed.append(True))
+    with pytest.raises(ConfigError, match="has no expert"):
+        open_source(OnlineDataEngineCfg(gym_config={"id": "CartPole-v1"}, action_config={"source": "expert"}))
+    assert closed
+
+
 def test_the_stored_action_is_the_one_before_the_noise() -> None:
     """A disturbed expert: the stored actions are the expert's for the stored observations, not those executed."""
     cfg = OnlineDataEngineCfg(gym_config={**TASK, "id": "ReachRL"}, action_config={"noise_std": 0.3})

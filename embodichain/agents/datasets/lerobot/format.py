@@ -95,7 +95,7 @@ def features_of(layout: FrameLayout) -> list[Feature]:
 
 
 def foreign_features(info: dict[str, Any]) -> list[Feature]:
-    """Return the frames of a folder that somebody else wrote: observations, actions, and a reward if it has one."""
+    """Return what is read of a folder that another program wrote: observations, actions, and a reward if it has one."""
     features = []
     for name, entry in info["features"].items():
         shape = tuple(entry["shape"])

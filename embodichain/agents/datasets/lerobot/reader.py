@@ -1,4 +1,4 @@
-"""Reads the episodes of a LeRobotDataset v3 folder, ours or somebody else's."""
+"""Reads the episodes of a LeRobotDataset v3 folder, whoever wrote it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,12 @@ from embodichain.agents.datasets.lerobot import format as names
 from embodichain.agents.datasets.lerobot.format import Feature, features_of, foreign_features, from_column, read_images
 from embodichain.errors import DatasetError
 from embodichain.extras import require
+
+_ENDS: dict[Key, Leaf] = {
+    (name,): Leaf((name,), dtype, ())
+    for name, dtype in (("reward", torch.float32), ("terminated", torch.bool), ("truncated", torch.bool))
+}
+"""What every frame has and a foreign folder may lack."""
 
 
 class LeRobotReader:
@@ -44,7 +50,8 @@ class LeRobotReader:
             self._own = data["episodes"]
         else:
             self._features = foreign_features(info)
-            self.layout = FrameLayout(_with_ends([feature.leaf for feature in self._features]))
+            leaves = {feature.leaf.key: feature.leaf for feature in self._features}
+            self.layout = FrameLayout(tuple({**leaves, **_ENDS, **leaves}.values()))
 
     def __len__(self) -> int:
         return len(self._episodes)
@@ -134,10 +141,3 @@ class RecordedEpisodes:
 
 def _file_of(row: dict[str, Any], prefix: str) -> dict[str, int]:
     return {name: row[prefix + name] for name in ("chunk_index", "file_index")}
-
-
-def _with_ends(leaves: list[Leaf]) -> tuple[Leaf, ...]:
-    """Add what every frame has and a foreign folder may lack."""
-    known = {leaf.key for leaf in leaves}
-    ends = (("reward", torch.float32), ("terminated", torch.bool), ("truncated", torch.bool))
-    return (*leaves, *(Leaf((name,), dtype, ()) for name, dtype in ends if (name,) not in known))
