@@ -26,10 +26,10 @@ def command(monkeypatch):
     """Return a function that makes ``embodichain fake`` do something."""
 
     def install(action):
-        module = types.ModuleType("fake_command")
+        module = types.ModuleType("embodichain.cli.fake")
         module.main = action
-        monkeypatch.setitem(sys.modules, "fake_command", module)
-        monkeypatch.setattr(cli, "COMMANDS", (cli.Command("fake", "does something", "fake_command"),))
+        monkeypatch.setitem(sys.modules, "embodichain.cli.fake", module)
+        monkeypatch.setattr(cli, "COMMANDS", {"fake": "does something"})
 
     monkeypatch.delenv(cli.TRACEBACK_VARIABLE, raising=False)
     return install
@@ -51,13 +51,13 @@ def test_nothing_heavy_is_imported_before_a_command_runs(words):
 def test_help_lists_every_command(capsys):
     assert cli.main(["--help"]) == 0
     shown = capsys.readouterr().out
-    for command in cli.COMMANDS:
-        assert f"  {command.name}" in shown
-        assert command.summary in shown
+    for name, summary in cli.COMMANDS.items():
+        assert f"  {name}" in shown
+        assert summary in shown
 
 
 def test_the_module_of_every_command_is_there():
-    assert [c.name for c in cli.COMMANDS if importlib.util.find_spec(c.module) is None] == []
+    assert [name for name in cli.COMMANDS if importlib.util.find_spec(f"embodichain.cli.{name}") is None] == []
 
 
 def test_no_command_is_a_usage_error(capsys):
@@ -111,10 +111,10 @@ def test_other_errors_are_not_hidden(command):
 RUN_FAKE = """
 import sys, time, types
 from embodichain.cli import main as cli
-module = types.ModuleType("fake_command")
+module = types.ModuleType("embodichain.cli.fake")
 module.main = {action}
-sys.modules["fake_command"] = module
-cli.COMMANDS = (cli.Command("fake", "", "fake_command"),)
+sys.modules["embodichain.cli.fake"] = module
+cli.COMMANDS = {{"fake": ""}}
 sys.exit(cli.main(["fake"]))
 """
 

@@ -10,7 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import NamedTuple
+from types import ModuleType
 
 from embodichain import __version__
 from embodichain.errors import EmbodiChainError, UnknownNameError, nearest
@@ -21,24 +21,17 @@ EXIT_PIPE_CLOSED = 141  # 128 + SIGPIPE
 TRACEBACK_VARIABLE = "EMBODICHAIN_TRACEBACK"
 
 
-class Command(NamedTuple):
-    """One subcommand; its module has ``main(argv) -> int``."""
-
-    name: str
-    summary: str
-    module: str
-
-
-COMMANDS = (
-    Command("envs", "list the environments, or check that one keeps the contract", "embodichain.cli.envs"),
-    Command("play", "roll an environment and show what happens", "embodichain.cli.play"),
-    Command("stream", "stream episodes from simulation workers and watch the numbers", "embodichain.cli.stream"),
-    Command("record", "write the episodes of a stream as a LeRobotDataset folder", "embodichain.cli.record"),
-    Command("train", "train a policy as a config says, or go on with a run", "embodichain.cli.train"),
-    Command("eval", "see how well the policy of a run does", "embodichain.cli.eval"),
-    Command("export", "write the policy of a run as an ONNX file", "embodichain.cli.export"),
-    Command("demo", "see the main job in small, on the CPU", "embodichain.cli.demo"),
-)
+COMMANDS = {
+    "envs": "list the environments, or check that one keeps the contract",
+    "play": "roll an environment and show what happens",
+    "stream": "stream episodes from simulation workers and watch the numbers",
+    "record": "write the episodes of a stream as a LeRobotDataset folder",
+    "train": "train a policy as a config says, or continue a run",
+    "eval": "see how well the policy of a run does",
+    "export": "write the policy of a run as an ONNX file",
+    "demo": "see the main job in small, on the CPU",
+}
+"""Commands and what they do; the module of each has its name."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"embodichain {__version__}")
         return 0
     try:
-        code = _run(words[0], words[1:])
+        code: int = _load(words[0]).main(words[1:])
         sys.stdout.flush()
         return code
     except KeyboardInterrupt as interruption:
@@ -68,8 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if show_traceback:
             traceback.print_exc()
         else:
-            told = [f"embodichain: {error}", *_notes(error), "(--traceback shows where it was raised)"]
-            print("\n".join(told), file=sys.stderr)
+            lines = [f"embodichain: {error}", *_notes(error), "(--traceback shows where it was raised)"]
+            print("\n".join(lines), file=sys.stderr)
         return EXIT_USAGE
 
 
@@ -78,28 +71,22 @@ def _notes(error: BaseException) -> list[str]:
     return list(getattr(error, "__notes__", []))
 
 
-def _run(name: str, argv: list[str]) -> int:
-    """Import the module of a command and call it."""
-    for command in COMMANDS:
-        if command.name == name:
-            code: int = importlib.import_module(command.module).main(argv)
-            return code
-    raise UnknownNameError(f"unknown command {name!r}.{nearest(name, [command.name for command in COMMANDS])}")
+def _load(name: str) -> ModuleType:
+    """Import the module of a command, which has ``main(argv) -> int``."""
+    if name not in COMMANDS:
+        raise UnknownNameError(f"unknown command {name!r}.{nearest(name, list(COMMANDS))}")
+    return importlib.import_module(f"embodichain.cli.{name}")
 
 
 def usage() -> str:
     """Return the help text."""
-    lines = [f"  {command.name:<8} {command.summary}" for command in COMMANDS]
-    return "\n".join(
-        [
-            "usage: embodichain [--help] [--version] [--traceback] COMMAND ...",
-            "",
-            "Train embodied agents from live simulation.",
-            "",
-            "commands:",
-            *lines,
-            "",
-            "'embodichain COMMAND --help' says more about one of them.",
-            f"--traceback (or {TRACEBACK_VARIABLE}=1) shows where an error was raised.",
-        ]
-    )
+    lines = "\n".join(f"  {name:<8} {summary}" for name, summary in COMMANDS.items())
+    return f"""usage: embodichain [--help] [--version] [--traceback] COMMAND ...
+
+Train embodied agents from live simulation.
+
+commands:
+{lines}
+
+'embodichain COMMAND --help' says more about one of them.
+--traceback (or {TRACEBACK_VARIABLE}=1) shows where an error was raised."""

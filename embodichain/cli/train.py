@@ -1,12 +1,5 @@
-"""``embodichain train CONFIG``: train a policy, or go on with a run."""
+"""``embodichain train CONFIG``: train a policy, or continue a run."""
 
-from __future__ import annotations
+from embodichain.agents.rl.train import main
 
-from collections.abc import Sequence
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run the command and return its exit code."""
-    from embodichain.agents.rl.train import main as train
-
-    return train(argv)
+__all__ = ["main"]

@@ -1,4 +1,4 @@
-"""The meeting point for torchrun that no other machine can reach."""
+"""The rendezvous of torchrun that no other machine can reach."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def listening(port: int) -> list[str]:
 
 
 def test_ranks_meet_on_this_machine_only():
-    meeting = create(parameters())
-    assert isinstance(meeting, LoopbackRendezvous)
-    info = meeting.next_rendezvous()
+    rendezvous = create(parameters())
+    assert isinstance(rendezvous, LoopbackRendezvous)
+    info = rendezvous.next_rendezvous()
     assert (info.rank, info.world_size) == (0, 1)
     where = info.bootstrap_store_info
     assert listening(where.master_port) == ["0100007F"]  # 127.0.0.1
@@ -39,8 +39,9 @@ def test_ranks_meet_on_this_machine_only():
     info.store.set("word", "hello")
     visitor = TCPStore(where.master_addr, where.master_port, is_master=False, timeout=timedelta(seconds=10))
     assert PrefixStore("run", visitor).get("word") == b"hello"
-    again = meeting.next_rendezvous().bootstrap_store_info  # after a restart
-    assert (again.master_addr, again.master_port) == (where.master_addr, where.master_port)
+    again = rendezvous.next_rendezvous()  # after a restart
+    assert listening(again.bootstrap_store_info.master_port) == ["0100007F"]
+    assert not again.store.check(["word"])  # the store is new
 
 
 def test_several_machines_are_refused():

@@ -1,4 +1,5 @@
-"""What to say about how a config collects: rollouts that are old when they are learned from, settings nobody heeds."""
+"""The shape of a ``train_config.json`` (the blocks ``trainer``, ``policy`` and ``algorithm``), how it is completed and
+checked, and warnings about settings that do less than they could."""
 
 from __future__ import annotations
 
@@ -20,12 +21,11 @@ from embodichain.envs.registration import list_envs, load_gym_config
 from embodichain.errors import ConfigError
 from embodichain.extras import check_trusted, import_trusted
 
-# MERGED config: The shape of a ``train_config.json``: the blocks ``trainer``, ``policy`` and ``algorithm``.
-
-
 Steps = Annotated[int, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
 _FILE_SUFFIXES = (".json", ".yaml", ".yml")
+_USED_BY_SYNC = ("pipeline_stages", "env_processes")
+_LOG = logging.getLogger(__name__)
 
 
 @configclass
@@ -57,7 +57,7 @@ class TrainerCfg(Config):
     target_success: Fraction | None = None
     """Training ends when an evaluation's success rate reaches this."""
     collector: CollectorBlock = AsyncCfg()
-    """How rollouts are collected; a synchronous mode uses pipeline_stages and env_processes alone. ``ray`` collects in a
+    """How rollouts are collected; the mode sync uses pipeline_stages and env_processes alone. ``ray`` collects in a
     cluster, whatever the mode."""
     model_type: Literal["standard", "vla"] | None = None
     """Alias of collector.mode: standard is sync, vla is async. Where it is given, it decides."""
@@ -139,7 +139,7 @@ def load_train_config(path: str | os.PathLike[str], trusted_modules: Collection[
 def complete(
     cfg: TrainCfg, trusted_modules: Collection[str] = (), source: str = "config", folder: Path | None = None
 ) -> TrainCfg:
-    """Import what is trusted, then fill in what other files and defaults say; paths are relative to ``folder``."""
+    """Import trusted modules, then fill in what other files and defaults give; paths are relative to ``folder``."""
     folder = Path.cwd() if folder is None else folder
     check_trusted(cfg.trainer.import_modules, trusted_modules, source)
     import_trusted(trusted_modules, [folder, Path.cwd()])
@@ -196,16 +196,16 @@ def _environment(given: str | Mapping[str, Any], folder: Path) -> dict[str, Any]
     if isinstance(given, str):
         given = load_config(folder / given) if given.endswith(_FILE_SUFFIXES) else {"id": given}
     checked = load_gym_config(given)
-    # A Gymnasium id brings defaults of its own, such as its time limit: only what was said is said again.
+    # A Gymnasium id has defaults of its own, such as its time limit: only what was given is passed on.
     return checked.to_dict() if checked.id in {spec.id for spec in list_envs()} else dict(given)
 
 
 def _checked(cfg: TrainCfg) -> TrainCfg:
-    """Check what can be checked before anything is built, and settle what is said in two places."""
+    """Check what can be checked before anything is built, and resolve what is given in two places."""
     trainer = cfg.trainer.with_mode()
     environment = _environment(trainer.gym_config, Path.cwd())
     num_envs = trainer.num_envs or environment.get("num_envs", 1)
-    settled = trainer.replace(num_envs=num_envs, gym_config=environment | {"num_envs": num_envs, "seed": trainer.seed})
+    resolved = trainer.replace(num_envs=num_envs, gym_config=environment | {"num_envs": num_envs, "seed": trainer.seed})
     problems = []
     if trainer.iterations is None and trainer.total_steps is None and trainer.max_seconds is None:
         problems.append("trainer: expected iterations, total_steps or max_seconds, got none of them")
@@ -224,47 +224,40 @@ def _checked(cfg: TrainCfg) -> TrainCfg:
         raise ConfigError(problems)
     algorithm = get_algo_class(cfg.algorithm.name).cfg_type.from_dict(cfg.algorithm.cfg, source="algorithm.cfg")
     get_policy_class(str(cfg.policy.get("name")))
-    return cfg.replace(trainer=settled, algorithm=cfg.algorithm.replace(cfg=algorithm.to_dict()))
+    return cfg.replace(trainer=resolved, algorithm=cfg.algorithm.replace(cfg=algorithm.to_dict()))
 
 
-_LOG = logging.getLogger(__name__)
-_ALWAYS_HEEDED = ("pipeline_stages", "env_processes")
-
-
-def tell_of_collection(cfg: TrainCfg) -> None:
-    """Say where rollouts come from, if not from here, and warn of settings that do less than they could, or nothing."""
-    trainer = cfg.trainer
+def warn_about_config(cfg: TrainCfg) -> None:
+    """Log how rollouts are collected asynchronously, and warn of settings that have no effect or learn less."""
+    trainer, settings = cfg.trainer, cfg.algorithm.cfg
     collector = trainer.collector
-    if trainer.collects_async:
-        where = {"thread": "a thread", "process": "a process of its own", "ray": "a cluster"}[collector.worker]
-        lag = collector.max_policy_lag
-        _LOG.info("collecting in %s, by weights that are at most %d update(s) old", where, lag)
-        if lag > 0 and cfg.algorithm.cfg.get("correction") == "none":
-            _warn_of_lag(lag, cfg.algorithm.cfg)
+    if not trainer.collects_async:
+        usual = AsyncCfg().to_dict()
+        changed = [name for name, value in collector.to_dict().items() if value != usual[name]]
+        ignored = [name for name in changed if name not in _USED_BY_SYNC]
+        if ignored:
+            _LOG.warning(
+                "this run collects and learns in turn, and ignores trainer.collector.%s: add --trainer.collector.mode "
+                "async to do both at once (docs/async.md)",
+                ", ".join(ignored),
+            )
         return
-    usual = AsyncCfg().to_dict()
-    changed = [name for name, value in collector.to_dict().items() if value != usual[name]]
-    ignored = [name for name in changed if name not in _ALWAYS_HEEDED]
-    if ignored:
-        _LOG.warning(
-            "this run collects and learns in turn, and does not heed trainer.collector.%s: add "
-            "--trainer.collector.mode async to do both at once (docs/async.md)",
-            ", ".join(ignored),
-        )
-
-
-def _warn_of_lag(lag: int, settings: Mapping[str, Any]) -> None:
-    """Warn of settings that learn less from old rollouts than they could."""
-    kl_bounds = {
-        "lr_schedule: adaptive": settings.get("lr_schedule") == "adaptive",
-        "target_kl": settings.get("target_kl") is not None,
-    }
-    named = [name for name, is_set in kl_bounds.items() if is_set]
-    if not named and settings.get("advantage_estimator") == "vtrace":
+    where = {"thread": "a thread", "process": "a process of its own", "ray": "a cluster"}[collector.worker]
+    lag = collector.max_policy_lag
+    _LOG.info("collecting in %s, by weights that are at most %d update(s) old", where, lag)
+    if lag == 0 or settings.get("correction") != "none":
         return
+    if settings.get("lr_schedule") == "adaptive":
+        bound = "lr_schedule: adaptive"
+    elif settings.get("target_kl") is not None:
+        bound = "target_kl"
+    elif settings.get("advantage_estimator") == "vtrace":
+        return
+    else:
+        bound = "the clip"
     _LOG.warning(
         "rollouts may be %d update(s) old (max_policy_lag): %s mistakes what those updates changed for its own step, "
         "and the policy may learn far less. Add --algorithm.cfg.correction decoupled (docs/async.md)",
         lag,
-        named[0] if named else "the clip",
+        bound,
     )

@@ -1,9 +1,20 @@
-"""Ending a run when somebody asks for it, between two iterations instead of somewhere inside one."""
+"""What surrounds the training loop of a run: its folder, its logs, the progress that is shown, signals that stop it.
+
+The folder of a run::
+
+    train_config.json           the resolved config: it starts the same run again
+    metrics.jsonl               every logged scalar, one line per iteration or evaluation
+    events.out.tfevents...      the same for TensorBoard
+    checkpoints/step_.../       the latest checkpoints; the links ``latest`` and ``best`` name two of them
+    videos/step_....mp4         one episode of each evaluation
+    failure/                    batch, policy and simulation at the first NaN (of other ranks: failure_rank_...)
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 import shutil
@@ -34,20 +45,13 @@ from embodichain.config import save_config
 from embodichain.errors import OutputError, TrainingStateError
 from embodichain.extras import require
 
-# MERGED run_folder: The folder of one run.
-#
-# ::
-#
-#     train_config.json           the resolved config: it starts the same run again
-#     metrics.jsonl               every logged scalar, one line per iteration or evaluation
-#     events.out.tfevents...      the same for TensorBoard
-#     checkpoints/step_.../       the latest checkpoints; the links ``latest`` and ``best`` name two of them
-#     videos/step_....mp4         one episode of each evaluation
-#     failure/                    batch, policy and simulation at the first NaN (of other ranks: failure_rank_...)
-
-
 CONFIG_FILE = "train_config.json"
 LATEST = "latest"
+WANDB_FILE = "wandb_run.txt"
+_LINE_SECONDS = 10.0
+_SPEED_WINDOW = 20
+_STDERR = 2
+_LOG = logging.getLogger(__name__)
 
 
 class RunFolder:
@@ -63,17 +67,22 @@ class RunFolder:
 
     @classmethod
     def create(cls, cfg: TrainCfg) -> RunFolder:
-        """Make the folder of a new run; ``TrainingStateError`` if there is a run in it already."""
+        """Make the folder of a new run; ``TrainingStateError`` if there is a checkpoint in it already."""
         trainer = cfg.trainer
         if trainer.run_dir is not None:
             path = Path(trainer.run_dir)
         else:
             path = _unused(Path(trainer.output_dir) / f"{trainer.exp_name}_{time.strftime('%Y%m%d-%H%M%S')}")
-        if (path / CONFIG_FILE).exists():
+        if list_checkpoints(path / CHECKPOINTS):
             raise TrainingStateError(
                 f"{path} holds a run already: continue it with --resume {path}, or choose another --trainer.run_dir"
             )
-        return cls.open(path, cfg)
+        if (path / CONFIG_FILE).exists():
+            _LOG.warning("%s holds a run without a checkpoint: the run begins anew", path)
+        folder = cls.open(path, cfg)
+        for old in (folder.metrics, *path.glob("events.out.tfevents.*")):
+            old.unlink(missing_ok=True)
+        return folder
 
     @classmethod
     def open(cls, path: Path, cfg: TrainCfg) -> RunFolder:
@@ -85,14 +94,6 @@ class RunFolder:
                 f"cannot write to the run's folder {path}: {error.strerror}. Choose another one."
             ) from error
         return cls(path, cfg.trainer.keep_checkpoints)
-
-    @classmethod
-    def begin_anew(cls, path: Path, cfg: TrainCfg) -> RunFolder:
-        """Use the folder of a run that ended before its first checkpoint; what it logged will be logged again."""
-        folder = cls.open(path, cfg)
-        for old in (folder.metrics, *path.glob("events.out.tfevents.*")):
-            old.unlink(missing_ok=True)
-        return folder
 
     def save(self, step: int, state: Mapping[str, Any], best: bool = False) -> Path:
         """Write a checkpoint, let ``latest`` (and ``best``) point at it, and remove those that nothing points at."""
@@ -121,7 +122,7 @@ class RunFolder:
         return self.videos / f"step_{step:012d}.mp4"
 
     def _point(self, name: str, checkpoint: Path) -> None:
-        """Let a link point at a checkpoint; at every moment it points at the old one or at the new one."""
+        """Let a link point at a checkpoint; at any time it points at the old one or at the new one."""
         fresh = self.checkpoints / f".{name}.{os.getpid()}"
         fresh.unlink(missing_ok=True)
         fresh.symlink_to(checkpoint.name)
@@ -144,14 +145,11 @@ def _unused(path: Path) -> Path:
     return candidate
 
 
-# MERGED run_log: Where scalars go: TensorBoard, a file with one JSON object per line, and Weights & Biases if wanted.
-
-
-WANDB_FILE = "wandb_run.txt"
-
-
 class RunLog:
-    """Writes scalars under the step they belong to; a resumed run goes on behind the step it was saved at."""
+    """Writes scalars to TensorBoard, to a file with one JSON object per line, and to Weights & Biases if asked to.
+
+    A resumed run continues behind the step it was saved at.
+    """
 
     def __init__(self, run: RunFolder, cfg: TrainCfg, resumed_at: int | None = None) -> None:
         from torch.utils.tensorboard import SummaryWriter  # takes a moment to import
@@ -182,7 +180,7 @@ class RunLog:
             self._wandb.log({"eval/video": wandb.Video(str(file), format="mp4")}, step=step)
 
     def flush(self) -> None:
-        """Have everything on the disk that was written so far, as it must be before a checkpoint is."""
+        """Write everything to the disk, as it must be before a checkpoint is saved."""
         with self._writing():
             self._tensorboard.flush()
             self._lines.flush()
@@ -201,33 +199,14 @@ class RunLog:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Turn what the disk says into an error that tells what to do."""
+        """Turn errors of the disk into one that says what to do."""
         try:
             yield
         except OSError as error:
             raise OutputError(
-                f"cannot write to {self._file}: {error.strerror or error}. Once that is mended, the run can go on from "
-                f"its latest checkpoint: --resume {self._file.parent}"
+                f"cannot write to {self._file}: {error.strerror or error}. Once that is fixed, the run can continue "
+                f"from its latest checkpoint: --resume {self._file.parent}"
             ) from error
-
-
-class SilentLog(RunLog):
-    """Writes nothing: all ranks know the same numbers, and the first one logs them."""
-
-    def __init__(self) -> None:
-        """Open nothing."""
-
-    def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Do nothing."""
-
-    def video(self, step: int, file: Path) -> None:
-        """Do nothing."""
-
-    def flush(self) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
@@ -243,7 +222,7 @@ def _whole_lines(file: Path) -> Iterator[str]:
 
 
 def _cut(file: Path, step: int) -> None:
-    """Drop lines of later steps: they are about to be made again."""
+    """Drop lines of later steps, which are logged again."""
     try:
         kept = [line for line in _whole_lines(file) if json.loads(line)["step"] <= step]
     except (ValueError, KeyError, TypeError) as error:
@@ -256,28 +235,21 @@ def _cut(file: Path, step: int) -> None:
 def _start_wandb(run: RunFolder, cfg: TrainCfg) -> Any:
     """Open the run at Weights & Biases, the same one when resumed."""
     wandb = require("wandb", extra="track")
-    note = run.path / WANDB_FILE
-    known = note.read_text().strip() if note.exists() else wandb.util.generate_id()
-    note.write_text(f"{known}\n")
+    file = run.path / WANDB_FILE
+    run_id = file.read_text().strip() if file.exists() else wandb.util.generate_id()
+    file.write_text(f"{run_id}\n")
     return wandb.init(
         project=cfg.trainer.wandb_project,
         name=run.path.name,
-        id=known,
+        id=run_id,
         resume="allow",
         dir=str(run.path),
         config=cfg.to_dict(),
     )
 
 
-# MERGED progress: What a person sees while a run is going on: a bar on a terminal, a line now and then elsewhere.
-
-
-_LINE_SECONDS = 10.0
-_SPEED_WINDOW = 20
-
-
 @dataclass(frozen=True)
-class Standing:
+class RunProgress:
     """How far training has come."""
 
     step: int
@@ -287,11 +259,11 @@ class Standing:
     mean_return: float | None
     """Mean return of recent episodes."""
     success: float | None
-    """Their success rate, where the task tells."""
+    """Their success rate, where the task reports it."""
 
 
 class ProgressView:
-    """Shows return, success, steps per second and the time left."""
+    """Shows return, success, steps per second and the time left: a bar on a terminal, a line now and then elsewhere."""
 
     def __init__(self, name: str, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True)
@@ -314,21 +286,21 @@ class ProgressView:
         if self._bar is not None:
             self._bar.stop()
 
-    def show(self, now: Standing) -> None:
-        """Show where training stands."""
+    def show(self, now: RunProgress) -> None:
+        """Show the progress of the training."""
         self._marks.append((time.monotonic(), now.step, now.done))
         text = self._text(now)
         if self._bar is not None:
             self._bar.update(self._task, completed=now.done, text=text)
         elif time.monotonic() - self._last_line > _LINE_SECONDS:
             self._last_line = time.monotonic()
-            self.say(f"{self._name}: {text}")
+            self.print(f"{self._name}: {text}")
 
-    def say(self, text: str) -> None:
-        """Print a line for good."""
+    def print(self, text: str) -> None:
+        """Print a line above the bar."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def _text(self, now: Standing) -> str:
+    def _text(self, now: RunProgress) -> str:
         parts = [f"{_short(now.step)} steps"]
         if now.mean_return is not None:
             parts.append(f"return {now.mean_return:.2f}")
@@ -355,14 +327,11 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-_STDERR = 2
-
-
 class StopSignals:
     """While active, the first Ctrl-C (or SIGTERM) asks the loop to stop; the second one interrupts it at once."""
 
     def __init__(self, aloud: bool = True) -> None:
-        """``aloud`` says at once that a signal was heard."""
+        """``aloud`` prints at once that a signal has come."""
         self._aloud = aloud
         self.received: int | None = None
         """Number of the signal that asked to stop."""
@@ -385,7 +354,7 @@ class StopSignals:
         if self.received is not None:
             raise KeyboardInterrupt
         self.received = number
-        if self._aloud:  # past all streams and locks: the program may be in the middle of writing to one
+        if self._aloud:  # by no stream or lock, as the signal may interrupt a write to one
             with contextlib.suppress(OSError):
                 clear = "\r\x1b[2K" if os.isatty(_STDERR) else ""
                 os.write(_STDERR, f"{clear}stopping after this iteration; a second signal stops at once\n".encode())

@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import logging
 import os
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich.console import Console
@@ -33,16 +33,16 @@ from embodichain.agents.rl.config import (
     complete,
     load_train_config,
     override,
-    tell_of_collection,
+    warn_about_config,
 )
 from embodichain.agents.rl.launch import (
     check_same_config,
-    command,
     for_rank,
     global_rank,
     joined_ranks,
     open_folder,
-    restarted_run,
+    resume_command,
+    run_to_continue,
 )
 from embodichain.agents.rl.models import build_policy
 from embodichain.agents.rl.runs import RunFolder
@@ -59,107 +59,13 @@ from embodichain.errors import ConfigError, EmbodiChainError, RenderingError, Tr
 from embodichain.extras import import_trusted, module_folders, module_name
 from embodichain.utils.console import shown_messages
 
-# MERGED collection: From a config to environments and the collector that steps them.
-
-
+PathLike = str | os.PathLike[str]
+EXIT_INTERRUPTED = 130
 _LOG = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class EnvMaker:
-    """Makes the environments that a config describes, in this process or in another."""
-
-    gym_config: dict[str, Any]
-    trusted_modules: tuple[str, ...] = ()
-    num_groups: int = 1
-    """Groups that take turns at the policy."""
-    chunk_size: int = 1
-    """Actions per decision."""
-    processes: int = 0
-    """Processes that simulate; 0: none but this one."""
-    folders: tuple[str, ...] = ()
-    """Where trusted modules are that are not on Python's path."""
-
-    def __call__(self) -> VecEnv:
-        """Return new environments."""
-        import_trusted(self.trusted_modules, [*map(Path, self.folders), Path.cwd()])
-        num_envs = int(self.gym_config["num_envs"])
-        if not self.processes:
-            return make_grouped(self._make_group, num_envs, self.num_groups)
-        threads = (self.gym_config.get("num_threads") or available_cores()) // self.processes
-        part = self.gym_config | {"num_envs": num_envs // self.processes, "num_threads": max(1, threads)}
-        maker = replace(self, gym_config=part, num_groups=1, processes=0)
-        return arrange(RemoteEnv.several([maker] * self.processes), self.num_groups)
-
-    def _make_group(self, num_envs: int) -> VecEnv:
-        names = [module_name(entry) for entry in self.trusted_modules]
-        return chunked(make(self.gym_config | {"num_envs": num_envs}, trusted_modules=names), self.chunk_size)
-
-
-def in_chunks(env: VecEnv, chunk_size: int) -> VecEnv:
-    """Return environments for decisions of so many actions."""
-    if isinstance(env, GroupedEnv):
-        return GroupedEnv([in_chunks(group, chunk_size) for group in env.groups]) if chunk_size > 1 else env
-    return env.in_chunks(chunk_size) if isinstance(env, RemoteEnv) else chunked(env, chunk_size)
-
-
-def build_collector(
-    trainer: TrainerCfg, env: VecEnv, make_env: EnvMaker, algorithm: BaseAlgorithm
-) -> SyncCollector | AsyncCollector:
-    """Return the collector that a config asks for; a collecting process makes environments of its own."""
-    if not trainer.collects_async:
-        return SyncCollector(
-            env,
-            algorithm.policy,
-            algorithm.device,
-            start_rollout=algorithm.start_rollout,
-            num_threads=trainer.collect_threads,
-            pipeline_stages=trainer.collector.pipeline_stages,
-        )
-    cfg = settle(trainer, algorithm)
-    room = (cfg.max_policy_lag + 1) * env.num_envs * trainer.buffer_size
-    buffer = VLABuffer(room, algorithm.device)
-    if cfg.worker != "thread":
-        env.close()  # it has told its spaces; collecting processes make their own
-        start = algorithm.rollout_start
-        return AsyncCollector(make_env, algorithm.policy, buffer, algorithm.device, cfg=cfg, start_rollout=start)
-    start = algorithm.start_rollout
-    return AsyncCollector(env, algorithm.policy, buffer, algorithm.device, cfg=cfg, start_rollout=start)
-
-
-def algorithm_settings(cfg: TrainCfg) -> dict[str, Any]:
-    """Return the algorithm's settings, without what cannot be done while somebody else uses the same GPU.
-
-    Whether a gradient step can be recorded as a graph is found out by forbidding the whole process to wait for the
-    device, which a collecting thread does all the time.
-    """
-    trainer, settings = cfg.trainer, dict(cfg.algorithm.cfg)
-    beside = trainer.collects_async and trainer.collector.worker == "thread"
-    if beside and settings.get("cuda_graphs") and torch.device(trainer.device).type == "cuda":
-        _LOG.info("gradient steps are not recorded as CUDA graphs, as a thread collects on the same GPU")
-        settings["cuda_graphs"] = False
-    return settings
-
-
-def settle(trainer: TrainerCfg, algorithm: BaseAlgorithm) -> AsyncCfg:
-    """Return the settings of asynchronous collection, with what the rest of the config says about it."""
-    cfg = trainer.collector
-    adopt = cfg.adopt
-    if algorithm.one_version_per_rollout and adopt == "step":
-        adopt = "rollout"
-        _LOG.info("%s compares trajectories: new weights are adopted between rollouts", type(algorithm).__name__)
-    return cfg.replace(
-        adopt=adopt,
-        num_steps=trainer.buffer_size,
-        seed=trainer.seed if cfg.seed is None else cfg.seed,
-        num_threads=trainer.collect_threads if cfg.num_threads is None else cfg.num_threads,
-    )
-
-
 _USAGE = """usage: embodichain train CONFIG [--trainer.num_envs 128 ...] [--trust MODULE ...]
        embodichain train --resume RUN [--trainer.iterations 2000 ...] [--trust MODULE ...]
 
-Train a policy as a train_config.json (or .yaml) says, or go on with a run as if it had never stopped.
+Train a policy as a train_config.json (or .yaml) says, or continue a run as if it had never stopped.
 
   CONFIG, --config CONFIG   the config's file
   --resume RUN              folder of a run, or of one of its checkpoints
@@ -167,17 +73,18 @@ Train a policy as a train_config.json (or .yaml) says, or go on with a run as if
                             algorithm or environment
   --SECTION.FIELD VALUE     change any field; 'embodichain train CONFIG --help' lists them
 """
-EXIT_INTERRUPTED = 130
+
+# --- the command --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class TrainArgs:
-    """The command line, taken apart."""
+    """The command line, taken apart: either ``config`` or ``resume`` is given."""
 
     config: Path | None
     """File of the config."""
     resume: Path | None
-    """Run or checkpoint to go on with."""
+    """Run or checkpoint to continue."""
     trust: tuple[str, ...]
     """Modules that may be imported."""
     overrides: list[str]
@@ -213,42 +120,112 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.resume is not None:
             result = resume_training(args.resume, args.overrides, args.trust, console)
         else:
-            result = train_from_config(_given(args.config), args.overrides, args.trust, console)
+            result = train_from_config(cast("Path", args.config), args.overrides, args.trust, console)
     console.print(report(result), highlight=False, markup=False, soft_wrap=True)
     return EXIT_INTERRUPTED if result.reason == "interrupted" else 0
 
 
+def report(result: TrainingResult) -> str:
+    """Return what a person wants to know after a run."""
+    speed = result.global_step / result.seconds if result.seconds else 0.0
+    end = "interrupted" if result.reason == "interrupted" else f"ended by {result.reason}"
+    lines = [f"{result.global_step} steps in {result.seconds:.0f} s ({speed:.0f} steps/s), {end}"]
+    if result.evaluation is not None:
+        lines.append(f"last evaluation: {result.evaluation}")
+    lines.append(f"run: {result.run_dir}")
+    if result.reason == "interrupted":
+        lines.append(f"continue with: {resume_command(result.run_dir)}")
+    return "\n".join(lines)
+
+
+# --- runs ---------------------------------------------------------------------------------------------------------
+
+
 def train_from_config(
-    config_path: str | os.PathLike[str] | TrainCfg,
+    config_path: PathLike | TrainCfg,
     overrides: Sequence[str] = (),
     trusted_modules: Collection[str] = (),
     console: Console | None = None,
 ) -> TrainingResult:
-    """Run training from a config file path (or a config): ``train_from_config(path, ["--trainer.seed", "1"])``."""
+    """Run training from a config file path (or a config): ``train_from_config(path, ["--trainer.seed", "1"])``.
+
+    Under torchrun, a run whose folder has a checkpoint is continued.
+    """
     if isinstance(config_path, TrainCfg):
         cfg = complete(config_path, trusted_modules)
     else:
         cfg = load_train_config(config_path, trusted_modules)
     cfg = override(cfg, list(overrides))
     with joined_ranks() as ranks:
-        restarted = restarted_run(cfg.trainer, ranks)
-        if restarted is None:
-            return _train(cfg, None, trusted_modules, console, ranks)
-        run, has_checkpoint = restarted
-        if not has_checkpoint:
-            return _train(cfg, (run, None), trusted_modules, console, ranks)
-        return _resume(run, overrides, trusted_modules, console, ranks)
+        run, state = run_to_continue(cfg.trainer, ranks), None
+        if run is not None:
+            cfg, run, state = _read_run(run, overrides, trusted_modules, ranks)
+        with opened_trainer(cfg, run, state, trusted_modules, console, ranks) as trainer:
+            return trainer.train()
 
 
 def resume_training(
-    run: str | os.PathLike[str],
+    run: PathLike,
     overrides: Sequence[str] = (),
     trusted_modules: Collection[str] = (),
     console: Console | None = None,
 ) -> TrainingResult:
-    """Go on with a run from its latest checkpoint (or from the checkpoint given), as if it had never stopped."""
+    """Continue a run from its latest checkpoint (or from the checkpoint given), as if it had never stopped."""
     with joined_ranks() as ranks:
-        return _resume(run, overrides, trusted_modules, console, ranks)
+        cfg, folder, state = _read_run(run, overrides, trusted_modules, ranks)
+        with opened_trainer(cfg, folder, state, trusted_modules, console, ranks) as trainer:
+            return trainer.train()
+
+
+def _read_run(
+    run: PathLike, overrides: Sequence[str], trusted_modules: Collection[str], ranks: Ranks
+) -> tuple[TrainCfg, Path, dict[str, Any]]:
+    """Return config, folder and checkpoint of a run to continue; the first rank reads them for all."""
+    saved: tuple[str, dict[str, Any]] | None = None
+    with ranks.together("reading the checkpoint"):
+        if ranks.is_first:
+            checkpoint = find_checkpoint(run, "latest").resolve()
+            saved = str(checkpoint), load_checkpoint(checkpoint)
+            if checkpoint.parent.name != CHECKPOINTS:
+                raise TrainingStateError(f"{checkpoint} is not in the folder of a run, which is needed to continue it")
+    source, state = ranks.from_first(saved)
+    cfg = complete(TrainCfg.from_dict(state["config"], source=source), trusted_modules, source)
+    return override(cfg, list(overrides)), Path(source).parent.parent, state
+
+
+@contextmanager
+def opened_trainer(
+    cfg: TrainCfg,
+    run: Path | None,
+    state: Mapping[str, Any] | None,
+    trusted_modules: Collection[str],
+    console: Console | None,
+    ranks: Ranks,
+) -> Iterator[Trainer]:
+    """Build the trainer of a new run, or of the one in a folder, whose state is restored; release it in the end."""
+    with ranks.together("looking for its device"):
+        check_devices(cfg)
+    check_same_config(cfg, ranks)
+    folder = open_folder(cfg, run, ranks)
+    console = console if ranks.is_first else Console(stderr=True, quiet=True)
+    trainer = build_trainer(cfg, folder, trusted_modules, console, ranks)
+    try:
+        if state is not None:
+            trainer.restore(state)
+        yield trainer
+    except (EmbodiChainError, KeyboardInterrupt) as error:
+        if "--resume" not in str(error):
+            with suppress(EmbodiChainError):
+                find_checkpoint(folder.path)
+                error.add_note(f"continue with: {resume_command(folder.path)}")
+        raise
+    finally:
+        trainer.env.close()
+        if trainer.eval_env is not None:
+            trainer.eval_env.close()
+
+
+# --- objects ------------------------------------------------------------------------------------------------------
 
 
 def build_trainer(
@@ -263,12 +240,15 @@ def build_trainer(
     given, cfg = cfg, for_rank(cfg, ranks)
     settings = cfg.trainer
     if ranks.is_first:
-        tell_of_collection(given)
+        warn_about_config(given)
     seed_everything(settings.seed)
-    stages, processes = settings.collector.pipeline_stages, settings.collector.env_processes
-    folders = module_folders(trusted_modules)
-    environment = dict(_mapping(settings.gym_config))
-    maker = EnvMaker(environment, tuple(trusted_modules), stages, processes=processes, folders=folders)
+    maker = EnvMaker(
+        dict(_mapping(settings.gym_config)),
+        tuple(trusted_modules),
+        settings.collector.pipeline_stages,
+        processes=settings.collector.env_processes,
+        folders=module_folders(trusted_modules),
+    )
     with ranks.together("building"):
         env = maker()
         policy = build_policy(cfg.policy, env.observation_space, env.action_space, torch.device(settings.device))
@@ -280,6 +260,37 @@ def build_trainer(
     return Trainer(given, env, algorithm, folder, eval_env, console, collector)
 
 
+@dataclass(frozen=True)
+class EnvMaker:
+    """Makes the environments that a config describes, in this process or in another."""
+
+    gym_config: dict[str, Any]
+    trusted_modules: tuple[str, ...] = ()
+    num_groups: int = 1
+    """Groups that take turns at the policy."""
+    chunk_size: int = 1
+    """Actions per decision."""
+    processes: int = 0
+    """Processes that simulate; 0: none but this one."""
+    folders: tuple[str, ...] = ()
+    """Where trusted modules are that are not on Python's path."""
+
+    def __call__(self) -> VecEnv:
+        """Return new environments."""
+        import_trusted(self.trusted_modules, [*map(Path, self.folders), Path.cwd()])
+        num_envs = int(self.gym_config["num_envs"])
+        if not self.processes:
+            return make_grouped(self._make_group, num_envs, self.num_groups)
+        threads = (self.gym_config.get("num_threads") or available_cores()) // self.processes
+        part = self.gym_config | {"num_envs": num_envs // self.processes, "num_threads": max(1, threads)}
+        maker = replace(self, gym_config=part, num_groups=1, processes=0)
+        return arrange(RemoteEnv.several([maker] * self.processes), self.num_groups)
+
+    def _make_group(self, num_envs: int) -> VecEnv:
+        names = [module_name(entry) for entry in self.trusted_modules]
+        return chunked(make(self.gym_config | {"num_envs": num_envs}, trusted_modules=names), self.chunk_size)
+
+
 def make_eval_env(cfg: TrainCfg, trusted_modules: Collection[str] = (), **changes: Any) -> VecEnv:
     """Return the environments that a policy of this config is evaluated in."""
     settings = cfg.trainer
@@ -288,98 +299,70 @@ def make_eval_env(cfg: TrainCfg, trusted_modules: Collection[str] = (), **change
     given = merge(merge(_mapping(settings.gym_config), settings.eval_gym_config), chosen)
     if settings.eval_video and given["id"] not in {spec.id for spec in list_envs()}:
         given = merge({"kwargs": {"render_mode": "rgb_array"}}, given)  # Gymnasium wants to know beforehand
-        with contextlib.suppress(RenderingError):  # its MuJoCo envs take the backend from MUJOCO_GL; others need none
+        with suppress(RenderingError):  # its MuJoCo envs take the backend from MUJOCO_GL; others need none
             choose_backend()
     return make(given, trusted_modules=[module_name(entry) for entry in trusted_modules])
 
 
-def report(result: TrainingResult) -> str:
-    """Return what a person wants to know after a run."""
-    speed = result.global_step / result.seconds if result.seconds else 0.0
-    end = "interrupted" if result.reason == "interrupted" else f"ended by {result.reason}"
-    lines = [f"{result.global_step} steps in {result.seconds:.0f} s ({speed:.0f} steps/s), {end}"]
-    if result.evaluation is not None:
-        lines.append(f"last evaluation: {result.evaluation}")
-    lines.append(f"run: {result.run_dir}")
-    if result.reason == "interrupted":
-        lines.append(f"go on with: {command()} train --resume {result.run_dir}")
-    return "\n".join(lines)
+def in_chunks(env: VecEnv, chunk_size: int) -> VecEnv:
+    """Return environments that take chunks of actions."""
+    if isinstance(env, GroupedEnv):
+        return GroupedEnv([in_chunks(group, chunk_size) for group in env.groups]) if chunk_size > 1 else env
+    return env.in_chunks(chunk_size) if isinstance(env, RemoteEnv) else chunked(env, chunk_size)
 
 
-def _resume(
-    run: str | os.PathLike[str],
-    overrides: Sequence[str],
-    trusted_modules: Collection[str],
-    console: Console | None,
-    ranks: Ranks,
-) -> TrainingResult:
-    saved: tuple[str, dict[str, Any]] | None = None
-    with ranks.together("reading the checkpoint"):
-        if ranks.is_first:
-            saved = _read_run(run)
-    checkpoint, state = ranks.from_first(saved)
-    cfg = complete(TrainCfg.from_dict(state["config"], source=checkpoint), trusted_modules, checkpoint)
-    folder = Path(checkpoint).parent.parent
-    return _train(override(cfg, list(overrides)), (folder, state), trusted_modules, console, ranks)
+def algorithm_settings(cfg: TrainCfg) -> dict[str, Any]:
+    """Return the algorithm's settings, without CUDA graphs if a collecting thread uses the same GPU.
 
-
-def _train(
-    cfg: TrainCfg,
-    saved: tuple[Path, dict[str, Any] | None] | None,
-    trusted_modules: Collection[str],
-    console: Console | None,
-    ranks: Ranks,
-) -> TrainingResult:
-    """Build, restore if there is something to restore, train, and release the environments.
-
-    ``saved`` is the folder of a run that was begun before, and its checkpoint if it has one.
+    To find out whether a gradient step can be recorded as a graph, the whole process is forbidden to wait for the
+    device, which a collecting thread does all the time.
     """
-    with ranks.together("looking for its device"):
-        check_devices(cfg)
-    check_same_config(cfg, ranks)
-    run, state = (None, None) if saved is None else saved
-    folder = open_folder(cfg, run, ranks, is_new=state is None)
-    console = console if ranks.is_first else Console(stderr=True, quiet=True)
-    trainer = build_trainer(cfg, folder, trusted_modules, console, ranks)
-    try:
-        if state is not None:
-            trainer.restore(state)
-        return trainer.train()
-    except (EmbodiChainError, KeyboardInterrupt) as error:
-        _tell_how_to_go_on(error, folder)
-        raise
-    finally:
-        trainer.env.close()
-        if trainer.eval_env is not None:
-            trainer.eval_env.close()
+    trainer, settings = cfg.trainer, dict(cfg.algorithm.cfg)
+    in_thread = trainer.collects_async and trainer.collector.worker == "thread"
+    if in_thread and settings.get("cuda_graphs") and torch.device(trainer.device).type == "cuda":
+        _LOG.info("gradient steps are not recorded as CUDA graphs, as a thread collects on the same GPU")
+        settings["cuda_graphs"] = False
+    return settings
 
 
-def _tell_how_to_go_on(error: BaseException, folder: RunFolder) -> None:
-    """Note on an error how the run is resumed, if it can be."""
-    if "--resume" in str(error):
-        return
-    with contextlib.suppress(EmbodiChainError):
-        find_checkpoint(folder.path, "latest")
-        error.add_note(f"go on with: {command()} train --resume {folder.path}")
+def build_collector(
+    trainer: TrainerCfg, env: VecEnv, make_env: EnvMaker, algorithm: BaseAlgorithm
+) -> SyncCollector | AsyncCollector:
+    """Return the collector that a config asks for; a collecting process makes environments of its own."""
+    policy, device = algorithm.policy, algorithm.device
+    if not trainer.collects_async:
+        return SyncCollector(
+            env,
+            policy,
+            device,
+            start_rollout=algorithm.start_rollout,
+            num_threads=trainer.collect_threads,
+            pipeline_stages=trainer.collector.pipeline_stages,
+        )
+    cfg = async_settings(trainer, algorithm)
+    buffer = VLABuffer((cfg.max_policy_lag + 1) * env.num_envs * trainer.buffer_size, device)
+    if cfg.worker == "thread":
+        return AsyncCollector(env, policy, buffer, device, cfg=cfg, start_rollout=algorithm.start_rollout)
+    env.close()  # its spaces are known by now; collecting processes make environments of their own
+    return AsyncCollector(make_env, policy, buffer, device, cfg=cfg, start_rollout=algorithm.rollout_start)
 
 
-def _read_run(run: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:
-    """Return the checkpoint that a run goes on from, and its content."""
-    checkpoint = find_checkpoint(run, "latest").resolve()
-    state = load_checkpoint(checkpoint)
-    if checkpoint.parent.name != CHECKPOINTS:
-        raise TrainingStateError(f"{checkpoint} does not lie in the folder of a run, which is needed to go on with it")
-    return str(checkpoint), state
+def async_settings(trainer: TrainerCfg, algorithm: BaseAlgorithm) -> AsyncCfg:
+    """Return the settings of asynchronous collection, completed by the rest of the config."""
+    cfg, adopt = trainer.collector, trainer.collector.adopt
+    if algorithm.one_version_per_rollout and adopt == "step":
+        adopt = "rollout"
+        _LOG.info("%s compares trajectories: new weights are adopted between rollouts", type(algorithm).__name__)
+    return cfg.replace(
+        adopt=adopt,
+        num_steps=trainer.buffer_size,
+        seed=trainer.seed if cfg.seed is None else cfg.seed,
+        num_threads=trainer.collect_threads if cfg.num_threads is None else cfg.num_threads,
+    )
 
 
 def _mapping(value: str | Mapping[str, Any]) -> Mapping[str, Any]:
     return {"id": value} if isinstance(value, str) else value
-
-
-def _given(path: Path | None) -> Path:
-    if path is None:
-        raise ConfigError("expected the file of a config", "command line")
-    return path
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from embodichain.agents.rl.algo import GRPO, PPO, GRPOCfg, PPOCfg
 from embodichain.agents.rl.checkpoint import save_checkpoint
 from embodichain.agents.rl.collector import SyncCollector
 from embodichain.agents.rl.config import TrainerCfg
-from embodichain.agents.rl.launch import joined_ranks, restarted_run
+from embodichain.agents.rl.launch import joined_ranks, run_to_continue
 from embodichain.agents.rl.train import resume_training, train_from_config
 from embodichain.agents.rl.utils import distributed as ranks_module
 from embodichain.agents.rl.utils.distributed import Ranks
@@ -232,32 +232,31 @@ def talk_over_nccl(folder: Path) -> None:
 # --- before a run -------------------------------------------------------------------------------------------------
 
 
-def train_apart(folder: Path, restarts: int, overrides: list[str]) -> None:
-    """Train with a run folder that only this rank sees; write down how far it came."""
+def train_apart(folder: Path, overrides: list[str]) -> None:
+    """Train as torchrun's rank with a run folder that only this rank sees; write down how far it came."""
     rank = os.environ["RANK"]
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restarts if rank == "1" else 0)  # as if rank 0 had joined later
+    os.environ["TORCHELASTIC_RUN_ID"] = "none"
     result = train_from_config(folder / f"machine_{rank}" / "config.json", overrides)
     (folder / f"said_{rank}.json").write_text(json.dumps([result.iteration, result.global_step]))
 
 
-def agree_on_restarts(folder: Path, situations: dict[str, list[tuple[int, int | str | None]]]) -> None:
-    """Meet on two machines in several situations: how often each was restarted, and what lies on its disk."""
+def agree_on_runs(folder: Path, situations: dict[str, list[int | str | None]]) -> None:
+    """Decide on two machines whether runs are new or continued, by what is on the disk of each."""
     os.environ["LOCAL_WORLD_SIZE"] = "1"
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["TORCHELASTIC_RUN_ID"] = "none"
     agreed: dict[str, Any] = {}
     with joined_ranks() as ranks:
         for number, (name, facts) in enumerate(situations.items()):
-            restarts, found = facts[ranks.rank]
+            found = facts[ranks.rank]
             run = folder / f"machine_{ranks.rank}" / f"run_{number}"
             if found is not None:
                 run.mkdir(parents=True)
                 (run / "train_config.json").write_text("{}")
             if isinstance(found, int):
                 save_checkpoint(run / "checkpoints" / f"step_{found:012d}", {})
-            os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restarts)
             try:
-                answer = restarted_run(TrainerCfg(gym_config="x", run_dir=str(run)), ranks)
-                agreed[name] = None if answer is None else [answer[1]]
+                agreed[name] = run_to_continue(TrainerCfg(gym_config="x", run_dir=str(run)), ranks) is not None
             except EmbodiChainError as error:
                 agreed[name] = str(error)
         (folder / f"agreed_{ranks.rank}.json").write_text(json.dumps(agreed))

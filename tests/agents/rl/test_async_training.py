@@ -14,7 +14,7 @@ import torch
 
 from embodichain.agents.rl import trainer as trainer_module
 from embodichain.agents.rl.checkpoint import find_checkpoint, load_checkpoint
-from embodichain.agents.rl.config import TrainCfg, complete, override, tell_of_collection
+from embodichain.agents.rl.config import TrainCfg, complete, override, warn_about_config
 from embodichain.agents.rl.runs import RunFolder, read_metrics
 from embodichain.agents.rl.train import build_trainer, resume_training, train_from_config
 from embodichain.agents.rl.utils.distributed import Ranks
@@ -201,7 +201,7 @@ def test_bad_settings_are_refused(tmp_path, settings, message):
 )
 def test_learning_from_old_rollouts_without_correction_is_warned_of(tmp_path, caplog, lag, changes, is_warned):
     config = train_config(tmp_path, trainer=vla(max_policy_lag=lag), algorithm={"cfg": changes})
-    tell_of_collection(override(complete(TrainCfg.from_dict(config)), []))
+    warn_about_config(override(complete(TrainCfg.from_dict(config)), []))
     assert ("--algorithm.cfg.correction decoupled" in caplog.text) is is_warned
 
 
@@ -210,7 +210,7 @@ def test_learning_from_old_rollouts_without_correction_is_warned_of(tmp_path, ca
     [
         (
             {"collector": {"max_policy_lag": 2, "worker": "process"}},
-            "does not heed trainer.collector.worker, max_policy_lag",
+            "ignores trainer.collector.worker, max_policy_lag",
         ),
         ({"collector": {"pipeline_stages": 2, "env_processes": 2}}, ""),
         (
@@ -222,7 +222,7 @@ def test_learning_from_old_rollouts_without_correction_is_warned_of(tmp_path, ca
 def test_how_a_run_collects_is_told(tmp_path, caplog, trainer, said):
     caplog.set_level("INFO")
     config = train_config(tmp_path, trainer=trainer, algorithm={"cfg": {"correction": "decoupled"}})
-    tell_of_collection(override(complete(TrainCfg.from_dict(config)), []))
+    warn_about_config(override(complete(TrainCfg.from_dict(config)), []))
     assert said in caplog.text
     assert bool(said) is bool(caplog.text)
 

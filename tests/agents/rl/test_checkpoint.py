@@ -128,7 +128,7 @@ def test_a_full_disk_leaves_the_former_checkpoint(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
 def test_overwriting_a_checkpoint_leaves_an_intact_one_at_any_time(tmp_path, monkeypatch, error):
-    """A process that is killed between the two renames of an overwrite runs no handler: KeyboardInterrupt stands for it."""
+    """A process that is killed between the two renames runs no handler: KeyboardInterrupt stands for that."""
     folder = RunFolder(tmp_path)
     path = folder.save(128, {"value": 1})
     rename = Path.rename

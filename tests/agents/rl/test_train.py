@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 import sys
@@ -10,12 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
+import embodichain
 from embodichain.agents.rl.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from embodichain.agents.rl.config import TrainCfg, complete, load_train_config, num_iterations, override
 from embodichain.agents.rl.models import get_registered_policy_names
 from embodichain.agents.rl.runs import read_metrics
 from embodichain.agents.rl.train import main, make_eval_env, parse_args, report, resume_training, train_from_config
 from embodichain.agents.rl.trainer import TrainingResult
+from embodichain.cli.main import main as command_line
 from embodichain.config import load_config
 from embodichain.errors import ConfigError, UnknownNameError, UntrustedModuleError
 from embodichain.extras import check_trusted, import_trusted
@@ -119,12 +122,12 @@ def test_a_run_saved_with_a_model_type_resumes_as_it_was(tmp_path):
         (4, 2, "torchrun ... -m embodichain"),
     ],
 )
-def test_who_interrupts_a_run_is_told_how_to_go_on(monkeypatch, ranks, here, words):
+def test_an_interrupted_run_says_how_to_continue(monkeypatch, ranks, here, words):
     launched = {"RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": here, "MASTER_ADDR": "box", "MASTER_PORT": 1}
     for name, value in launched.items() if ranks > 1 else ():
         monkeypatch.setenv(name, str(value))
     told = report(TrainingResult(Path("runs/a"), 64, 2, 1.0, "interrupted", None)).splitlines()
-    assert told[-1] == f"go on with: {words} train --resume runs/a"
+    assert told[-1] == f"continue with: {words} train --resume runs/a"
 
 
 def test_module_and_command_train_alike(tmp_path):
@@ -138,6 +141,24 @@ def test_module_and_command_train_alike(tmp_path):
         assert f"run: {tmp_path / name}" in done.stderr
     a, b = (load_checkpoint(find_checkpoint(tmp_path / name))["random"]["torch"] for name in ("module", "command"))
     assert a.equal(b)
+
+
+def test_the_path_from_the_command_to_the_gradient_step_is_short(tmp_path, monkeypatch):
+    """Seven functions of this package, five of them down to the algorithm's update, and then the optimiser's step."""
+    package, step = str(Path(embodichain.__file__).parent), torch.optim.Adam.step
+    paths: list[list[str]] = []
+
+    def counted(self, *args, **kwargs):
+        frames = [frame for frame in inspect.stack(context=0) if frame.filename.startswith(package)]
+        paths.append([f"{Path(frame.filename).stem}.{frame.function}" for frame in reversed(frames)])
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.optim.Adam, "step", counted)
+    config = write_config(tmp_path / "c.json", tmp_path / "run", trainer={"iterations": 1, "enable_eval": False})
+    assert command_line(["train", str(config)]) == 0
+    path = paths[0]
+    assert path[:5] == ["main.main", "train.main", "train.train_from_config", "trainer.train", "ppo.update"]
+    assert len(path) + 1 <= 8, path
 
 
 def test_wrong_field_ends_with_a_message_and_code_2(tmp_path):

@@ -17,12 +17,12 @@ from rich.console import Console
 from torch import nn
 
 from embodichain.agents.rl.algo.base import BaseAlgorithm
-from embodichain.agents.rl.checkpoint import Counters, find_checkpoint, list_checkpoints, load_checkpoint
+from embodichain.agents.rl.checkpoint import find_checkpoint, list_checkpoints, load_checkpoint
 from embodichain.agents.rl.collector.sync_collector import SyncCollector
 from embodichain.agents.rl.config import TrainCfg, complete, override
-from embodichain.agents.rl.runs import ProgressView, RunFolder, RunLog, Standing, read_metrics
+from embodichain.agents.rl.runs import ProgressView, RunFolder, RunLog, RunProgress, read_metrics
 from embodichain.agents.rl.train import build_trainer, resume_training, train_from_config
-from embodichain.agents.rl.trainer import Every, Trainer
+from embodichain.agents.rl.trainer import Counters, Every, Trainer
 from embodichain.envs.registration import load_gym_config, make
 from embodichain.errors import ConfigError, MissingExtraError, NotFiniteError, OutputError, WorkerError
 from embodichain.extras import available
@@ -246,14 +246,14 @@ def test_a_device_that_is_not_there_is_told_before_anything_is_made(tmp_path, de
     assert not (tmp_path / "run").exists()
 
 
-def test_an_error_says_how_to_go_on(tmp_path, monkeypatch):
+def test_an_error_says_how_to_continue(tmp_path, monkeypatch):
     def fail(*_):
         raise WorkerError("nobody is there")
 
-    monkeypatch.setattr(Trainer, "_iterate", fail)
+    monkeypatch.setattr(Trainer, "_collect", fail)
     with pytest.raises(WorkerError, match="nobody") as told:
         train_from_config(write_config(tmp_path / "c.json", tmp_path / "run"))
-    assert told.value.__notes__ == [f"go on with: embodichain train --resume {tmp_path / 'run'}"]
+    assert told.value.__notes__ == [f"continue with: embodichain train --resume {tmp_path / 'run'}"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -268,7 +268,7 @@ def test_interruption_saves_and_ends_cleanly(tmp_path, number):
     process.send_signal(number)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert f"go on with: embodichain train --resume {tmp_path / 'run'}" in said
+    assert f"continue with: embodichain train --resume {tmp_path / 'run'}" in said
     assert "stopping after this iteration" in said
     assert "Traceback" not in said
     state, lines = load_checkpoint(find_checkpoint(tmp_path / "run")), read_metrics(tmp_path / "run" / "metrics.jsonl")
@@ -367,21 +367,21 @@ def test_progress_line_tells_speed_and_time_left(monkeypatch):
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     page = io.StringIO()
     with ProgressView("push", Console(file=page, width=200)) as view:
-        view.show(Standing(step=0, done=0.0, mean_return=None, success=None))
+        view.show(RunProgress(step=0, done=0.0, mean_return=None, success=None))
         now[0] += 50.0
-        view.show(Standing(step=100_000, done=0.25, mean_return=-3.5, success=0.5))
+        view.show(RunProgress(step=100_000, done=0.25, mean_return=-3.5, success=0.5))
     assert page.getvalue().splitlines()[-1] == "push: 100k steps | return -3.50 | success 50% | 2k steps/s | 2:30 left"
 
 
 def test_recent_episodes_are_weighted_by_their_number():
     counters = Counters()
-    counters.note({"episode/count": 0.0})
+    counters.add_episodes({"episode/count": 0.0})
     assert counters.mean_return is None
-    counters.note({"episode/count": 80.0, "episode/return": 1.0, "episode/success": 0.0})
-    counters.note({"episode/count": 20.0, "episode/return": 6.0, "episode/success": 1.0})
+    counters.add_episodes({"episode/count": 80.0, "episode/return": 1.0, "episode/success": 0.0})
+    counters.add_episodes({"episode/count": 20.0, "episode/return": 6.0, "episode/success": 1.0})
     assert counters.mean_return == pytest.approx(2.0)
     assert counters.success_rate == pytest.approx(0.2)
-    counters.note({"episode/count": 90.0, "episode/return": 5.0})  # the first 80 are no longer recent
+    counters.add_episodes({"episode/count": 90.0, "episode/return": 5.0})  # the first 80 are no longer recent
     assert counters.mean_return == pytest.approx((20 * 6.0 + 90 * 5.0) / 110)
     assert counters.success_rate == pytest.approx(1.0)
     assert Counters.from_data(counters.to_data()) == counters

@@ -15,7 +15,7 @@ class AsyncCfg(Config):
     """Settings of an :class:`AsyncCollector`."""
 
     mode: Literal["sync", "async"] = "sync"
-    """Whether a trainer collects and learns in turn (sync), or both at once (async), for slow policies. A worker ``ray`` is
+    """Whether a trainer collects and learns in turn (sync), or both at once (async), for slow policies. ``ray`` is
     always asynchronous."""
     worker: Literal["thread", "process", "ray"] = "thread"
     """Where it collects: in a thread of this process, in a process of its own, which is replaced when its simulator

@@ -9,7 +9,6 @@ ranks by every rank, so that all ranks have the same bits and take the same deci
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
@@ -19,36 +18,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import Store  # type: ignore[attr-defined]
 
 from embodichain.errors import ObservationError, RankError
 from embodichain.utils.tensor_tree import from_bytes, to_bytes
-
-_PROCESS = uuid.uuid4().hex
-
-
-class Notes:
-    """What ranks of this torchrun have noted; nothing outlasts a process that no torchrun has started.
-
-    torchrun counts restarts after a failure, but not those after a machine has joined or left (``--nnodes=1:4``).
-    """
-
-    def __init__(self, store: Store | None = None, rank: int = 0) -> None:
-        self._store, self._rank = store, rank
-
-    def leave(self, words: str) -> None:
-        """Leave a note for the next process of this rank."""
-        if self._store is not None:
-            self._store.set(self._key(words), _PROCESS)
-
-    def found(self, words: str) -> bool:
-        """Tell whether a process before this one has left the note."""
-        key = self._key(words)
-        return self._store is not None and self._store.check([key]) and self._store.get(key).decode() != _PROCESS
-
-    def _key(self, words: str) -> str:
-        return f"embodichain/note/{self._rank}/{words}"
-
 
 _PART = 1 << 30  # bytes sent at a time
 _SMALL = 1 << 20  # numbers of all ranks together up to which latency, not bandwidth, limits a message
@@ -94,8 +66,6 @@ class Ranks:
     """Number of this process."""
     count = 1
     """Number of processes."""
-    notes = Notes()
-    """What outlasts this process, if torchrun starts it again."""
 
     @property
     def is_first(self) -> bool:

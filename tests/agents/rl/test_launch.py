@@ -1,4 +1,4 @@
-"""What ranks agree on before a run begins, on machines that do not see each other's files."""
+"""How ranks find each other, and what they agree on before a run begins, on machines with files of their own."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ import re
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from embodichain.agents.rl.checkpoint import find_checkpoint, load_checkpoint
+from embodichain.agents.rl.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from embodichain.agents.rl.config import TrainerCfg
-from embodichain.agents.rl.launch import joined_ranks, meet, restarted_run
+from embodichain.agents.rl.launch import joined_ranks, run_to_continue
 from embodichain.agents.rl.runs import read_metrics
 from embodichain.agents.rl.train import train_from_config
 from embodichain.agents.rl.utils.distributed import Ranks
@@ -45,10 +43,10 @@ def write_for_machines(folder: Path, **changes) -> None:
 def test_a_restarted_run_goes_on_although_only_rank_0_has_its_folder(tmp_path):
     settings = {"iterations": 2, "save_freq": 1, "enable_eval": False}
     write_for_machines(tmp_path, trainer=settings)
-    assert run_ranks(2, rank_cases.train_apart, tmp_path, 0, []) == [0, 0]
+    assert run_ranks(2, rank_cases.train_apart, tmp_path, []) == [0, 0]
     assert not (tmp_path / "machine_1" / "run").exists()
 
-    assert run_ranks(2, rank_cases.train_apart, tmp_path, 1, ["--trainer.iterations", "3"]) == [0, 0]
+    assert run_ranks(2, rank_cases.train_apart, tmp_path, ["--trainer.iterations", "3"]) == [0, 0]
     said = [json.loads((tmp_path / f"said_{rank}.json").read_text()) for rank in range(2)]
     assert said == [[3, 3 * 2 * PER_RANK]] * 2
     saved = load_checkpoint(find_checkpoint(tmp_path / "machine_0" / "run"))
@@ -56,47 +54,50 @@ def test_a_restarted_run_goes_on_although_only_rank_0_has_its_folder(tmp_path):
 
 
 SITUATIONS = {
-    "the first time": ([(0, None), (0, None)], None),
-    "a folder of an earlier run, the first time": ([(0, 5), (0, None)], None),
-    "a checkpoint at rank 0": ([(1, 5), (1, None)], [True]),
-    "rank 0 is on a machine that joined later": ([(0, 5), (1, None)], [True]),
-    "ended before the first checkpoint": ([(1, "begun"), (1, None)], [False]),
-    "the checkpoint is on another machine": ([(1, "begun"), (1, 5)], "rank 1 has one of step 5 in .*machine_1"),
-    "the folder is gone with its machine": ([(1, None), (1, None)], "no machine has its folder .*machine_0"),
+    "nothing anywhere": ([None, None], False),
+    "a checkpoint at rank 0": ([5, None], True),
+    "checkpoints at both ranks": ([5, 4], True),
+    "ended before the first checkpoint": (["begun", None], False),
+    "the checkpoint is on another machine": (["begun", 5], "rank 0 has no checkpoint .* rank 1 has one of step 5"),
 }
 
 
-def test_what_is_done_after_a_restart(tmp_path):
+def test_ranks_agree_on_whether_a_run_is_new(tmp_path):
     facts = {name: known for name, (known, _) in SITUATIONS.items()}
-    assert run_ranks(2, rank_cases.agree_on_restarts, tmp_path, facts) == [0, 0]
+    assert run_ranks(2, rank_cases.agree_on_runs, tmp_path, facts) == [0, 0]
     first, second = (json.loads((tmp_path / f"agreed_{rank}.json").read_text()) for rank in range(2))
     assert first == second
     for name, (_, expected) in SITUATIONS.items():
         if isinstance(expected, str):
             assert re.search(expected, first[name]), (name, first[name])
         else:
-            assert first[name] == expected, name
+            assert first[name] is expected, name
 
 
-def test_a_run_without_a_checkpoint_begins_anew_with_a_warning(tmp_path, monkeypatch, caplog):
+def test_a_run_without_a_checkpoint_begins_anew_with_a_warning(tmp_path, caplog):
     run = tmp_path / "run"
     config = write_config(tmp_path / "c.json", run, trainer={"iterations": 1, "enable_eval": False})
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     run.mkdir()
     (run / "train_config.json").write_text("{}")
     (run / "metrics.jsonl").write_text('{"step": 128}\n')  # logged, but not saved
     with caplog.at_level(logging.WARNING):
         assert train_from_config(config).iteration == 1
-    assert "has no checkpoint yet: the restarted run begins anew" in caplog.text
+    assert "holds a run without a checkpoint: the run begins anew" in caplog.text
     assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == [128]
     assert len(read_metrics(run / "metrics.jsonl")[0]) > 1
 
 
 def test_restarts_need_a_folder_that_can_be_found_again(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     with pytest.raises(ConfigError, match=r"trainer\.run_dir: expected a folder"):
-        restarted_run(TrainerCfg(gym_config="x"), Ranks())
-    assert restarted_run(TrainerCfg(gym_config="x", run_dir="runs/a"), Ranks()) is None
+        run_to_continue(TrainerCfg(gym_config="x"), Ranks())
+    assert run_to_continue(TrainerCfg(gym_config="x", run_dir="runs/a"), Ranks()) is None
+
+
+def test_without_torchrun_no_run_is_continued_unasked(tmp_path):
+    save_checkpoint(tmp_path / "checkpoints" / f"step_{5:012d}", {})
+    assert run_to_continue(TrainerCfg(gym_config="x", run_dir=str(tmp_path)), Ranks()) is None
 
 
 JOINS = """
@@ -152,53 +153,7 @@ def test_ranks_with_different_configs_are_told_the_first_field(tmp_path):
     assert not (tmp_path / "machine_0" / "run").exists()  # nothing was begun
 
 
-# --- meeting ------------------------------------------------------------------------------------------------------
-
-
-def test_ranks_meet_in_a_store_that_earlier_ones_have_used():
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    clients = [dist.TCPStore("127.0.0.1", store.port, is_master=False) for _ in range(3)]
-    for number, order in enumerate(([0, 1], [1, 0], [2, 0, 1], [0], [1, 2, 0])):
-        count, word = len(order), f"attempt {number}"
-        with ThreadPoolExecutor(count) as pool:
-            met = {rank: pool.submit(meet, clients[rank], rank, count, timedelta(seconds=20)) for rank in order}
-            meetings = [met[rank].result(timeout=30) for rank in range(count)]
-        places = [meeting.store for meeting in meetings]
-        assert {tuple(meeting.words) for meeting in meetings} == {tuple(meetings[0].words)}
-        for meeting in meetings:
-            meeting.check()
-        assert not any(place.check(["key"]) for place in places)
-        places[0].set("key", word)
-        assert {place.get("key") for place in places} == {word.encode()}
-
-
-def test_a_process_of_an_earlier_attempt_is_told_that_another_has_come():
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    clients = [dist.TCPStore("127.0.0.1", store.port, is_master=False) for _ in range(3)]
-    patience = timedelta(seconds=20)
-    with ThreadPoolExecutor(3) as pool:
-        old = pool.submit(meet, clients[0], 1, 2, patience)
-        while not store.check(["embodichain/word/1"]):
-            time.sleep(0.01)
-        new = pool.submit(meet, clients[1], 1, 2, patience)
-        with pytest.raises(RankError, match="another process has come as rank 1: this one is left"):
-            old.result(timeout=10)
-        first = pool.submit(meet, clients[2], 0, 2, patience)
-        assert first.result(timeout=10).words == new.result(timeout=10).words
-
-
-def test_who_has_met_with_a_process_of_an_earlier_attempt_finds_out():
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    clients = [dist.TCPStore("127.0.0.1", store.port, is_master=False) for _ in range(3)]
-    with ThreadPoolExecutor(3) as pool:
-        left = [pool.submit(meet, clients[rank], rank, 2, timedelta(seconds=20)) for rank in (1, 0)]
-        met = [future.result(timeout=10) for future in left]
-        late = pool.submit(meet, clients[2], 1, 2, timedelta(seconds=0.2))
-        with pytest.raises(RankError, match="rank 0 did not come in time"):
-            late.result(timeout=10)
-    for meeting in met:
-        with pytest.raises(RankError, match="another process has come as rank 1, after this one had met"):
-            meeting.check()
+# --- connections --------------------------------------------------------------------------------------------------
 
 
 LAUNCHER = """
@@ -212,14 +167,13 @@ time.sleep(600)
 
 
 def test_a_rank_does_not_outlive_its_torchrun():
-    """It would wait for others, and be taken for a rank of the next attempt."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     command, deadline = [sys.executable, "-c", LAUNCHER, str(store.port)], time.monotonic() + 60
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
         try:
             pid = int(launcher.stdout.readline())
-            while not store.check(["embodichain/word/0"]):
-                assert time.monotonic() < deadline, "the rank has not come"
+            while store.num_keys() < 2:  # one is the store's own
+                assert time.monotonic() < deadline, "the rank has not joined"
                 time.sleep(0.05)
         finally:
             launcher.kill()
@@ -227,17 +181,6 @@ def test_a_rank_does_not_outlive_its_torchrun():
     while state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z":
         assert time.monotonic() < deadline, "the rank has outlived its launcher"
         time.sleep(0.05)
-
-
-def test_who_does_not_come_is_named():
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with pytest.raises(RankError, match="rank 1, 2 did not come in time"):
-        meet(store, 0, 3, timedelta(seconds=0.1))
-    with pytest.raises(RankError, match="rank 0 did not come in time"):
-        meet(store, 1, 3, timedelta(seconds=0.1))
-
-
-# --- connections --------------------------------------------------------------------------------------------------
 
 
 def test_a_group_without_the_cpu_is_refused():
