@@ -3,7 +3,7 @@
 The flags are those of the config at hand: entries of mappings and lists have theirs too (``--weights.reach 2``,
 ``--layers.0.width 64``), and so have the fields of an optional config that is ``None``. Tyro parses plain types and
 lists of them (``--hidden 64 64``); anything else is written as YAML (``--events '{push: {force: 3}}'``). A flag that
-holds a mapping adds to it: ``--weights reach 2 lift 1``. Where nothing may be set, ``null`` and ``None`` set nothing.
+holds a mapping adds to it: ``--weights reach 2 lift 1``. Optional fields take ``null`` as well as ``None``.
 A config with a ``Shorthand`` has a flag of its own for that field: ``--collector ray`` is ``--collector.worker ray``.
 """
 

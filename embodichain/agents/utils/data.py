@@ -189,7 +189,7 @@ class DictDataset(Dataset[dict[str, Tensor]]):
 
 
 def _checked(key: str, data: Tensor | None, shape: torch.Size) -> Tensor:
-    """Return the data without its graph, if it has the shape of its place."""
+    """Return the data without its graph, if it has the expected shape."""
     if data is None:
         raise ExperienceError(f"key {key!r}: no data was given")
     if data.shape != shape:
