@@ -1,6 +1,7 @@
-"""From what a policy says to what the motors get.
+"""From a policy's action to motor commands.
 
-``RobotActionManager`` is the ``ActionManager`` (``vec_env.py``) that turns actions into controls for a robot.
+``RobotActionManager`` is the ``ActionManager`` (``vec_env.py``) that turns actions into controls for a robot, through
+one term: ``delta_qpos``, ``qpos``, ``ee_delta`` or ``effort``.
 """
 
 from __future__ import annotations
@@ -16,10 +17,6 @@ from embodichain.envs.robots import Robot
 from embodichain.envs.vec_env import Action
 from embodichain.envs.vec_env import ActionManager as ActionManager
 from embodichain.errors import ConfigError
-
-# MERGED action_terms: The action terms of a robot: what [-1, 1] means for its motors, and what the expert must say to
-# move the tool.
-
 
 _NAMES = ("delta_qpos", "qpos", "ee_delta", "effort")
 
@@ -40,7 +37,7 @@ class DeltaQpos:
 
 
 class Qpos:
-    """The action spans the joint limits."""
+    """The range [-1, 1] spans the joint limits."""
 
     def __init__(self, cfg: JointTermCfg, robot: Robot) -> None:
         self.dim, self.scale = robot.num_joints, cfg.scale
@@ -103,7 +100,7 @@ Term = DeltaQpos | Qpos | EndEffectorDelta | Effort
 
 
 def chain_of(robot: Robot, wanted_by: str) -> SerialChain:
-    """Return the robot's kinematic chain, or say that it has none."""
+    """Return the robot's kinematic chain; ``ConfigError`` if it has no tool."""
     if robot.chain is None:
         raise ConfigError(f"robot.tool: {wanted_by} needs a robot with a tool")
     return robot.chain
@@ -120,7 +117,13 @@ class RobotActionManager(ActionManager):
             wanted, has = ("motors", "servos") if robot.has_servos else ("servos", "motors")
             raise ConfigError(f"env.actions.{chosen[0]}: needs joints with {wanted}, and this robot's have {has}")
         self.robot = robot
-        self.term = _build_term(cfg, robot)
+        self.term: Term = Effort(robot)
+        if cfg.delta_qpos is not None:
+            self.term = DeltaQpos(cfg.delta_qpos, robot)
+        elif cfg.qpos is not None:
+            self.term = Qpos(cfg.qpos, robot)
+        elif cfg.ee_delta is not None:
+            self.term = EndEffectorDelta(cfg.ee_delta, robot)
         self.clip = float(getattr(cfg, chosen[0]).clip)
         dim = self.term.dim + (1 if robot.num_fingers else 0)
         super().__init__(chosen[0], gym.spaces.Box(-1.0, 1.0, (dim,), np.float32), num_envs, device)
@@ -150,13 +153,3 @@ class RobotActionManager(ActionManager):
         if not self.robot.num_fingers:
             return action
         return torch.cat((action, -torch.ones_like(action[:, :1]) if grip is None else grip), dim=-1)
-
-
-def _build_term(cfg: ActionsCfg, robot: Robot) -> Term:
-    if cfg.delta_qpos is not None:
-        return DeltaQpos(cfg.delta_qpos, robot)
-    if cfg.qpos is not None:
-        return Qpos(cfg.qpos, robot)
-    if cfg.ee_delta is not None:
-        return EndEffectorDelta(cfg.ee_delta, robot)
-    return Effort(robot)

@@ -1,14 +1,17 @@
-"""Cameras: frames ``[n, H, W, 3]`` of any envs, drawn offscreen from nothing but their state.
+"""Cameras: images ``[n, H, W, 3]`` of any envs, rendered offscreen from nothing but their state.
 
-``Renderer`` draws one picture size; ``Cameras`` keeps a renderer for every size in use and knows cameras by name.
-The state of an env comes from a function ``load(data, env)`` that copies it into an ``MjData``; drawing then computes
-no more than the positions of what is seen.
+``Renderer`` renders one image size; ``Cameras`` keeps a renderer for every size in use and knows cameras by name.
+The state of an env comes from a function ``load(data, env)`` that copies it into an ``MjData``; rendering then computes
+no more than the positions of what is visible.
+
+``choose_backend`` finds out which OpenGL backend works on this machine. A broken driver may crash the process that
+tries it, so every backend is tried in a process of its own. The result goes into ``MUJOCO_GL`` (MuJoCo's C library and
+every child process read it) and is not tried again.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import copy
 import ctypes
 import importlib
@@ -19,8 +22,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, Literal, Self
 
 import mujoco
@@ -30,12 +32,6 @@ from torch import Tensor
 
 from embodichain.config.classes import MISSING, Config, configclass
 from embodichain.errors import ConfigError, RenderingError, UnknownNameError, nearest
-
-# MERGED gl: Offscreen OpenGL: which backend works on this machine.
-#
-# A broken driver may crash the process that tries it, so every backend is tried in a process of its own. What was found
-# goes into ``MUJOCO_GL`` (MuJoCo's C library and every child process read it) and is not tried again.
-
 
 FOUND_VARIABLE = "EMBODICHAIN_GL"
 """Names the backend that a parent process found to work, so that its children need not try again."""
@@ -51,34 +47,41 @@ _DISABLED = ("disable", "disabled", "off", "false", "0")
 _ALIASES = {"glx": "glfw", "wgl": "glfw"}  # these names of MuJoCo's mean a (hidden) GLFW window
 _PROBE_SECONDS = 60.0
 _PROBE = """
-import importlib, sys
-import mujoco, numpy as np
+import sys, mujoco
 model = mujoco.MjModel.from_xml_string(
     '<mujoco><worldbody><light pos="0 0 3"/><geom type="box" size="1 1 1" rgba="1 0 0 1"/></worldbody></mujoco>')
 data = mujoco.MjData(model)
 mujoco.mj_forward(model, data)
-context = importlib.import_module("mujoco." + sys.argv[1]).GLContext(32, 32)
-context.make_current()
-drawing = mujoco.MjrContext(model, 50)
-mujoco.mjr_setBuffer(int(mujoco.mjtFramebuffer.mjFB_OFFSCREEN), drawing)
-scene, camera = mujoco.MjvScene(model, 100), mujoco.MjvCamera()
-mujoco.mjv_defaultFreeCamera(model, camera)
-mujoco.mjv_updateScene(model, data, mujoco.MjvOption(), None, camera, int(mujoco.mjtCatBit.mjCAT_ALL), scene)
-rectangle, pixels = mujoco.MjrRect(0, 0, 32, 32), np.zeros((32, 32, 3), np.uint8)
-mujoco.mjr_render(rectangle, scene, drawing)
-mujoco.mjr_readPixels(pixels, None, rectangle, drawing)
-drawing.free()
-context.free()
-if pixels[..., 0].max() < 50:
-    sys.exit("draws nothing but black")
+with mujoco.Renderer(model, 32, 32) as renderer:
+    renderer.update_scene(data)
+    if renderer.render()[..., 0].max() < 50:
+        sys.exit("draws nothing but black")
 """
+
+Load = Callable[[mujoco.MjData, int], None]
+Quality = Literal["lean", "high"]
+Pixels = Annotated[int, Field(gt=0, le=8192)]
+Vector = tuple[float, float, float]
+
+# Rounder shapes are invisible at the size of an observation and cost more than half of the rendering time there; flat
+# ones keep MuJoCo's own 4x4 patches, because light is computed at their corners.
+_QUALITY = {
+    "lean": {"offsamples": 0, "shadowsize": 0, "numslices": 12, "numstacks": 6, "numquads": 4},
+    "high": {"offsamples": 4, "shadowsize": 2048, "numslices": 28, "numstacks": 16, "numquads": 4},
+}
+_LEAN_OFF = ("SHADOW", "REFLECTION", "SKYBOX", "HAZE", "FOG")
+_MAX_GEOMS = 10_000
+_FOVY = 45.0
 
 _found: str | None = None
 _failure: str | None = None
+_renderers: weakref.WeakSet[Renderer] = weakref.WeakSet()
+_has_rendered = False
+_inherited = False  # set in a process forked from one that had rendered
 
 
 def choose_backend() -> str:
-    """Return the GL backend to draw with (``egl``, ``osmesa``, ``glfw``, ``cgl``); ``RenderingError`` if none works.
+    """Return the GL backend to render with (``egl``, ``osmesa``, ``glfw``, ``cgl``), or raise ``RenderingError``.
 
     A backend named in ``MUJOCO_GL`` is the only one tried. The first call may take a second or two, later ones nothing.
     """
@@ -91,20 +94,15 @@ def choose_backend() -> str:
         except RenderingError as error:
             _failure = str(error)
             raise
-        _prepare(_found)
+        os.environ["MUJOCO_GL"] = os.environ[FOUND_VARIABLE] = _found
+        # Mesa renders small images faster without helper threads (see benchmarks/rendering.py), and every simulation
+        # worker would otherwise start as many of them as there are cores.
+        os.environ.setdefault("LP_NUM_THREADS", "0")
+        os.environ.setdefault("EGL_LOG_LEVEL", "fatal")  # no warnings about GPUs that are not ours to open
+        if _found == "osmesa":
+            # Its shader cache starts a thread, and a forked child then waits for that thread for ever when it exits.
+            os.environ.setdefault("MESA_SHADER_CACHE_DISABLE", "true")
     return _found
-
-
-def _prepare(backend: str) -> None:
-    """Tell MuJoCo, the driver and child processes what to do; what the user has set stays."""
-    os.environ["MUJOCO_GL"] = os.environ[FOUND_VARIABLE] = backend
-    # Mesa draws small pictures faster without helper threads (see benchmarks/rendering.py), and every simulation worker
-    # would otherwise start as many of them as there are cores.
-    os.environ.setdefault("LP_NUM_THREADS", "0")
-    os.environ.setdefault("EGL_LOG_LEVEL", "fatal")  # no warnings about GPUs that are not ours to open
-    if backend == "osmesa":
-        # Its shader cache starts a thread, and a forked child then waits for that thread for ever when it exits.
-        os.environ.setdefault("MESA_SHADER_CACHE_DISABLE", "true")
 
 
 def _candidates() -> tuple[str, ...]:
@@ -130,7 +128,7 @@ def _candidates() -> tuple[str, ...]:
 
 
 def _search(candidates: tuple[str, ...]) -> str:
-    """Return the first backend that draws a picture."""
+    """Return the first backend that renders an image."""
     inherited = os.environ.get(FOUND_VARIABLE)
     if inherited in candidates:
         return inherited
@@ -147,17 +145,12 @@ def _search(candidates: tuple[str, ...]) -> str:
 
 
 def probe(backend: str) -> str | None:
-    """Draw one small picture in a process of its own; return what went wrong, or ``None``."""
-    environment = {k: v for k, v in os.environ.items() if k != "PYOPENGL_PLATFORM"}
-    command = [sys.executable, "-P", "-c", _PROBE, backend]
+    """Render one small image in a process of its own; return what went wrong, or ``None``."""
+    environment = {k: v for k, v in os.environ.items() if k != "PYOPENGL_PLATFORM"} | {"MUJOCO_GL": backend}
+    command = [sys.executable, "-P", "-c", _PROBE]
     try:
         done = subprocess.run(
-            command,
-            env=environment | {"MUJOCO_GL": backend},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=_PROBE_SECONDS,
+            command, env=environment, capture_output=True, text=True, check=False, timeout=_PROBE_SECONDS
         )
     except subprocess.TimeoutExpired:
         return f"no picture within {_PROBE_SECONDS:.0f} s"
@@ -171,141 +164,22 @@ def probe(backend: str) -> str | None:
     return lines[-1][:200]
 
 
-# MERGED surface: One offscreen picture to draw on: a GL context that is safe to use from threads, at exit and around
-# ``fork``.
-
-
-_surfaces: weakref.WeakSet[Surface] = weakref.WeakSet()
-_has_drawn = False
-_inherited = False  # set in a process forked from one that had drawn
-
-
-class Surface:
-    """A GL context with its own framebuffer and the model's meshes and textures; current only while it draws.
-
-    ``quality`` overrides fields of the model's ``<visual><quality>``, such as ``shadowsize``. Any thread may draw, one
-    at a time. A child made by ``fork`` cannot: GL drivers do not survive it.
-    """
-
-    def __init__(self, model: mujoco.MjModel, height: int, width: int, quality: Mapping[str, int]) -> None:
-        global _has_drawn
-        self._context: Any = None
-        self._drawing: Any = None
-        self._turn = threading.RLock()
-        _refuse_inherited()
-        backend = choose_backend()
-        module: Any = importlib.import_module(f"mujoco.{backend}")
-        self._rectangle = mujoco.MjrRect(0, 0, width, height)
-        self._rows = np.empty((height, width, 3), dtype=np.uint8)
-        shaped = copy.copy(model)  # a context takes its size and quality from the model; the caller's stays as it is
-        shaped.vis.global_.offwidth, shaped.vis.global_.offheight = width, height
-        for name, value in quality.items():
-            setattr(shaped.vis.quality, name, value)
-        try:
-            self._context = module.GLContext(width, height)
-            if not _has_drawn:  # after the driver registered its own clean-up, so that ours comes first
-                atexit.register(_close_all)
-                _has_drawn = True
-            with self._context.as_current():
-                self._drawing = mujoco.MjrContext(shaped, int(mujoco.mjtFontScale.mjFONTSCALE_50))
-                mujoco.mjr_setBuffer(int(mujoco.mjtFramebuffer.mjFB_OFFSCREEN), self._drawing)
-        except (RuntimeError, ImportError, mujoco.FatalError) as error:
-            raise RenderingError(f"{backend} cannot make a picture of {height}x{width} pixels: {error}") from error
-        _surfaces.add(self)
-
-    @contextlib.contextmanager
-    def current(self) -> Iterator[None]:
-        """Let this thread draw; at the end no context is current, so that another thread may."""
-        _refuse_inherited()
-        with self._turn:
-            if self._context is None:
-                raise RenderingError("this renderer was closed: make a new one")
-            with self._context.as_current():
-                yield
-
-    def draw(self, scene: mujoco.MjvScene, out: np.ndarray) -> None:
-        """Draw a scene, while ``current``, into uint8 ``out`` ``[height, width, 3]``, top row first."""
-        mujoco.mjr_render(self._rectangle, scene, self._drawing)
-        mujoco.mjr_readPixels(self._rows, None, self._rectangle, self._drawing)
-        out[...] = self._rows[::-1]  # GL counts rows from the bottom
-
-    def close(self) -> None:
-        """Free the context; calling it twice is fine."""
-        if _inherited:
-            return
-        with self._turn:
-            if self._context is None:
-                return
-            if self._drawing is not None:
-                with self._context.as_current():
-                    self._drawing.free()
-            self._context.free()
-            self._context = self._drawing = None
-
-    def __del__(self) -> None:
-        self.close()
-
-
-def _refuse_inherited() -> None:
-    if _inherited:
-        raise RenderingError(
-            "this process was forked from one that had already drawn, and OpenGL does not survive a fork: "
-            "start worker processes with the 'spawn' method, or draw nothing before they start"
-        )
-
-
-def _close_all() -> None:
-    for surface in list(_surfaces):
-        surface.close()
-
-
-def _disown() -> None:
-    """Leave a parent's contexts alone in the child: even freeing them could wait for threads that are not there."""
-    global _inherited
-    if not _has_drawn:
-        return
-    _inherited = True
-    for surface in list(_surfaces):
-        for owned in (surface._context, surface._drawing):
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(owned))  # never destroyed in this process
-    egl = sys.modules.get("mujoco.egl")
-    if egl is not None:
-        setattr(egl, "EGL_DISPLAY", None)  # noqa: B010 - its clean-up at exit then has nothing to do
-
-
-if sys.platform != "win32":
-    os.register_at_fork(after_in_child=_disown)
-
-
-Load = Callable[[mujoco.MjData, int], None]
-Quality = Literal["lean", "high"]
-Pixels = Annotated[int, Field(gt=0, le=8192)]
-Vector = tuple[float, float, float]
-
-# Rounder shapes are invisible at the size of an observation and cost more than half of the drawing time there; flat
-# ones keep MuJoCo's own 4x4 patches, because light is computed at their corners.
-_LEAN = {"offsamples": 0, "shadowsize": 0, "numslices": 12, "numstacks": 6, "numquads": 4}
-_HIGH = {"offsamples": 4, "shadowsize": 2048, "numslices": 28, "numstacks": 16, "numquads": 4}
-_LEAN_OFF = ("SHADOW", "REFLECTION", "SKYBOX", "HAZE", "FOG")
-_MAX_GEOMS = 10_000
-
-
 @configclass
 class CameraCfg(Config):
     """One camera: either one of the model (``attach``) or one that stands at ``pos`` and looks at ``lookat``."""
 
     name: str = MISSING
-    """Name of the camera; its frames are observed as ``image/<name>``."""
+    """Name of the camera; its images are observed as ``image/<name>``."""
     width: Pixels = 96
-    """Width of the picture in pixels."""
+    """Width of the image in pixels."""
     height: Pixels = 96
-    """Height of the picture in pixels."""
+    """Height of the image in pixels."""
     attach: str | None = None
     """Camera of the model to look through; without ``pos``, the one called ``name``."""
     pos: Vector | None = None
     """Where a free camera stands, in metres."""
     lookat: Vector | None = None
-    """Point that a free camera has in the middle of its picture."""
+    """Point that a free camera has in the middle of its image."""
     fovy: Annotated[float, Field(gt=0, lt=180)] | None = None
     """Vertical field of view in degrees; default: the camera's own."""
 
@@ -320,29 +194,53 @@ class CameraCfg(Config):
         return self
 
 
-@dataclass(frozen=True)
-class _View:
-    camera: mujoco.MjvCamera
-    fovy: float | None
-
-
 class Renderer:
-    """Draws frames of one size; any camera of the model, any envs, from any one thread at a time."""
+    """Renders images of one size: any camera of the model, any envs, from any one thread at a time.
+
+    It has a GL context of its own, with a framebuffer and the model's meshes and textures, current only while it
+    renders. A child made by ``fork`` cannot render: GL drivers do not survive it.
+    """
 
     def __init__(self, model: mujoco.MjModel, size: tuple[int, int] = (96, 96), quality: Quality = "lean") -> None:
-        self.model = model
-        self.height, self.width = size
+        self._context: Any = None
+        self._drawing: Any = None
+        self._turn = threading.RLock()
         if min(size) < 1 or max(size) > 8192:
             raise RenderingError(f"size must be (height, width) within 1 to 8192 pixels, got {size}")
-        if quality not in ("lean", "high"):
+        if quality not in _QUALITY:
             raise RenderingError(f"quality must be 'lean' or 'high', got {quality!r}")
-        self._surface = _make_surface(model, size, quality)
+        self.model = model
+        self.height, self.width = size
+        self._open(quality)
+        self._rectangle = mujoco.MjrRect(0, 0, self.width, self.height)
+        self._pixels = np.empty((self.height, self.width, 3), dtype=np.uint8)
         self._data = mujoco.MjData(model)
         self._scene = mujoco.MjvScene(model, _MAX_GEOMS)
         self._option = mujoco.MjvOption()
-        if quality == "lean":
-            for flag in _LEAN_OFF:
-                self._scene.flags[int(getattr(mujoco.mjtRndFlag, f"mjRND_{flag}"))] = 0
+        for flag in _LEAN_OFF if quality == "lean" else ():
+            self._scene.flags[int(getattr(mujoco.mjtRndFlag, f"mjRND_{flag}"))] = 0
+
+    def _open(self, quality: Quality) -> None:
+        """Make the GL context; a model that asks for less than the quality gets what it asks for."""
+        global _has_rendered
+        _refuse_inherited()
+        backend = choose_backend()
+        module: Any = importlib.import_module(f"mujoco.{backend}")
+        shaped = copy.copy(self.model)  # a context takes its size and quality from the model; the caller's stays as is
+        shaped.vis.global_.offwidth, shaped.vis.global_.offheight = self.width, self.height
+        for name, value in _QUALITY[quality].items():
+            setattr(shaped.vis.quality, name, min(value, getattr(shaped.vis.quality, name)))
+        try:
+            self._context = module.GLContext(self.width, self.height)
+            if not _has_rendered:  # after the driver registered its own clean-up, so that ours comes first
+                atexit.register(_close_all)
+                _has_rendered = True
+            with self._context.as_current():
+                self._drawing = mujoco.MjrContext(shaped, int(mujoco.mjtFontScale.mjFONTSCALE_50))
+                mujoco.mjr_setBuffer(int(mujoco.mjtFramebuffer.mjFB_OFFSCREEN), self._drawing)
+        except (RuntimeError, ImportError, mujoco.FatalError) as error:
+            raise RenderingError(f"{backend} cannot make an image of {self.height}x{self.width}: {error}") from error
+        _renderers.add(self)
 
     def render(
         self,
@@ -351,10 +249,10 @@ class Renderer:
         camera: str | CameraCfg | None = None,
         out: np.ndarray | None = None,
     ) -> np.ndarray:
-        """Return uint8 frames ``[len(env_ids), height, width, 3]`` in the order of ``env_ids``.
+        """Return uint8 images ``[len(env_ids), height, width, 3]`` in the order of ``env_ids``.
 
-        ``camera`` is a name from the model, a config (whose size is not looked at), or ``None`` for the model's first
-        camera. ``out`` receives the frames if given; otherwise every call returns a new array.
+        ``camera`` is a name from the model, a config (whose size is ignored), or ``None`` for the model's first camera.
+        ``out`` receives the images if given; otherwise every call returns a new array.
         """
         ids = np.asarray(env_ids).reshape(-1).tolist()
         shape = (len(ids), self.height, self.width, 3)
@@ -362,15 +260,21 @@ class Renderer:
             out = np.empty(shape, dtype=np.uint8)
         elif out.shape != shape or out.dtype != np.uint8:
             raise RenderingError(f"out must be uint8 of shape {shape}, got {out.dtype} of shape {out.shape}")
-        view = _find_view(self.model, camera)
-        with self._surface.current():
-            for frame, env in zip(out, ids, strict=True):
-                load(self._data, env)
-                self._update_scene(view)
-                self._surface.draw(self._scene, frame)
+        view, fovy = _find_view(self.model, camera)
+        _refuse_inherited()
+        with self._turn:
+            if self._context is None:
+                raise RenderingError("this renderer was closed: make a new one")
+            with self._context.as_current():  # at the end no context is current, so that another thread may render
+                for image, env in zip(out, ids, strict=True):
+                    load(self._data, env)
+                    self._update_scene(view, fovy)
+                    mujoco.mjr_render(self._rectangle, self._scene, self._drawing)
+                    mujoco.mjr_readPixels(self._pixels, None, self._rectangle, self._drawing)
+                    image[...] = self._pixels[::-1]  # GL counts rows from the bottom
         return out
 
-    def _update_scene(self, view: _View) -> None:
+    def _update_scene(self, view: mujoco.MjvCamera, fovy: float | None) -> None:
         """Bring the scene up to date with the loaded positions."""
         model, data = self.model, self._data
         mujoco.mj_kinematics(model, data)
@@ -381,23 +285,66 @@ class Renderer:
         if model.ntendon:
             mujoco.mj_tendon(model, data)
         everything = int(mujoco.mjtCatBit.mjCAT_ALL)
-        mujoco.mjv_updateScene(model, data, self._option, None, view.camera, everything, self._scene)
-        if view.fovy is not None:
+        mujoco.mjv_updateScene(model, data, self._option, None, view, everything, self._scene)
+        if fovy is not None:
             for eye in self._scene.camera:
                 # MuJoCo reads fovy as an angle in degrees, or as a length for an orthographic camera.
-                half = view.fovy / 2 if eye.orthographic else eye.frustum_near * math.tan(math.radians(view.fovy) / 2)
+                half = fovy / 2 if eye.orthographic else eye.frustum_near * math.tan(math.radians(fovy) / 2)
                 eye.frustum_top, eye.frustum_bottom = half, -half
-                eye.frustum_center = eye.frustum_width = 0.0  # the width follows from the picture's shape
+                eye.frustum_center = eye.frustum_width = 0.0  # the width follows from the image's shape
 
     def close(self) -> None:
         """Free the GL context; calling it twice is fine."""
-        self._surface.close()
+        if _inherited:
+            return
+        with self._turn:
+            if self._context is None:
+                return
+            if self._drawing is not None:
+                with self._context.as_current():
+                    self._drawing.free()
+            self._context.free()
+            self._context = self._drawing = None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _refuse_inherited() -> None:
+    if _inherited:
+        raise RenderingError(
+            "this process was forked from one that had already drawn, and OpenGL does not survive a fork: "
+            "start worker processes with the 'spawn' method, or draw nothing before they start"
+        )
+
+
+def _close_all() -> None:
+    for renderer in list(_renderers):
+        renderer.close()
+
+
+def _disown() -> None:
+    """Leave a parent's contexts alone in the child: even freeing them could wait for threads that are not there."""
+    global _inherited
+    if not _has_rendered:
+        return
+    _inherited = True
+    for renderer in list(_renderers):
+        for owned in (renderer._context, renderer._drawing):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(owned))  # never destroyed in this process
+    egl = sys.modules.get("mujoco.egl")
+    if egl is not None:
+        setattr(egl, "EGL_DISPLAY", None)  # noqa: B010 - its clean-up at exit then has nothing to do
+
+
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_disown)
 
 
 class Cameras:
@@ -426,7 +373,7 @@ class Cameras:
         size: tuple[int, int] | None = None,
         quality: Quality = "lean",
     ) -> np.ndarray:
-        """Return uint8 frames ``[len(env_ids), H, W, 3]``; ``size`` (height, width) defaults to the camera's own."""
+        """Return uint8 images ``[len(env_ids), H, W, 3]``; ``size`` (height, width) defaults to the camera's own."""
         cfg = self.cfgs.get(camera) if camera is not None else next(iter(self.cfgs.values()), None)
         if size is None:
             size = (cfg.height, cfg.width) if cfg is not None else (CameraCfg.height, CameraCfg.width)
@@ -449,15 +396,8 @@ def camera_names(model: mujoco.MjModel) -> list[str]:
     return [model.camera(i).name for i in range(model.ncam)]
 
 
-def _make_surface(model: mujoco.MjModel, size: tuple[int, int], quality: Quality) -> Surface:
-    """Open a surface whose cost fits its use; a model that asks for less than ``high`` gets what it asks for."""
-    asked = model.vis.quality
-    settings = {"lean": _LEAN, "high": _HIGH}[quality]
-    return Surface(model, *size, quality={name: min(value, getattr(asked, name)) for name, value in settings.items()})
-
-
-def _find_view(model: mujoco.MjModel, camera: str | CameraCfg | None) -> _View:
-    """Resolve a camera to what MuJoCo draws from."""
+def _find_view(model: mujoco.MjModel, camera: str | CameraCfg | None) -> tuple[mujoco.MjvCamera, float | None]:
+    """Resolve a camera to MuJoCo's own and a vertical field of view, if it has one of its own."""
     view = mujoco.MjvCamera()
     cfg = camera if isinstance(camera, CameraCfg) else None
     fovy = cfg.fovy if cfg is not None else None
@@ -468,27 +408,21 @@ def _find_view(model: mujoco.MjModel, camera: str | CameraCfg | None) -> _View:
         view.distance = float(np.linalg.norm(ahead))
         view.azimuth = math.degrees(math.atan2(ahead[1], ahead[0]))
         view.elevation = math.degrees(math.asin(ahead[2] / view.distance))
-        return _View(view, fovy)
+        return view, fovy
     name = (cfg.attach or cfg.name) if cfg is not None else camera
     if name is None and model.ncam == 0:
         mujoco.mjv_defaultFreeCamera(model, view)
-        return _View(view, fovy)
+        return view, fovy
     names = camera_names(model)
     if name is not None and name not in names:
         raise UnknownNameError(f"the model has no camera {name!r}.{nearest(str(name), names)}")
     view.type = int(mujoco.mjtCamera.mjCAMERA_FIXED)
     view.fixedcamid = 0 if name is None else names.index(str(name))
-    return _View(view, fovy)
-
-
-# MERGED camera_mounts: Configured cameras as cameras of the model, for renderers that know no others.
-
-
-_FOVY = 45.0
+    return view, fovy
 
 
 def mounted_name(cfg: CameraCfg) -> str:
-    """Return the name under which a configured camera stands in the model."""
+    """Return the name of a configured camera in the model."""
     return f"observed/{cfg.name}"
 
 

@@ -1,4 +1,4 @@
-"""Robots: which joints and motors of the model belong to one, and how scene, arm and tool become one model."""
+"""Robots: the joints and motors of one in a model, and how scene, arm and tool become one model."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ TOOLS = {"pusher": ToolSpec("pusher.xml"), "gripper": ToolSpec("gripper.xml", fi
 
 
 def read_spec(path: Path) -> mujoco.MjSpec:
-    """Parse an MJCF file, or say what is wrong with it."""
+    """Parse an MJCF file; ``AssetError`` if it is not valid."""
     try:
         return mujoco.MjSpec.from_file(str(path))
     except (ValueError, OSError) as error:
@@ -99,18 +99,15 @@ class Robot:
         # An attached robot's joints follow each other in the model, arm first, so both ranges are slices.
         self.qpos = slice(int(first.qposadr[0]), int(first.qposadr[0]) + self.dofs)
         self.qvel = slice(int(first.dofadr[0]), int(first.dofadr[0]) + self.dofs)
-        self.lower = torch.tensor([model.joint(j).range[0] for j in joints], dtype=torch.float32, device=device)
-        self.upper = torch.tensor([model.joint(j).range[1] for j in joints], dtype=torch.float32, device=device)
-        self.finger_open = torch.tensor([model.joint(f).range[1] for f in fingers], dtype=torch.float32, device=device)
-        self.finger_closed = torch.tensor(
-            [model.joint(f).range[0] for f in fingers], dtype=torch.float32, device=device
-        )
+        floats = lambda values: torch.tensor(values, dtype=torch.float32, device=device)  # noqa: E731
+        self.lower, self.upper = (floats([model.joint(j).range[i] for j in joints]) for i in (0, 1))
+        self.finger_closed, self.finger_open = (floats([model.joint(f).range[i] for f in fingers]) for i in (0, 1))
         # A position servo pulls towards its command (an affine bias); a motor takes the command for a force.
         driven = {model.joint(j).id for j in joints}
         motors = [i for i in range(model.nu) if int(model.actuator_trnid[i, 0]) in driven]
         self.has_servos = all(int(model.actuator_biastype[i]) == int(mujoco.mjtBias.mjBIAS_AFFINE) for i in motors)
         limits = [model.actuator_ctrlrange[i, 1] if model.actuator_ctrllimited[i] else 1.0 for i in motors]
-        self.max_control = torch.tensor(limits, dtype=torch.float32, device=device)
+        self.max_control = floats(limits)
         self.chain = SerialChain(model, _TOOL_PREFIX + tool.site, joints, device) if tool else None
         if cfg.init_qpos and len(cfg.init_qpos) != self.dofs:
             raise ConfigError(

@@ -63,8 +63,8 @@ class ActionManager:
         if self.num_choices:
             return self._check_choice(value)
         value = value.detach().to(self.device, torch.float32)  # no gradient passes through the simulation
-        # What is not finite makes the sum so, too; only then is it worth a closer look. On a GPU this would wait for
-        # the device, so there the simulation guards itself.
+        # A value that is not finite makes the sum so, too. On a GPU this would wait for the device, so there the
+        # simulation guards itself.
         if value.device.type == "cpu" and not math.isfinite(float(value.sum())) and not torch.isfinite(value).all():
             self._raise_not_finite(value, step)
         return value
@@ -84,31 +84,29 @@ class ActionManager:
         )
 
     def _to_tensor(self, value: Any) -> Tensor:
-        """Return what came as a dense tensor of real numbers; arrays of any layout are taken."""
+        """Return a dense tensor of real numbers; arrays and lists are converted."""
+        kinds = {"f": np.float64, "i": np.int64, "u": np.int64, "b": np.bool_}
         if isinstance(value, Tensor):
             if value.layout == torch.strided and not value.is_complex() and not value.is_meta:
                 return value
-            raise self._not_numbers(f"a {value.layout} tensor of {value.dtype} on {value.device}")
-        if isinstance(value, Mapping | TensorDictBase):
-            raise self._not_numbers(f"another {type(value).__name__}")
-        try:
-            array = np.asarray(value)
-        except ValueError:  # rows of different lengths
-            raise self._not_numbers(type(value).__name__) from None
-        if array.dtype.kind not in "fiub":  # floats, signed, unsigned, booleans
-            raise self._not_numbers(f"{type(value).__name__} of {array.dtype}")
-        kind = {"f": np.float64, "i": np.int64, "u": np.int64, "b": np.bool_}[array.dtype.kind]
-        return torch.from_numpy(np.ascontiguousarray(array, dtype=kind))
-
-    def _not_numbers(self, came: str) -> ActionError:
-        return ActionError(f"action {self.action_type!r} must hold real numbers, got {came}")
+            got = f"a {value.layout} tensor of {value.dtype} on {value.device}"
+        else:
+            nested = isinstance(value, Mapping | TensorDictBase)
+            try:
+                array = np.asarray(None if nested else value)
+            except ValueError:  # rows of different lengths
+                array = np.asarray(None)
+            if array.dtype.kind in kinds:
+                return torch.from_numpy(np.ascontiguousarray(array, dtype=kinds[array.dtype.kind]))
+            got = f"another {type(value).__name__}" if nested else f"{type(value).__name__} of {array.dtype}"
+        raise ActionError(f"action {self.action_type!r} must hold real numbers, got {got}")
 
     def _check_choice(self, value: Tensor) -> Tensor:
         if value.is_floating_point() or value.dtype == torch.bool:
             raise ActionError(f"discrete actions are integers in [0, {self.num_choices}), got dtype {value.dtype}")
         value = value.to(self.device, torch.int64)
         if value.device.type == "cpu" and value.numel():
-            choices = value.detach().numpy()  # whose calls on so few numbers cost a third of torch's
+            choices = value.detach().numpy()  # numpy takes a third of torch's time on few numbers
             if choices.min() < 0 or choices.max() >= self.num_choices:
                 env = int(np.flatnonzero((choices < 0) | (choices >= self.num_choices))[0])
                 raise ActionError(f"action of env {env} must lie in [0, {self.num_choices}), got {int(value[env])}")

@@ -35,25 +35,21 @@ def available_cores() -> int:
 
 
 def limit_cores(count: int) -> None:
-    """Let this process use no more than so many cores of its machine: what a scheduler has set aside for it."""
+    """Let this process use at most ``count`` cores of its machine, which a scheduler has reserved for it."""
     _limits[:] = [count]
 
 
 def log_warnings() -> None:
-    """Let MuJoCo's warnings go to the log, unless somebody else listens to them already.
+    """Send MuJoCo's warnings to the log, unless there is a handler already.
 
-    Without a listener MuJoCo appends them to ``MUJOCO_LOG.TXT`` in whatever directory the process is in.
+    Without a handler MuJoCo appends them to ``MUJOCO_LOG.TXT`` in the working directory.
     """
     if mujoco.get_mju_user_warning() is None:
-        mujoco.set_mju_user_warning(_log_warning)
-
-
-def _log_warning(message: str) -> None:
-    _LOG.warning("MuJoCo: %s", message)
+        mujoco.set_mju_user_warning(lambda message: _LOG.warning("MuJoCo: %s", message))
 
 
 class _Closed:
-    """Stands where the batch was: whatever is asked of it, the answer is that it is gone."""
+    """Replaces the batch of a closed environment; any use of it raises."""
 
     def __getattr__(self, name: str) -> Any:
         raise SimulationError("this environment was closed and cannot simulate any more: make a new one")

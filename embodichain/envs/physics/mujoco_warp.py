@@ -10,8 +10,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import mujoco
 import numpy as np
@@ -23,40 +22,54 @@ from embodichain.envs.rendering import CameraCfg, mounted_name
 from embodichain.errors import ConfigError, SimulationError
 from embodichain.extras import require
 
-# MERGED warp_device: Finding the GPU for MuJoCo Warp, and what to say when it will not do.
-
-
+_LOG = logging.getLogger(__name__)
 _GIB = 1024**3
+_MEMORY_ERRORS = ("alloc", "out of memory", "maximum representable")
+"""Words in errors of Warp where worlds are too many: for the memory, or for numbering what is in them."""
+_STATE_FIELDS = ("time", "qpos", "qvel", "act", "qacc_warmstart", "ctrl")
+_MASS_CONSTANTS = ("body_subtreemass", "dof_invweight0", "body_invweight0", "tendon_invweight0", "actuator_acc0")
+_TOO_LARGE = 1e10  # MuJoCo's own bound of a sane state
+
+_GEOM = mujoco.mjtGeom
+_SMOOTH = frozenset((_GEOM.mjGEOM_SPHERE, _GEOM.mjGEOM_ELLIPSOID))
+_MAX_CONTACTS = 8
+"""Contacts of one pair of bodies at most: two boxes, or two meshes."""
+_CONTACTS = {
+    frozenset((_GEOM.mjGEOM_PLANE, _GEOM.mjGEOM_BOX)): 4,
+    frozenset((_GEOM.mjGEOM_PLANE, _GEOM.mjGEOM_CYLINDER)): 4,
+    frozenset((_GEOM.mjGEOM_PLANE, _GEOM.mjGEOM_CAPSULE)): 2,
+    frozenset((_GEOM.mjGEOM_CAPSULE, _GEOM.mjGEOM_BOX)): 2,
+    frozenset((_GEOM.mjGEOM_CAPSULE,)): 2,
+}
+_EQUALITY_ROWS = {mujoco.mjtEq.mjEQ_CONNECT: 3, mujoco.mjtEq.mjEQ_WELD: 6}
+_MOST_ROWS = 512  # a scene of many meshes never has all of them in touch
+_TYPICAL_CONTACTS = 32  # per world: the pool of contacts is shared by all worlds
+_GRAIN = 512  # bytes; what torch aligns its own memory to
 
 
 def find_device(name: str, warp: Any) -> torch.device:
-    """Return the device of a name from a config, ready for Warp, or raise what is to be changed."""
+    """Return the device of a name from a config, ready for Warp, or raise what has to be changed."""
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ConfigError(f"device: expected 'cpu', 'cuda' or 'cuda:N', got {name!r}") from None
+        device = torch.device("meta")
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device: expected 'cpu', 'cuda' or 'cuda:N', got {name!r}")
     if device.type == "cuda":
-        device = _find_gpu(name, device)
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                f"device: {name!r} was asked for, but torch finds no CUDA device; use 'cpu', or install a driver and a "
+                "torch built for CUDA"
+            )
+        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        if device.index >= torch.cuda.device_count():
+            raise ConfigError(f"device: {name!r} does not exist, this machine has {torch.cuda.device_count()} GPU(s)")
     if warp.config.log_level == warp.LOG_INFO:  # a line for each of some sixty kernels; a user's own choice stays
         warp.config.log_level = warp.LOG_WARNING
     warp.init()
     if device.type == "cuda":
         _check_driver(warp)
     return device
-
-
-def _find_gpu(name: str, device: torch.device) -> torch.device:
-    if not torch.cuda.is_available():
-        raise ConfigError(
-            f"device: {name!r} was asked for, but torch finds no CUDA device; use 'cpu', or install a driver and a "
-            "torch built for CUDA"
-        )
-    index = torch.cuda.current_device() if device.index is None else device.index
-    if index >= torch.cuda.device_count():
-        raise ConfigError(f"device: {name!r} does not exist, this machine has {torch.cuda.device_count()} GPU(s)")
-    return torch.device("cuda", index)
 
 
 def _check_driver(warp: Any) -> None:
@@ -71,14 +84,10 @@ def _check_driver(warp: Any) -> None:
         )
 
 
-_SIGNS = ("alloc", "out of memory", "maximum representable")
-"""Words in errors of Warp where worlds are too many: for the memory, or for numbering what is in them."""
-
-
 def out_of_memory(error: Exception, num_envs: int, device: torch.device) -> Exception:
     """Return the error to raise where worlds were to be made: one that says what to change, if memory ran out."""
     message = str(error)
-    if isinstance(error, torch.OutOfMemoryError) or any(sign in message for sign in _SIGNS):
+    if isinstance(error, torch.OutOfMemoryError) or any(words in message for words in _MEMORY_ERRORS):
         free = f", {torch.cuda.mem_get_info(device)[0] / _GIB:.1f} GiB of it free" if device.type == "cuda" else ""
         return SimulationError(
             f"{num_envs} worlds do not fit into the memory of {device}{free}: use fewer num_envs, or end other "
@@ -87,39 +96,18 @@ def out_of_memory(error: Exception, num_envs: int, device: torch.device) -> Exce
     return error
 
 
-# MERGED warp_capacity: How much room one world's contacts and constraints can need, from the shapes in a model.
-#
-# MuJoCo Warp takes its memory before the first step, and what does not fit is left out of the simulation. So the room
-# is
-# sized for everything that can touch at once.
-
-
-_GEOM = mujoco.mjtGeom
-_SMOOTH = (_GEOM.mjGEOM_SPHERE, _GEOM.mjGEOM_ELLIPSOID)
-_MAX_CONTACTS = 8
-"""Contacts of one pair of bodies at most: two boxes, or two meshes."""
-_CONTACTS = {
-    frozenset((_GEOM.mjGEOM_PLANE, _GEOM.mjGEOM_BOX)): 4,
-    frozenset((_GEOM.mjGEOM_PLANE, _GEOM.mjGEOM_CYLINDER)): 4,
-    frozenset((_GEOM.mjGEOM_PLANE, _GEOM.mjGEOM_CAPSULE)): 2,
-    frozenset((_GEOM.mjGEOM_CAPSULE, _GEOM.mjGEOM_BOX)): 2,
-    frozenset((_GEOM.mjGEOM_CAPSULE,)): 2,
-}
-_EQUALITY_ROWS = {mujoco.mjtEq.mjEQ_CONNECT: 3, mujoco.mjtEq.mjEQ_WELD: 6}
-_MOST_ROWS = 512  # a scene of many meshes never has all of them in touch
-_TYPICAL_CONTACTS = 32  # per world: the pool of contacts is shared by all worlds
-
-
-@dataclass(frozen=True)
-class Capacity:
-    """Room to ask for: contacts in all worlds together, and constraint rows in each."""
+class Capacity(NamedTuple):
+    """Memory to ask for: contacts in all worlds together, and constraint rows in each."""
 
     contacts: int
     rows: int
 
 
 def capacity(model: mujoco.MjModel, num_envs: int) -> Capacity:
-    """Return room for everything that can touch, reach a limit or be held together in a model."""
+    """Return the capacity for everything that can touch, reach a limit or be held together in a model.
+
+    MuJoCo Warp allocates its memory before the first step, and leaves out of the simulation what does not fit.
+    """
     contacts, rows = 0, _fixed_rows(model)
     for first in range(model.ngeom):
         for second in range(first + 1, model.ngeom):
@@ -157,9 +145,7 @@ def _can_touch(model: mujoco.MjModel, first: int, second: int) -> bool:
 
 def _contact_count(first: int, second: int) -> int:
     kinds = frozenset((_GEOM(first), _GEOM(second)))
-    if kinds & frozenset(_SMOOTH):
-        return 1
-    return _CONTACTS.get(kinds, _MAX_CONTACTS)
+    return 1 if kinds & _SMOOTH else _CONTACTS.get(kinds, _MAX_CONTACTS)
 
 
 def _contact_rows(model: mujoco.MjModel, dimension: int) -> int:
@@ -169,20 +155,12 @@ def _contact_rows(model: mujoco.MjModel, dimension: int) -> int:
     return 2 * (dimension - 1)
 
 
-# MERGED warp_memory: Scratch memory for MuJoCo Warp that is taken once.
-#
-# Each of its steps makes and drops dozens of arrays. Recorded in a graph they become nodes that allocate and free
-# memory
-# at every replay. With this allocator a first run takes the memory, and the recording finds it there.
-
-
-_GRAIN = 512  # bytes; what torch aligns its own memory to
-
-
 class Workspace:
-    """An allocator for Warp (its ``Allocator`` protocol) that keeps what is given back, for the next of that size.
+    """An allocator for Warp (its ``Allocator`` protocol) that keeps what is freed, for the next array of that size.
 
-    Memory is used again at once, so all work on it has to be on one stream, or in one graph.
+    A step of MuJoCo Warp allocates dozens of arrays, which a CUDA graph would allocate again at every replay. With this
+    allocator a first run takes the memory, and the recording finds it there. Memory is used again at once, so all work
+    on it has to be on one stream, or in one graph.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -191,7 +169,7 @@ class Workspace:
         self._used: dict[int, Tensor] = {}
 
     def allocate(self, size_in_bytes: int) -> int:
-        """Return the address of free memory."""
+        """Return the address of unused memory."""
         size = -(-size_in_bytes // _GRAIN) * _GRAIN
         free = self._free[size]
         block = free.pop() if free else torch.empty(size, dtype=torch.uint8, device=self._device)
@@ -199,7 +177,7 @@ class Workspace:
         return block.data_ptr()
 
     def deallocate(self, ptr: int, size_in_bytes: int) -> None:
-        """Take memory back."""
+        """Free memory for the next allocation."""
         block = self._used.pop(ptr)
         self._free[block.numel()].append(block)
 
@@ -210,15 +188,11 @@ class Workspace:
         return sum(block.numel() for block in blocks)
 
 
-# MERGED warp_cameras: Pictures of all worlds at once, drawn on the GPU by ray casting from what MuJoCo Warp knows of
-# the scene.
-#
-# They look like those of the CPU's renderer at quality ``lean``: no shadows, no sky. They come as tensors on the
-# device.
-
-
 class WarpRenderer:
-    """The configured cameras of one simulation."""
+    """Renders the configured cameras of all worlds at once by ray casting, as tensors on the GPU.
+
+    The images look like those of the CPU's renderer at quality ``lean``: no shadows, no sky.
+    """
 
     def __init__(
         self,
@@ -227,7 +201,7 @@ class WarpRenderer:
         cfgs: Sequence[CameraCfg],
         stream: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Prepare to draw; ``simulation`` has Warp's own parts, ``stream`` lets Warp work in torch's order."""
+        """``simulation`` has Warp's modules, model and data; ``stream`` makes Warp use torch's stream."""
         self._warp, self._mjw, self._model, self._data = simulation
         self._cfgs, self._stream = list(cfgs), stream
         self._mocap = {model.body(i).name: int(model.body_mocapid[i]) for i in range(model.nbody)}
@@ -246,7 +220,7 @@ class WarpRenderer:
         self._markers = self._warp.to_torch(self._data.mocap_pos)
 
     def render(self, markers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return uint8 pictures ``[num_envs, height, width, 3]`` by name; ``markers`` are positions of mocap bodies."""
+        """Return uint8 images ``[num_envs, height, width, 3]`` by name; ``markers`` are positions of mocap bodies."""
         for name, positions in markers.items():
             self._markers[:, self._mocap[name]] = positions
         with self._stream():
@@ -254,23 +228,14 @@ class WarpRenderer:
             self._mjw.camlight(self._model, self._data)
             self._mjw.refit_bvh(self._model, self._data, self._context)
             self._mjw.render(self._model, self._data, self._context)
-        pictures, first = {}, 0
+        images, first = {}, 0
         for cfg in self._cfgs:
             last = first + cfg.height * cfg.width
-            pictures[cfg.name] = self._unpack(first, last).view(-1, cfg.height, cfg.width, 3)
+            pixels = self._pixels[:, first:last].contiguous()  # 32 bits each: blue, green, red and opacity
+            rgb = pixels.view(torch.uint8).view(*pixels.shape, 4)[..., :3].flip(-1)
+            images[cfg.name] = rgb.view(-1, cfg.height, cfg.width, 3)
             first = last
-        return pictures
-
-    def _unpack(self, first: int, last: int) -> Tensor:
-        """Return the pixels of one camera; a pixel is a 32-bit number whose bytes are blue, green, red and opacity."""
-        numbers = self._pixels[:, first:last].contiguous()
-        return numbers.view(torch.uint8).view(*numbers.shape, 4)[..., :3].flip(-1)
-
-
-_LOG = logging.getLogger(__name__)
-_STATE_FIELDS = ("time", "qpos", "qvel", "act", "qacc_warmstart", "ctrl")
-_MASS_CONSTANTS = ("body_subtreemass", "dof_invweight0", "body_invweight0", "tendon_invweight0", "actuator_acc0")
-_TOO_LARGE = 1e10  # MuJoCo's own bound of a sane state
+        return images
 
 
 class MujocoWarpPhysics(Physics):
@@ -285,11 +250,11 @@ class MujocoWarpPhysics(Physics):
         self.device = find_device(device, self._wp)
         self._mjw = require("mujoco_warp", extra="gpu")
         self.model, self.num_envs = model, num_envs
-        room = capacity(model, num_envs)
+        size = capacity(model, num_envs)
         try:
             with self._wp.ScopedDevice(self._wp.device_from_torch(self.device)):
                 self._model = self._mjw.put_model(model)
-                self._data = self._mjw.make_data(model, nworld=num_envs, naconmax=room.contacts, njmax=room.rows)
+                self._data = self._mjw.make_data(model, nworld=num_envs, naconmax=size.contacts, njmax=size.rows)
         except NotImplementedError as error:
             raise ConfigError(f"device: MuJoCo Warp cannot simulate this model ({error}); use device 'cpu'") from error
         except (RuntimeError, ValueError) as error:
@@ -319,7 +284,7 @@ class MujocoWarpPhysics(Physics):
         self._wp.capture_launch(self._graphs[count], stream=stream)
 
     def settle(self) -> None:
-        """Start worlds over that are no longer sane, as MuJoCo itself does; the environment ends their episodes."""
+        """Reset worlds that are no longer sane, as MuJoCo itself does; the environment ends their episodes."""
         sane = (self.qpos.abs().amax(dim=1) < _TOO_LARGE) & (self.qvel.abs().amax(dim=1) < _TOO_LARGE)
         self._diverged = ~sane  # NaN compares as false
         rows = sane.unsqueeze(1)
@@ -345,7 +310,7 @@ class MujocoWarpPhysics(Physics):
 
     @contextmanager
     def _side_stream(self) -> Iterator[Any]:
-        """Let Warp work on a stream that can be recorded (torch's default one cannot), in torch's order."""
+        """Make Warp use a stream that can be recorded (torch's default one cannot), in torch's order."""
         current, side = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)
         side.wait_stream(current)
         stream = self._wp.stream_from_torch(side)
@@ -355,7 +320,7 @@ class MujocoWarpPhysics(Physics):
 
     @contextmanager
     def _torch_stream(self) -> Iterator[None]:
-        """Let Warp work on torch's present stream."""
+        """Make Warp use torch's current stream."""
         if self.device.type == "cpu":
             with self._wp.ScopedDevice("cpu"):
                 yield
@@ -406,14 +371,14 @@ class MujocoWarpPhysics(Physics):
         data.ctrl[:] = self.ctrl[env].cpu().numpy()
         data.time = float(self._arrays["time"][env])
 
-    # --- pictures -------------------------------------------------------------------------------------------------
+    # --- images ---------------------------------------------------------------------------------------------------
 
     def open_cameras(self, cfgs: Sequence[CameraCfg]) -> BatchRenderer | None:
         parts = (self._wp, self._mjw, self._model, self._data)
         try:
             return WarpRenderer(self.model, parts, cfgs, self._torch_stream) if cfgs else None
         except (NotImplementedError, ValueError) as error:
-            _LOG.warning("cameras are drawn on the CPU, which costs speed: %s", error)
+            _LOG.warning("cameras are rendered on the CPU, which costs speed: %s", error)
             return None
 
     # --- the model ------------------------------------------------------------------------------------------------

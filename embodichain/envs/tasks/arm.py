@@ -1,22 +1,36 @@
-"""What the tasks of a robot arm share: reading the arm, and moving its tool as an expert does."""
+"""What the tasks of a robot arm share: reading the arm and a cube, and moving the tool as an expert does."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from embodichain.envs.actions import RobotActionManager, chain_of
-from embodichain.envs.env_cfg import GymCfg
+from embodichain.envs.env_cfg import ActionsCfg, EnvCfg, EventsCfg, GymCfg, JointTermCfg, PoseRangeCfg, RobotCfg
 from embodichain.envs.kinematics import length, rotation_error
 from embodichain.envs.physics import Physics
+from embodichain.envs.random import RandomStreams
 from embodichain.envs.robots import Robot
-from embodichain.envs.task import Scene, Task
+from embodichain.envs.task import ResetState, Scene, Task, draw_poses
 
 HALF_CUBE = 0.025
 # Tool pointing straight down, its x axis along -y of the world.
 _DOWN = torch.tensor([[0.0, 0.0, 1.0], [-1.0, 0.0, 0.0], [0.0, -1.0, 0.0]])
 _MAX_TURN = 0.15  # rotation the expert asks for in one step, in radians
 _GAIN = 2.0  # the servos reach part of a displacement in one step, so the expert asks for more
+
+
+def arm_cfg(id: str, steps: int, threshold: float, events: EventsCfg, scale: float, robot: RobotCfg) -> GymCfg:
+    """Return the configuration of a task of an arm that is driven by ``delta_qpos`` of this scale."""
+    env = EnvCfg(
+        substeps=5,  # of 4 ms: as good as ten of 2 ms for the contacts there are, see docs/environments.md
+        success_threshold=threshold,
+        events=events,
+        actions=ActionsCfg(delta_qpos=JointTermCfg(scale=scale)),
+    )
+    return GymCfg(id=id, max_episode_steps=steps, env=env, robot=robot)
 
 
 class ArmTask(Task):
@@ -34,12 +48,18 @@ class ArmTask(Task):
         self._names, self._sizes = tuple(columns), tuple(columns.values())
 
     def read_arm(self, env_ids: Tensor | None) -> Scene:
-        """Return the robot's joints, the place of its tool and the cube, if there is one, of these envs or of all."""
+        """Return the robot's joints, the position of its tool and the cube, if any, of these envs or of all."""
         parts = self.physics.snapshot(env_ids).split_with_sizes(self._sizes, dim=1)
         scene = dict(zip(self._names, parts, strict=True))
         joints = scene["qpos"]
         scene["ee_pos"] = self.chain.position(joints[:, : self.robot.num_joints] if self.robot.num_fingers else joints)
         return scene
+
+    def success(self, scene: Scene) -> Tensor:
+        return scene["distance"] < self._threshold
+
+    def metrics(self, scene: Scene) -> dict[str, Tensor]:
+        return {"distance": scene["distance"]}
 
     def variable(self, name: str, env_ids: Tensor | None) -> Tensor:
         """Return a task variable of these envs (default: all)."""
@@ -61,11 +81,34 @@ class ArmTask(Task):
         return actions.encode(scene["qpos"], torch.cat((_GAIN * by, turn), dim=-1), grip)
 
 
-def place_cube(qpos: Tensor, pose: Tensor) -> None:
-    """Write the cube's pose (x, y, -, yaw) ``[n, 4]`` into start positions ``[n, nq]``, resting on the table."""
-    qpos[:, 0:2], qpos[:, 2] = pose[:, :2], HALF_CUBE
-    qpos[:, 3:7] = 0.0
-    qpos[:, 3], qpos[:, 6] = torch.cos(0.5 * pose[:, 3]), torch.sin(0.5 * pose[:, 3])
+class CubeTask(ArmTask):
+    """A task of an arm that has to bring a cube to a goal."""
+
+    object_body = "cube"
+
+    def draw_cube(
+        self, env_ids: Tensor, streams: RandomStreams, goals: PoseRangeCfg | None = None
+    ) -> tuple[ResetState, Tensor]:
+        """Draw the robot, a cube at rest on the table, and a pose ``[n, 4]`` from ``goals``, if that is given."""
+        start = self.start_robot(env_ids, streams)
+        area = self.cfg.env.events.randomize_object_pose or PoseRangeCfg(x=(0.46, 0.46))
+        cube, *goal = draw_poses((area,) if goals is None else (area, goals), env_ids, streams)
+        qpos = start.qpos
+        qpos[:, 0:2], qpos[:, 2], qpos[:, 3:7] = cube[:, :2], HALF_CUBE, 0.0
+        qpos[:, 3], qpos[:, 6] = torch.cos(0.5 * cube[:, 3]), torch.sin(0.5 * cube[:, 3])
+        return start, goal[0] if goal else cube
+
+    def observe(self, scene: Scene) -> dict[str, Any]:
+        return {
+            "robot": {"qpos": scene["qpos"], "qvel": scene["qvel"], "ee_pos": scene["ee_pos"]},
+            "object": {
+                "pos": scene["cube_pos"],
+                "quat": scene["cube_quat"],
+                "linvel": scene["cube_vel"],
+                "offset": scene["cube_pos"] - scene["ee_pos"],
+            },
+            "goal": {"pos": scene["goal"], "offset": scene["to_goal"]},
+        }
 
 
 def shorten(by: Tensor, limit: float) -> Tensor:

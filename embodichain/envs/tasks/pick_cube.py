@@ -8,22 +8,13 @@ import torch
 from torch import Tensor
 
 from embodichain.envs.actions import RobotActionManager
-from embodichain.envs.env_cfg import (
-    ActionsCfg,
-    EnvCfg,
-    EventsCfg,
-    GymCfg,
-    JointRangeCfg,
-    JointTermCfg,
-    PoseRangeCfg,
-    RobotCfg,
-)
+from embodichain.envs.env_cfg import EventsCfg, GymCfg, JointRangeCfg, PoseRangeCfg, RobotCfg
 from embodichain.envs.kinematics import length, mean_square
 from embodichain.envs.physics import Physics
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.robots import Robot
-from embodichain.envs.task import ResetState, Scene, draw_poses
-from embodichain.envs.tasks.arm import HALF_CUBE, ArmTask, place_cube, shorten
+from embodichain.envs.task import ResetState, Scene
+from embodichain.envs.tasks.arm import HALF_CUBE, CubeTask, arm_cfg, shorten
 from embodichain.errors import ConfigError
 
 _ABOVE = 0.1  # height over the cube from which the expert comes down
@@ -31,11 +22,10 @@ _MAX_STEP = 0.03  # metres the expert asks for in one step
 _STILL = 0.25  # speed in m/s below which the cube counts as held still at the goal
 
 
-class PickCube(ArmTask):
+class PickCube(CubeTask):
     """Grasp a cube with a two-finger gripper, lift it and place it at a random point above the table."""
 
     scene_file = "pick_scene.xml"
-    object_body = "cube"
     reward_weights = {"reach": -1.0, "grasp": -1.0, "place": -2.0, "effort": -0.01, "success": 20.0}
 
     def __init__(self, cfg: GymCfg, physics: Physics, robot: Robot) -> None:
@@ -47,29 +37,18 @@ class PickCube(ArmTask):
 
     @staticmethod
     def default_cfg() -> GymCfg:
-        return GymCfg(
-            id="PickCubeRL",
-            max_episode_steps=150,
-            env=EnvCfg(
-                substeps=5,  # of 4 ms: as good as ten of 2 ms for the contacts there are, see docs/environments.md
-                success_threshold=0.03,
-                events=EventsCfg(
-                    randomize_robot=JointRangeCfg(position=0.02),
-                    randomize_object_pose=PoseRangeCfg(x=(0.4, 0.55), y=(-0.15, 0.15), yaw=(-0.6, 0.6)),
-                    randomize_target=PoseRangeCfg(x=(0.4, 0.55), y=(-0.15, 0.15), z=(0.1, 0.25)),
-                ),
-                actions=ActionsCfg(delta_qpos=JointTermCfg(scale=0.08)),
-            ),
-            robot=RobotCfg(tool="gripper", init_qpos=[-0.2449, -0.0699, 1.9673, -0.3266, -1.5708, -0.2449, 0.04, 0.04]),
+        events = EventsCfg(
+            randomize_robot=JointRangeCfg(position=0.02),
+            randomize_object_pose=PoseRangeCfg(x=(0.4, 0.55), y=(-0.15, 0.15), yaw=(-0.6, 0.6)),
+            randomize_target=PoseRangeCfg(x=(0.4, 0.55), y=(-0.15, 0.15), z=(0.1, 0.25)),
         )
+        qpos = [-0.2449, -0.0699, 1.9673, -0.3266, -1.5708, -0.2449, 0.04, 0.04]
+        robot = RobotCfg(tool="gripper", init_qpos=qpos)
+        return arm_cfg("PickCubeRL", 150, threshold=0.03, events=events, scale=0.08, robot=robot)
 
     def sample_start(self, env_ids: Tensor, streams: RandomStreams) -> ResetState:
-        start = self.start_robot(env_ids, streams)
-        events = self.cfg.env.events
-        area = events.randomize_object_pose or PoseRangeCfg(x=(0.46, 0.46))
-        goals = events.randomize_target or PoseRangeCfg(x=(0.5, 0.5), z=(0.2, 0.2))
-        cube, goal = draw_poses((area, goals), env_ids, streams)
-        place_cube(start.qpos, cube)
+        goals = self.cfg.env.events.randomize_target or PoseRangeCfg(x=(0.5, 0.5), z=(0.2, 0.2))
+        start, goal = self.draw_cube(env_ids, streams, goals)
         start.variables["goal"] = goal[:, :3].to(torch.float32)
         return start
 
@@ -87,17 +66,9 @@ class PickCube(ArmTask):
         return scene
 
     def observe(self, scene: Scene) -> dict[str, Any]:
-        return {
-            "robot": {"qpos": scene["qpos"], "qvel": scene["qvel"], "ee_pos": scene["ee_pos"]},
-            "object": {
-                "pos": scene["cube_pos"],
-                "quat": scene["cube_quat"],
-                "linvel": scene["cube_vel"],
-                "offset": scene["to_cube"],
-                "held": scene["held"].unsqueeze(1),
-            },
-            "goal": {"pos": scene["goal"], "offset": scene["to_goal"]},
-        }
+        obs = super().observe(scene)
+        obs["object"]["held"] = scene["held"].unsqueeze(1)
+        return obs
 
     def reward_terms(self, scene: Scene, action: Tensor) -> dict[str, Tensor]:
         held = scene["held"]
@@ -113,7 +84,7 @@ class PickCube(ArmTask):
         return (scene["distance"] < self._threshold) & (length(scene["cube_vel"]) < _STILL)
 
     def metrics(self, scene: Scene) -> dict[str, Tensor]:
-        return {"distance": scene["distance"], "held": scene["held"], "height": scene["cube_pos"][:, 2]}
+        return {**super().metrics(scene), "held": scene["held"], "height": scene["cube_pos"][:, 2]}
 
     def expert_action(self, scene: Scene, actions: RobotActionManager) -> Tensor:
         """Come down on the cube with open fingers, close them, and carry what is held to the goal."""

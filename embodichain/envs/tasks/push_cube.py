@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from embodichain.envs.actions import RobotActionManager
-from embodichain.envs.env_cfg import (
-    ActionsCfg,
-    EnvCfg,
-    EventsCfg,
-    GymCfg,
-    JointRangeCfg,
-    JointTermCfg,
-    PoseRangeCfg,
-    RobotCfg,
-)
+from embodichain.envs.env_cfg import EventsCfg, GymCfg, JointRangeCfg, PoseRangeCfg, RobotCfg
 from embodichain.envs.kinematics import dot, length, mean_square
 from embodichain.envs.physics import Physics
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.robots import Robot
-from embodichain.envs.task import ResetState, Scene, draw_poses
-from embodichain.envs.tasks.arm import ArmTask, place_cube, shorten
+from embodichain.envs.task import ResetState, Scene
+from embodichain.envs.tasks.arm import CubeTask, arm_cfg, shorten
 
 _REACH = 0.05  # distance from the cube's centre at which the tool's centre touches or nearly touches it
 _LOW, _HIGH = 0.03, 0.1  # heights of the tool's tip for pushing and for passing over the cube
@@ -31,11 +20,10 @@ _MAX_STEP = 0.04  # metres the expert asks for in one step on its way
 _PUSH_STEP = 0.012  # and while it pushes, so that the cube slides along with the tool
 
 
-class PushCube(ArmTask):
+class PushCube(CubeTask):
     """Push a cube to a random goal with a 6-DoF arm."""
 
     scene_file = "push_scene.xml"
-    object_body = "cube"
     reward_weights = {"reach": -1.0, "place": -4.0, "effort": -0.01, "success": 10.0}
 
     def __init__(self, cfg: GymCfg, physics: Physics, robot: Robot) -> None:
@@ -44,29 +32,17 @@ class PushCube(ArmTask):
 
     @staticmethod
     def default_cfg() -> GymCfg:
-        return GymCfg(
-            id="PushCubeRL",
-            max_episode_steps=100,
-            env=EnvCfg(
-                substeps=5,  # of 4 ms: as good as ten of 2 ms for the contacts there are, see docs/environments.md
-                success_threshold=0.04,
-                events=EventsCfg(
-                    randomize_robot=JointRangeCfg(position=0.02),
-                    randomize_object_pose=PoseRangeCfg(x=(0.42, 0.5), y=(-0.12, 0.12), yaw=(-0.6, 0.6)),
-                    randomize_target=PoseRangeCfg(x=(0.6, 0.72), y=(-0.18, 0.18)),
-                ),
-                actions=ActionsCfg(delta_qpos=JointTermCfg(scale=0.08)),
-            ),
-            robot=RobotCfg(tool="pusher", init_qpos=[-0.3267, -0.21, 2.4154, -0.6345, -1.5708, -0.3267]),
+        events = EventsCfg(
+            randomize_robot=JointRangeCfg(position=0.02),
+            randomize_object_pose=PoseRangeCfg(x=(0.42, 0.5), y=(-0.12, 0.12), yaw=(-0.6, 0.6)),
+            randomize_target=PoseRangeCfg(x=(0.6, 0.72), y=(-0.18, 0.18)),
         )
+        robot = RobotCfg(tool="pusher", init_qpos=[-0.3267, -0.21, 2.4154, -0.6345, -1.5708, -0.3267])
+        return arm_cfg("PushCubeRL", 100, threshold=0.04, events=events, scale=0.08, robot=robot)
 
     def sample_start(self, env_ids: Tensor, streams: RandomStreams) -> ResetState:
-        start = self.start_robot(env_ids, streams)
-        events = self.cfg.env.events
-        area = events.randomize_object_pose or PoseRangeCfg(x=(0.46, 0.46))
-        goals = events.randomize_target or PoseRangeCfg(x=(0.66, 0.66))
-        cube, goal = draw_poses((area, goals), env_ids, streams)
-        place_cube(start.qpos, cube)
+        goals = self.cfg.env.events.randomize_target or PoseRangeCfg(x=(0.66, 0.66))
+        start, goal = self.draw_cube(env_ids, streams, goals)
         start.variables["goal"] = goal[:, :2].to(torch.float32)
         return start
 
@@ -85,18 +61,6 @@ class PushCube(ArmTask):
         """Return where the cube has to go in these envs (default: all), ``[n, 2]``."""
         return self.variable("goal", env_ids)
 
-    def observe(self, scene: Scene) -> dict[str, Any]:
-        return {
-            "robot": {"qpos": scene["qpos"], "qvel": scene["qvel"], "ee_pos": scene["ee_pos"]},
-            "object": {
-                "pos": scene["cube_pos"],
-                "quat": scene["cube_quat"],
-                "linvel": scene["cube_vel"],
-                "offset": scene["cube_pos"] - scene["ee_pos"],
-            },
-            "goal": {"pos": scene["goal"], "offset": scene["to_goal"]},
-        }
-
     def reward_terms(self, scene: Scene, action: Tensor) -> dict[str, Tensor]:
         return {
             "reach": length(scene["behind"] - scene["ee_pos"]),
@@ -104,12 +68,6 @@ class PushCube(ArmTask):
             "effort": mean_square(action),
             "success": scene["success"],
         }
-
-    def success(self, scene: Scene) -> Tensor:
-        return scene["distance"] < self._threshold
-
-    def metrics(self, scene: Scene) -> dict[str, Tensor]:
-        return {"distance": scene["distance"]}
 
     def expert_action(self, scene: Scene, actions: RobotActionManager) -> Tensor:
         """Pass over the cube to behind it, come down, and push towards the goal, steering as the cube drifts."""

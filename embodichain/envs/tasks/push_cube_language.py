@@ -14,8 +14,7 @@ from embodichain.envs.observations import encode_instructions
 from embodichain.envs.physics import Physics
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.robots import Robot
-from embodichain.envs.task import ResetState, Scene, draw_pose
-from embodichain.envs.tasks.arm import place_cube
+from embodichain.envs.task import ResetState, Scene
 from embodichain.envs.tasks.push_cube import PushCube
 from embodichain.errors import ConfigError
 
@@ -25,8 +24,8 @@ _APART = 2.5  # least distance of two goals, in success thresholds: no cube lies
 class PushCubeLanguage(PushCube):
     """Push a cube to the coloured goal that an instruction names.
 
-    The goals lie side by side in an order drawn anew for every episode; which one counts is told by the bytes of
-    ``instruction`` alone.
+    The goals lie side by side in an order drawn anew for every episode; only the bytes of ``instruction`` name the one
+    that counts.
     """
 
     scene_file = "push_language_scene.xml"
@@ -55,9 +54,7 @@ class PushCubeLanguage(PushCube):
         return cfg.replace(id="PushCubeLanguageRL", env=cfg.env.replace(events=events, language=LanguageCfg()))
 
     def sample_start(self, env_ids: Tensor, streams: RandomStreams) -> ResetState:
-        start, count = self.start_robot(env_ids, streams), len(self.colors)
-        cube = draw_pose(self.cfg.env.events.randomize_object_pose or PoseRangeCfg(x=(0.46, 0.46)), env_ids, streams)
-        place_cube(start.qpos, cube)
+        start, count = self.draw_cube(env_ids, streams)[0], len(self.colors)
         drawn = streams.uniform(env_ids, 3 * count + 2)
         # Each goal has a lane of its own; the order of one set of random numbers says which colour has which.
         lanes = drawn[:, :count].argsort(dim=1)
@@ -82,10 +79,10 @@ class PushCubeLanguage(PushCube):
         return scene
 
     def observe(self, scene: Scene) -> dict[str, Any]:
-        seen = super().observe(scene)
-        # The goals by colour, not by which one is meant: only the instruction tells that.
-        seen["goal"] = {color: scene["goals"][:, i] for i, color in enumerate(self.colors)}
-        return {**seen, "instruction": scene["instruction"]}
+        obs = super().observe(scene)
+        # The goals by colour, not by which one is meant: only the instruction names it.
+        obs["goal"] = {color: scene["goals"][:, i] for i, color in enumerate(self.colors)}
+        return {**obs, "instruction": scene["instruction"]}
 
     def metrics(self, scene: Scene) -> dict[str, Tensor]:
         """Return the distance to the goal that is meant, and whether the cube lies on another one."""

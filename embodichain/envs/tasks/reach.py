@@ -8,20 +8,11 @@ import torch
 from torch import Tensor
 
 from embodichain.envs.actions import RobotActionManager
-from embodichain.envs.env_cfg import (
-    ActionsCfg,
-    EnvCfg,
-    EventsCfg,
-    GymCfg,
-    JointRangeCfg,
-    JointTermCfg,
-    PoseRangeCfg,
-    RobotCfg,
-)
+from embodichain.envs.env_cfg import EventsCfg, GymCfg, JointRangeCfg, PoseRangeCfg, RobotCfg
 from embodichain.envs.kinematics import length, mean_square
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.task import ResetState, Scene, draw_pose
-from embodichain.envs.tasks.arm import ArmTask, shorten
+from embodichain.envs.tasks.arm import ArmTask, arm_cfg, shorten
 
 _MAX_STEP = 0.05  # metres the expert asks for in one step
 
@@ -34,20 +25,12 @@ class Reach(ArmTask):
 
     @staticmethod
     def default_cfg() -> GymCfg:
-        return GymCfg(
-            id="ReachRL",
-            max_episode_steps=100,
-            env=EnvCfg(
-                substeps=5,  # of 4 ms: as good as ten of 2 ms for the contacts there are, see docs/environments.md
-                success_threshold=0.02,
-                events=EventsCfg(
-                    randomize_robot=JointRangeCfg(position=0.1),
-                    randomize_target=PoseRangeCfg(x=(0.3, 0.65), y=(-0.35, 0.35), z=(0.08, 0.45)),
-                ),
-                actions=ActionsCfg(delta_qpos=JointTermCfg(scale=0.1)),
-            ),
-            robot=RobotCfg(tool="pusher", init_qpos=[-0.22, 0.0103, 1.6931, -0.1326, -1.5708, -0.22]),
+        events = EventsCfg(
+            randomize_robot=JointRangeCfg(position=0.1),
+            randomize_target=PoseRangeCfg(x=(0.3, 0.65), y=(-0.35, 0.35), z=(0.08, 0.45)),
         )
+        robot = RobotCfg(tool="pusher", init_qpos=[-0.22, 0.0103, 1.6931, -0.1326, -1.5708, -0.22])
+        return arm_cfg("ReachRL", 100, threshold=0.02, events=events, scale=0.1, robot=robot)
 
     def sample_start(self, env_ids: Tensor, streams: RandomStreams) -> ResetState:
         start = self.start_robot(env_ids, streams)
@@ -74,12 +57,6 @@ class Reach(ArmTask):
             "effort": mean_square(action),
             "success": scene["success"],
         }
-
-    def success(self, scene: Scene) -> Tensor:
-        return scene["distance"] < self._threshold
-
-    def metrics(self, scene: Scene) -> dict[str, Tensor]:
-        return {"distance": scene["distance"]}
 
     def expert_action(self, scene: Scene, actions: RobotActionManager) -> Tensor:
         return self.move_tool(scene, actions, shorten(scene["to_goal"], _MAX_STEP))
