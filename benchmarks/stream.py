@@ -16,7 +16,6 @@ import argparse
 import contextlib
 import json
 import multiprocessing as mp
-import os
 import statistics
 import sys
 import time
@@ -215,7 +214,7 @@ def bench_workers() -> None:
         env = make(cfg.gym_config, seed=0)
         source = open_source(cfg)
         buffer = SharedBuffer.create(source.layout, cfg.buffer_size, cfg.max_episode_steps, 1)
-        worker = Worker(cfg, 0, source, buffer, os.getppid())
+        worker = Worker(cfg, 0, source, buffer)
 
         def with_engine(source: EpisodeSource = source, worker: Worker = worker) -> None:
             for episode in source.advance():

@@ -6,12 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
 
 import pytest
 import torch
 
+from embodichain.agents.rl.collector.rollout_worker import Command
 from embodichain.errors import CollectorError, ConfigError, EnvironmentHungError
 from tests.agents.rl.async_cases import NUM_ENVS, NUM_STEPS, Env, make_collector, make_env, make_learner
 
@@ -19,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
 def child_of(collector) -> int:
-    return collector._desk.worker._process.pid
+    return collector._backend._process.pid
 
 
 def is_alive(pid: int) -> bool:
@@ -160,10 +162,23 @@ def test_pausing_and_saving_across_a_replacement(tmp_path):
         with collector.hold():
             saved, env = collector.state_dict(), collector.env_state()
         assert env.batch_size == (NUM_ENVS,)
-        assert len(saved["queue"]["entries"]) + len(saved["tickets"]) >= 1
+        assert len(saved["queue"]["entries"]) + len(saved["requests"]) >= 1
         collector.pause()
         collector.resume()
         collector.collect()
+
+
+def test_no_request_is_lost_in_a_full_queue():
+    """What finds no room in the socket, because the process does not read for a while, is sent later."""
+    with make_collector(make_learner(), worker="process", max_policy_lag=0) as collector:
+        collector.collect()
+        child = child_of(collector)
+        os.kill(child, signal.SIGSTOP)
+        for _ in range(2000):
+            collector._backend.send(Command("resume"))
+        threading.Timer(1.0, os.kill, (child, signal.SIGCONT)).start()
+        assert collector.collect().batch_size == (NUM_ENVS, NUM_STEPS)
+        assert collector.statistics()["async/restarts"] == 0.0
 
 
 @pytest.mark.parametrize("lag", [0, 2])
@@ -212,7 +227,7 @@ from tests.agents.rl.async_cases import make_collector, make_env, make_learner
 if __name__ == "__main__":
     collector = make_collector(make_learner(), make_env(pause=0.05), worker="process")
     collector.start()
-    print(collector._desk.worker._process.pid, flush=True)
+    print(collector._backend._process.pid, flush=True)
     if {waits}:
         time.sleep(1000.0)
 """

@@ -16,7 +16,7 @@ from stream_envs import stream_settings
 
 from embodichain.agents.engine import OnlineDataEngine, OnlineDataEngineCfg, ray_workers
 from embodichain.agents.engine.ray_workers import StreamWorker
-from embodichain.agents.processes.backoff import restart_delay
+from embodichain.agents.processes.pool import restart_delay
 from embodichain.agents.rl.collector.backends.ray import StoredWeights
 from embodichain.errors import CollectorError, WorkerError
 from tests.agents.rl.async_cases import NUM_STEPS, make_env, make_learner
@@ -69,11 +69,11 @@ def test_a_replacement_that_cannot_open_is_counted_and_told_while_others_work(
     env = functools.partial(make_in_some_processes, str(tmp_path), 2)
     collector = ray_collector(algorithm, cluster, env, num_workers=2, max_policy_lag=1, max_restarts=2)
     with collector:
-        pool = collector._desk.worker
+        pool = collector._backend
         learn_until(algorithm, collector, lambda: pool.num_workers == 2)
         os.kill(pool._workers[0].pid, signal.SIGKILL)
         learn_until(algorithm, collector, lambda: pool.restarts == 2)
-        words = r"(?s)worker 0 raised ValueError: process 4 has no simulator, after 2 rep.*In the process:.*Traceback"
+        words = r"(?s)worker 0 raised ValueError: process 4 has no simulator, after 2 rep.*In the worker:.*Traceback"
         with pytest.raises(CollectorError, match=words) as raised:
             learn(algorithm, collector, 1000)
         assert isinstance(raised.value.__cause__, ValueError)
@@ -125,7 +125,7 @@ def test_in_lockstep_a_replacement_gets_the_weights_of_its_request(
     collector = ray_collector(algorithm, cluster, killed, max_policy_lag=lag, adopt="lockstep")
     with collector:
         stamps = [int(rollout["policy_version"].unique()) for rollout in learn(algorithm, collector, rollouts)]
-        pool = collector._desk.worker
+        pool = collector._backend
         assert pool.restarts == 2
         assert len(pool._weights) <= lag + 2
     assert stamps == [max(0, number - lag) for number in range(rollouts)]

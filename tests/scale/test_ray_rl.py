@@ -129,7 +129,7 @@ def test_a_killed_node_costs_what_is_in_flight_and_is_taken_back(cluster: Any) -
     collector = ray_collector(algorithm, cluster, make_env(pause=0.02), **settings)
     collector.reset(seed=1)
     with collector:
-        pool = collector._desk.worker
+        pool = collector._backend
 
         def go_on(condition: Any, at_least: int = 4) -> None:
             deadline, done = time.monotonic() + 60, 0
@@ -160,7 +160,7 @@ def test_a_slow_worker_does_not_hold_up_the_other(cluster: Any, tmp_path: Any) -
     collector = ray_collector(algorithm, cluster, slow, num_workers=2, max_policy_lag=1)
     collector.reset(seed=1)
     with collector:
-        pool = collector._desk.worker
+        pool = collector._backend
         deadline = time.monotonic() + 60
         while not all(worker.ready for worker in list(pool._workers.values())) or len(pool._workers) < 2:
             learn(algorithm, collector, 1)

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from embodichain.agents.datasets.frames import Episode, EpisodeSource, FrameLayout, Key
 from embodichain.agents.engine.config import OnlineDataEngineCfg
-from embodichain.agents.engine.fleet import Message, WorkerHandle
 from embodichain.agents.engine.refill import RefillPolicy, make_refill
 from embodichain.agents.engine.shared_buffer import WORK_WORDS, Ints, SharedBuffer, Work
 from embodichain.agents.engine.sources import open_source
 from embodichain.agents.engine.worker import Selection
 from embodichain.agents.processes.failure import FailureReport
+from embodichain.agents.processes.pool import HangDetector, Heartbeat, WorkerHandle
 from embodichain.agents.processes.ray_backend import (
     ActorHandle,
     NodeNames,
@@ -110,23 +110,22 @@ class StreamWorker:
 class RayWorker(ActorHandle):
     """One worker in the cluster, seen from the engine."""
 
-    def __init__(self, fleet: RayFleet, index: int, incarnation: int, actor: Any) -> None:
+    def __init__(self, pool: RayPool, index: int, incarnation: int, actor: Any) -> None:
         super().__init__(index, actor)
         self.incarnation = incarnation
         self.started, self.joined = math.inf, 0.0
-        self.lost = False
+        self.heartbeat = Heartbeat()
         self.requests: collections.deque[tuple[Any, int]] = collections.deque()
         """Answers that are awaited, and the number of episodes that each was asked for."""
-        self._fleet = fleet
-        self._end = FailureReport(index, "ended")
+        self._pool = pool
 
     def ask(self, answer: Any, episodes: int = 0) -> None:
         """Await an answer."""
         self.requests.append((answer, episodes))
 
-    def located(self, message: Message) -> None:
+    def located(self, message: dict[str, Any]) -> None:
         """Note where the worker runs, and let it build its environment unless it has one."""
-        self.locate(message, self._fleet.nodes)
+        self.locate(message, self._pool.nodes)
         if not self.joined:
             self.started = time.monotonic()
             self.ask(self.actor.open.remote())
@@ -137,20 +136,6 @@ class RayWorker(ActorHandle):
         self.requests.clear()
         self.ask(self.actor.locate.remote())
 
-    def ended(self, error: Exception) -> None:
-        """Note how the worker ended."""
-        end = self.end_of(error)
-        self.lost, self._end = end.lost, FailureReport(self.index, end.what, traceback=end.text)
-
-    def share(self, buffer: SharedBuffer) -> None:
-        """Let it begin to fill the buffer."""
-        self.joined = time.monotonic()
-        self._fleet.fill(buffer)
-
-    def last_words(self) -> FailureReport:
-        """Return how the worker ended."""
-        return self._end
-
     def wait(self, seconds: float) -> bool:
         """Do nothing: a worker has nothing to finish."""
         return False
@@ -158,13 +143,15 @@ class RayWorker(ActorHandle):
     def kill(self) -> None:
         """End it, now."""
         self.requests.clear()
+        self._pool.forget(self)
         super().kill()
 
 
-class RayFleet:
+class RayPool:
     """Starts workers in a cluster, asks them for episodes as the refill policy wants, and writes these."""
 
     def __init__(self, cfg: OnlineDataEngineCfg) -> None:
+        self._hangs = HangDetector(cfg.start_timeout, cfg.worker_timeout)
         self._cluster = RayCluster(cfg.address, cfg.num_workers, cfg.placement)
         self._cfg = cfg
         self._job_cfg = _worker_cfg(cfg)
@@ -184,17 +171,23 @@ class RayFleet:
         self._workers.append(worker)
         return worker
 
-    def fill(self, buffer: SharedBuffer) -> None:
-        """Write into this buffer from now on."""
+    def share(self, worker: WorkerHandle, buffer: SharedBuffer) -> None:
+        """Write what the worker sends into this buffer from now on."""
+        worker.joined = time.monotonic()
+        worker.heartbeat.beat(busy=False)
         if self._buffer is None:
             self._buffer, self._refill = buffer, make_refill(self._cfg, buffer, None)
 
-    def hear(self, seconds: float) -> Iterator[tuple[WorkerHandle, Message | None]]:
+    def poll(self, seconds: float) -> Iterator[tuple[WorkerHandle, str, Any]]:
         """Ask for what is due, wait a moment, write what came, and return other messages of workers."""
         if not RayCluster.is_alive():
             raise EngineStateError("Ray was shut down while the engine was running")
         try:
             yield from self._poll(seconds)
+            self._hangs.look()
+            for worker in list(self._workers):
+                if report := self._hangs.check(worker):
+                    yield worker, "failed", report
         except (OSError, load_ray().exceptions.RayError) as error:  # those of single answers are dealt with there
             raise ClusterError(
                 f"the connection with the Ray cluster is lost ({error_text(error)}): the node of this machine or the "
@@ -205,15 +198,16 @@ class RayFleet:
         """Listen to a worker no more."""
         self._workers = collections.deque(other for other in self._workers if other is not worker)
 
-    def close(self) -> None:
-        """Leave the cluster; a Ray that was started here ends, and nothing of it is left in this process."""
-        self._workers.clear()
+    def stop(self, seconds: float) -> None:
+        """End the workers and leave the cluster; a Ray that was started here ends, and nothing of it is left here."""
+        for worker in list(self._workers):
+            worker.kill()
         del self._actor
         self._cluster.close()
 
     # --- requests -------------------------------------------------------------------------------------------------
 
-    def _poll(self, seconds: float) -> Iterator[tuple[WorkerHandle, Message | None]]:
+    def _poll(self, seconds: float) -> Iterator[tuple[WorkerHandle, str, Any]]:
         if not self._had_room and time.monotonic() - self._began > self._cfg.start_timeout:
             raise self._cfg.placement.no_room(self._cfg.start_timeout)
         self._ask_for_episodes()
@@ -228,7 +222,7 @@ class RayFleet:
             return
         for worker in self._workers:
             if worker.joined and (worker.unreachable or not worker.requests):
-                self._beat(worker)  # it is not asked for anything, so no heartbeat is due
+                worker.heartbeat.beat(busy=False)  # it is not asked for anything, so no heartbeat is due
         due = self._refill.episodes_due() - sum(count for worker in self._workers for _, count in worker.requests)
         reachable = [worker for worker in self._workers if worker.joined and not worker.unreachable]
         able = sorted((w for w in reachable if len(w.requests) < _DEPTH), key=lambda worker: len(worker.requests))
@@ -236,24 +230,20 @@ class RayFleet:
             share = math.ceil(due / (len(able) - position))
             if share > 0:
                 worker.ask(worker.actor.work.remote(share, _TURN_SECONDS), share)
+                worker.heartbeat.beat()
                 due -= share
         for worker in reachable:
             self._buffer.workers[worker.index, Work.IDLE] = not worker.requests
 
-    def _beat(self, worker: RayWorker) -> None:
-        if self._buffer is not None:
-            self._buffer.workers[worker.index, Work.HEARTBEAT] = time.monotonic_ns()
-
     # --- answers --------------------------------------------------------------------------------------------------
 
-    def _take(self, worker: RayWorker, answer: Any) -> Iterator[tuple[WorkerHandle, Message | None]]:
+    def _take(self, worker: RayWorker, answer: Any) -> Iterator[tuple[WorkerHandle, str, Any]]:
         """Deal with the next answer of a worker."""
         if is_unreachable(answer):
             worker.ask_again()  # Ray answers once it knows what has become of it
             return
         if isinstance(answer, Exception):
-            worker.ended(answer)
-            yield worker, None
+            yield worker, "failed", worker.end_of(answer)
             return
         worker.requests.popleft()
         if isinstance(answer, EpisodeBatch):
@@ -261,8 +251,10 @@ class RayFleet:
         elif answer["event"] == "located":
             self._had_room = True
             worker.located(answer)
+        elif answer["event"] == "failed":
+            yield worker, "failed", FailureReport.from_json(answer["report"])
         else:
-            yield worker, answer
+            yield worker, "layout", {"layout": answer["layout"], "max_steps": answer["max_steps"]}
 
     def _write(self, worker: RayWorker, batch: EpisodeBatch) -> None:
         """Write a batch into the next rows, and count what its worker did."""
@@ -271,7 +263,7 @@ class RayFleet:
             return
         record: Ints = buffer.workers[worker.index]
         record += batch.counts
-        self._beat(worker)
+        worker.heartbeat.beat()
         for episode in batch.episodes(buffer.layout):
             buffer.write(self._row, worker.index, episode)
             self._row = (self._row + 1) % buffer.num_rows

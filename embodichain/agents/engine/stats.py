@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from embodichain.agents.engine.fleet import WorkerHandle
 from embodichain.agents.engine.shared_buffer import Control, Read, SharedBuffer, Work
+from embodichain.agents.processes.pool import WorkerHandle
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class WorkersCounter:
                     episodes_written=int(records[index, Work.WRITTEN]),
                     episodes_per_second=float(rates[index, Work.WRITTEN]),
                     frames_per_second=float(rates[index, Work.FRAMES]),
-                    silent_seconds=max(now - int(records[index, Work.HEARTBEAT]) / 1e9, 0.0) if running else 0.0,
+                    silent_seconds=max(now - handle.heartbeat.last, 0.0) if handle is not None and running else 0.0,
                     mean_age_seconds=float(clock - times[own].mean()) if own.any() else 0.0,
                     restarts=count,
                     frames=int(records[index, Work.FRAMES]),

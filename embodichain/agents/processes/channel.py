@@ -87,6 +87,10 @@ class Channel:
         """Tell whether there is something to receive, be it the news that the other end is closed."""
         return bool(self._arrivals.poll(0))
 
+    def is_shut_down(self) -> bool:
+        """Tell whether the other end is closed, whatever there still is to receive."""
+        return any(event & select.POLLHUP for _, event in self._arrivals.poll(0))
+
     def receive(self, timeout: float | None = None) -> Message | None:
         """Return the next message, ``None`` if none came within so many seconds.
 

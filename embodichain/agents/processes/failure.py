@@ -1,4 +1,4 @@
-"""What went wrong in a worker, carried as text into every process that samples."""
+"""What went wrong in a worker, carried as text into every process that has to know."""
 
 from __future__ import annotations
 
@@ -27,15 +27,18 @@ class FailureReport:
     traceback: str = ""
     problems: list[str] | None = None
     """The single problems of a ConfigError."""
+    hung: bool = False
+    """Whether the worker is alive, but shows no sign of life."""
+    lost: bool = False
+    """Whether the worker ended with its machine, which is no fault of its own."""
 
     @classmethod
     def of_exception(cls, worker: int, error: Exception) -> FailureReport:
         """Describe an exception that is being handled."""
         text = "".join(traceback.format_exception(error))
         problems = [_cut(problem) for problem in error.problems[:20]] if isinstance(error, ConfigError) else None
-        return cls(
-            worker, f"raised {type(error).__name__}", type(error).__name__, _cut(str(error)), _cut(text), problems
-        )
+        name = type(error).__name__
+        return cls(worker, f"raised {name}", name, _cut(str(error)), _cut(text), problems)
 
     @classmethod
     def from_json(cls, text: str) -> FailureReport:
@@ -46,14 +49,20 @@ class FailureReport:
         """Return the report as one line of text."""
         return json.dumps(dataclasses.asdict(self))
 
-    def as_error(self) -> WorkerError:
-        """Return the error to raise in a process that samples: the worker's traceback, caused by its exception."""
-        text = f"simulation worker {self.worker} {self.what}"
-        if self.message and not self.traceback:
-            text += f": {self.message}"
+    def describe(self) -> str:
+        """Return in one line what happened."""
+        return f"{self.what}: {self.message}" if self.message else self.what
+
+    def as_error(
+        self, who: str = "", replacements: int = 0, kind: type[EmbodiChainError] = WorkerError
+    ) -> EmbodiChainError:
+        """Return the error to raise where the worker was needed: its traceback, caused by its exception."""
+        text = f"{who or f'simulation worker {self.worker}'} {self.describe()}"
+        if replacements:
+            text += f", after {replacements} replacements"
         if self.traceback:
             text += f"\n\nIn the worker:\n{self.traceback}"
-        error = WorkerError(text)
+        error = kind(text)
         error.__cause__ = self.original()
         return error
 
@@ -79,7 +88,7 @@ class FailureReport:
 
 
 def drop_locals(error: BaseException | None) -> None:
-    """Let go of the variables of all functions that an error went through, and those before it.
+    """Release the variables of all functions that an error went through, and those before it.
 
     An error that is kept would otherwise keep whatever they were using: memory, handles, connections.
     """

@@ -22,9 +22,9 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
+from embodichain.agents.processes.failure import FailureReport
 from embodichain.config import Config, Field, configclass
 from embodichain.errors import ClusterError
 from embodichain.extras import require
@@ -273,18 +273,6 @@ def cores_of_actor() -> int:
     return max(1, int(load_ray().get_runtime_context().get_assigned_resources().get("CPU", 1)))
 
 
-@dataclass(frozen=True)
-class ActorEnd:
-    """How an actor ended."""
-
-    what: str
-    """To be read after its name: ``ended: The worker process has died``."""
-    text: str = ""
-    """Everything that Ray says about it."""
-    lost: bool = False
-    """Whether it ended with its node, which is no fault of its own."""
-
-
 class ActorHandle:
     """One actor, seen from the process that owns it."""
 
@@ -305,13 +293,13 @@ class ActorHandle:
         self.node = names.name(location["node_id"], location["node"])
         self.unreachable = False
 
-    def end_of(self, error: Exception) -> ActorEnd:
+    def end_of(self, error: Exception) -> FailureReport:
         """Return how it ended, by the error of one of its answers."""
         if node_died(error, self.node_id):  # Ray tells no more than ids of it
-            return ActorEnd(f"is gone with its node {self.node}".rstrip(), lost=True)
+            return FailureReport(self.index, f"is gone with its node {self.node}".rstrip(), lost=True)
         text = error_text(error)
         last = textwrap.shorten(text.splitlines()[-1], _LINE_LENGTH, placeholder=" ...")
-        return ActorEnd(f"ended: {last}", text)
+        return FailureReport(self.index, f"ended: {last}", traceback=text)
 
     def kill(self) -> None:
         """End it, now."""

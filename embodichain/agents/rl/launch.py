@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from embodichain.agents.processes.boot import die_with_parent
+from embodichain.agents.processes.fork_server import die_with_parent
 from embodichain.agents.rl.checkpoint import CHECKPOINTS, checkpoint_step, list_checkpoints
 from embodichain.agents.rl.config import TrainCfg, TrainerCfg
 from embodichain.agents.rl.runs import RunFolder

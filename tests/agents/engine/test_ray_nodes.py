@@ -39,8 +39,8 @@ def test_a_lost_node_is_one_line_and_a_dead_process_is_told_once(lost: bool, mon
     worker = ray_workers.RayWorker(cast(Any, None), 3, 0, None)
     worker.node = "box#2"
     text = "class_name: StreamWorker\nThe worker process has died. Exit detail: End of file. " + "Perhaps this. " * 90
-    worker.ended(RuntimeError(text))
-    report = worker.last_words()
+    report = worker.end_of(RuntimeError(text))
+    assert report.lost == lost
     if lost:
         assert (report.what, report.traceback) == ("is gone with its node box#2", "")
     else:
@@ -52,25 +52,25 @@ def test_a_lost_node_is_one_line_and_a_dead_process_is_told_once(lost: bool, mon
 def test_who_only_waited_for_a_node_that_died_is_not_counted_as_replaced(caplog: pytest.LogCaptureFixture) -> None:
     supervisor = Supervisor(OnlineDataEngineCfg(buffer_size=2, max_episode_steps=5, gym_config={"id": "ReachRL"}))
     for started, replaced in ((math.inf, 0), (1.0, 1)):
-        worker: Any = SimpleNamespace(index=0, incarnation=4, lost=True, started=started, kill=lambda: None)
+        worker: Any = SimpleNamespace(index=0, incarnation=4, started=started, kill=lambda: None)
         supervisor._workers[0] = worker
-        supervisor._replace(worker, FailureReport(0, "is gone with its node"))
+        supervisor._replace(worker, FailureReport(0, "is gone with its node", lost=True))
         assert supervisor.replaced == [replaced]
-        assert supervisor._vacancies[0][1] == 4 + replaced
+        assert supervisor._restarts.planned[0][1] == 4 + replaced
         warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
         assert len(warnings) == replaced
 
 
 def test_a_lost_connection_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray", reason="needs the extra 'ray'")
-    from embodichain.agents.engine.ray_workers import RayCluster, RayFleet
+    from embodichain.agents.engine.ray_workers import RayCluster, RayPool
 
     def broken(*_: object) -> Iterator[Any]:
         raise OSError("Broken pipe")
         yield
 
     monkeypatch.setattr(RayCluster, "is_alive", lambda: True)
-    monkeypatch.setattr(RayFleet, "_poll", broken)
-    fleet = object.__new__(RayFleet)
+    monkeypatch.setattr(RayPool, "_poll", broken)
+    pool = object.__new__(RayPool)
     with pytest.raises(ClusterError, match=r"lost \(Broken pipe\): the node of this machine or the head is gone"):
-        list(fleet.hear(0.1))
+        list(pool.poll(0.1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -150,7 +149,7 @@ def test_only_success_needs_an_environment_that_tells() -> None:
     )
     source = open_source(cfg)
     buffer = SharedBuffer.create(source.layout, cfg.buffer_size, source.max_steps, 1)
-    worker = Worker(cfg, 0, source, buffer, os.getppid())
+    worker = Worker(cfg, 0, source, buffer)
     while not (ended := source.advance()):
         pass
     assert ended[0].frames[("action",)][0].dtype == torch.int64

@@ -12,7 +12,7 @@ import torch
 from embodichain.agents.rl.algo import PPO, PPOCfg
 from embodichain.agents.rl.buffer import VLABuffer
 from embodichain.agents.rl.collector import AsyncCfg, AsyncCollector, SyncCollector
-from embodichain.agents.rl.collector.background.pacing import Pacing
+from embodichain.agents.rl.collector.async_collector import Pacing
 from embodichain.agents.rl.evaluation import evaluate
 from embodichain.envs.wrappers import GroupedEnv
 from embodichain.errors import CollectorError, ConfigError, EnvironmentHungError, RolloutError, WeightsError
@@ -181,13 +181,13 @@ def test_more_updates_per_rollout_than_the_bound_are_an_error():
 
 def test_pacing_never_issues_more_than_the_bound_and_the_room():
     pacing = Pacing(max_policy_lag=2, capacity=2)
-    assert [ticket.number for ticket in pacing.issue(0)] == [0, 1]
+    assert [request.number for request in pacing.issue(0)] == [0, 1]
     pacing.taken = 1
-    assert [ticket.number for ticket in pacing.issue(0)] == [2]
+    assert [request.number for request in pacing.issue(0)] == [2]
     pacing.taken = 2
     assert pacing.issue(0) == []  # room, but nothing was learned yet
     pacing.settled = 1
-    assert [(ticket.number, ticket.version) for ticket in pacing.issue(5)] == [(3, 5)]
+    assert [(request.number, request.version) for request in pacing.issue(5)] == [(3, 5)]
 
 
 # --- what arrives ---------------------------------------------------------------------------------------------------
@@ -226,8 +226,8 @@ def test_no_step_is_taken_with_torn_weights():
     def check(*_) -> None:
         nonlocal steps
         steps += 1
-        copy = collector._place._station.copy
-        if copy.digest() != collector._desk.store.digest_of(copy.version):
+        copy = collector._backend._worker.copy
+        if copy.digest() != collector._store.digest_of(copy.version):
             problems.append(copy.version)
 
     env, buffer = Env(pause=0.0005), VLABuffer(4 * NUM_ENVS * NUM_STEPS)
@@ -245,7 +245,7 @@ def test_no_step_is_taken_with_torn_weights():
     assert not problems
 
 
-def test_notes_about_rollouts_that_nobody_takes_are_not_kept():
+def test_results_of_rollouts_that_nobody_takes_are_not_kept():
     algorithm = make_learner()
     collector = AsyncCollector(Env(), algorithm.policy, VLABuffer(NUM_ENVS * NUM_STEPS, overwrite=True))
     with collector:
@@ -254,7 +254,7 @@ def test_notes_about_rollouts_that_nobody_takes_are_not_kept():
             time.sleep(0.01)  # meanwhile rollouts push each other out
             collector.buffer.clear()
         collector.collect()
-        assert len(collector._desk._notes) <= 2
+        assert len(collector._results) <= 2
 
 
 def test_rollouts_belong_to_the_learner():
@@ -498,7 +498,7 @@ def test_saving_needs_a_stand():
             collector.reset()
         with collector.hold():
             saved = collector.state_dict()
-            assert len(saved["queue"]["entries"]) + len(saved["tickets"]) == 2
+            assert len(saved["queue"]["entries"]) + len(saved["requests"]) == 2
         collector.collect()
 
 

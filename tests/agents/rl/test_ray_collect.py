@@ -13,8 +13,7 @@ from embodichain.agents.processes.shared_memory import tensor_of
 from embodichain.agents.rl.collector import AsyncCfg
 from embodichain.agents.rl.collector.backends import ray_actor
 from embodichain.agents.rl.collector.backends.ray_actor import RolloutActor
-from embodichain.agents.rl.collector.background.child import Job
-from embodichain.agents.rl.collector.background.station import Setup
+from embodichain.agents.rl.collector.rollout_worker import WorkerSpec
 from embodichain.agents.rl.collector.weights import WeightSnapshot, WeightStore
 from embodichain.utils.tensor_tree import decode
 from tests.agents.rl.async_cases import NUM_ENVS, NUM_STEPS, make_env, make_learner
@@ -27,9 +26,10 @@ class Learner:
 
     def __init__(self, **env: Any) -> None:
         self.policy = make_learner().policy
-        self.store = WeightStore(self.policy, AsyncCfg(worker="ray"))
-        setup = Setup(self.policy, torch.device("cpu"), None, None, AsyncCfg(worker="ray"))
-        self.job = Job(make_env(**env), setup, NUM_STEPS).for_another_process()
+        cfg = AsyncCfg(worker="ray")
+        self.store = WeightStore(self.policy, cfg)
+        spec = WorkerSpec(make_env(**env), self.policy, torch.device("cpu"), None, None, cfg, NUM_STEPS)
+        self.spec = spec.for_another_process()
         self.actor = RolloutActor([])
         self.sequence = 0
 
@@ -38,7 +38,7 @@ class Learner:
         return self.store.publish()
 
     def build(self) -> dict[str, Any]:
-        return self.actor.build(self.job, "cpu", 1, 1)
+        return self.actor.build(self.spec, "cpu", 1, 1)
 
     def collect(self, snapshot: WeightSnapshot) -> dict[str, Any]:
         self.sequence += 1
@@ -62,16 +62,16 @@ def versions(event: dict[str, Any]) -> list[int]:
 def test_an_environment_is_built_once_and_goes_on_from_rollout_to_rollout() -> None:
     learner = Learner()
     assert learner.build() == {"event": "built", "num_envs": NUM_ENVS}
-    station = learner.actor._station
+    worker = learner.actor._worker
     assert learner.build() == {"event": "built", "num_envs": NUM_ENVS}  # its first answer was lost
-    assert learner.actor._station is station
+    assert learner.actor._worker is worker
     first = learner.snapshot()
     event = learner.collect(first)
     assert event["event"] == "rollout"
     assert versions(event) == [first.version]
     again = learner.collect(first)  # nothing is adopted anew, but the learner may have missed the answer before
     assert again["adopted"] == event["adopted"] == {first.version: first.digest}
-    assert learner.actor._station.collector.env.steps == 2 * NUM_STEPS
+    assert learner.actor._worker.env.steps == 2 * NUM_STEPS
 
 
 def test_newer_weights_are_used_from_the_next_step_on_and_older_ones_never() -> None:
@@ -107,10 +107,10 @@ def test_a_rollout_is_interrupted_between_two_steps_and_the_next_one_is_not() ->
     thread.start()
     assert learner.collect(snapshot) == {"event": "interrupted"}
     thread.join()
-    taken = learner.actor._station.collector.env.steps
+    taken = learner.actor._worker.env.steps
     assert 0 < taken < NUM_STEPS
     assert versions(learner.collect(snapshot)) == [snapshot.version]
-    assert learner.actor._station.collector.env.steps == taken + NUM_STEPS
+    assert learner.actor._worker.env.steps == taken + NUM_STEPS
 
 
 def test_failures_are_reports_and_a_long_step_can_be_seen() -> None:

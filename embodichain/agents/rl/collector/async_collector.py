@@ -1,7 +1,8 @@
 """Collects rollouts in the background while a learner updates its policy.
 
-The way of a rollout: the ``desk`` issues a ticket -> the ``loop``, in a thread or in a process, adopts ``weights`` and
-collects -> ``VLABuffer`` -> ``collect`` hands it to the learner.
+The way of a rollout: ``AsyncCollector`` sends a request -> a ``RolloutWorker`` in a thread, a process or a Ray actor
+(``backends/``) adopts weights and collects -> the result goes into a ``VLABuffer`` -> ``collect`` hands it to the
+learner.
 """
 
 from __future__ import annotations
@@ -9,37 +10,75 @@ from __future__ import annotations
 import atexit
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 
 from embodichain.agents.rl.buffer.vla_buffer import VLABuffer
-from embodichain.agents.rl.collector.background.desk import Desk
-from embodichain.agents.rl.collector.background.loop import Command
-from embodichain.agents.rl.collector.background.places import EnvSource, make_place
-from embodichain.agents.rl.collector.background.station import Setup
-from embodichain.agents.rl.collector.background.worker import Worker
+from embodichain.agents.rl.collector.backends.base import Backend
+from embodichain.agents.rl.collector.backends.process import ProcessBackend
+from embodichain.agents.rl.collector.backends.thread import ThreadBackend
 from embodichain.agents.rl.collector.base import BaseCollector, StepCallback
 from embodichain.agents.rl.collector.config import AsyncCfg
+from embodichain.agents.rl.collector.rollout_worker import (
+    Command,
+    NewWeights,
+    RolloutRequest,
+    RolloutResult,
+    WorkerSpec,
+)
+from embodichain.agents.rl.collector.staleness import Staleness
 from embodichain.agents.rl.collector.sync_collector import RolloutStart
+from embodichain.agents.rl.collector.weights import WeightStore
 from embodichain.agents.rl.models.policy import Policy
+from embodichain.agents.rl.utils.random_state import get_random_state, set_random_state
+from embodichain.envs.vec_env import StepsInHalves, VecEnv
 from embodichain.errors import BufferWaitError, CollectorError, ConfigError, RolloutError
 
-_LOOK_SECONDS = 0.1
+EnvSource = VecEnv | Callable[[], VecEnv]
+"""An environment, or a function that makes one."""
+
+_POLL_SECONDS = 0.1
 """How often a waiting learner looks whether the collector is still alive."""
 _UNBOUNDED = 1 << 62
-_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
-"""All that were started; the thread of a worker keeps it alive."""
+_NOTHING = TensorDict({"return": torch.zeros(0), "length": torch.zeros(0)}, batch_size=[0])
+_SAVED = ("number", "statistics", "episodes", "seconds", "waited")
+_backends: weakref.WeakSet[Backend] = weakref.WeakSet()
+"""All that were started; the thread of a backend keeps it alive."""
 
 
 @atexit.register
 def _stop_all() -> None:
     """End the threads of collectors that nobody stopped: Python's end would tear them out of C++ code, and abort."""
-    for worker in list(_workers):
-        worker.stop()
+    for backend in list(_backends):
+        backend.stop()
+
+
+class Pacing:
+    """Decides how far a collector may run ahead of its learner.
+
+    A rollout is collected when it was requested. Request ``k`` is issued once ``k - settled <= max_policy_lag``, where
+    ``settled`` counts the rollouts that the learner has finished learning from. Learning from one rollout makes one new
+    version of the policy, so rollout ``k`` is consumed at most ``max_policy_lag`` versions after its request was
+    issued, and the collector uses weights of that time or newer ones: no transition is older than the bound, and none
+    is thrown away for being so.
+    """
+
+    def __init__(self, max_policy_lag: int, capacity: int, first: int = 0) -> None:
+        """Begin with rollout ``first``; at most ``capacity`` rollouts are waiting or under way at any time."""
+        self.max_policy_lag, self.capacity = max_policy_lag, capacity
+        self.settled = self.taken = self.next = first
+
+    def issue(self, version: int) -> list[RolloutRequest]:
+        """Return the requests that have become possible, stamped with the latest version of the weights."""
+        last = min(self.settled + self.max_policy_lag, self.taken + self.capacity - 1)
+        requests = [RolloutRequest(number, version) for number in range(self.next, last + 1)]
+        self.next = max(self.next, last + 1)
+        return requests
 
 
 class AsyncCollector(BaseCollector):
@@ -68,60 +107,85 @@ class AsyncCollector(BaseCollector):
         replace a simulator that died; it, ``callback`` and ``start_rollout`` must be picklable then.
         """
         self.policy, self.buffer = policy, buffer
-        self.cfg = AsyncCfg.from_dict(cfg, source="cfg") if isinstance(cfg, Mapping) else cfg or AsyncCfg()
+        self.cfg = cfg = AsyncCfg.from_dict(cfg, source="cfg") if isinstance(cfg, Mapping) else cfg or AsyncCfg()
         self.device = torch.device(device) if device is not None else buffer.device
-        self.num_steps = self.cfg.num_steps
+        self.num_steps = cfg.num_steps
         """Steps per environment and rollout; ``None`` as long as nobody said."""
-        self._place = make_place(env, Setup(policy, self.device, callback, start_rollout, self.cfg))
-        self._desk = Desk(policy, buffer, self.device, self.cfg)
-        self._paused = False
+        make_env = (lambda: env) if isinstance(env, VecEnv) else env
+        spec = WorkerSpec(make_env, policy, self.device, callback, start_rollout, cfg)
+        self._backend = _make_backend(spec, isinstance(env, VecEnv))
+        self._running = self._paused = False
         self._held: dict[str, Any] | None = None
+        self._store = WeightStore(self.policy, self.cfg)
+        self._staleness = Staleness(policy, cfg.max_policy_lag, cfg.kl_rows)
+        self._pacing = Pacing(cfg.max_policy_lag, 0)
+        self._results: dict[int, RolloutResult] = {}
+        """What is known about the rollouts in the buffer, by number."""
+        self._repeated: Sequence[Sequence[int]] = ()
+        """Number and version of the requests that waited when a run that is resumed was saved."""
+        self._episodes = _NOTHING
+        self._statistics: dict[str, float] = {}
 
     # --- life -----------------------------------------------------------------------------------------------------
 
     @property
     def is_running(self) -> bool:
         """Whether it was started, and not stopped since."""
-        return self._desk.worker is not None
+        return self._running
 
     def start(self) -> None:
         """Begin to collect; calling it again does nothing."""
         if self.is_running:
             return
         num_steps = self._settle_num_steps()
-        worker = self._place.start(num_steps, self._desk)
-        _workers.add(worker)
+        _backends.add(self._backend)
+        self._backend.start(num_steps, self)
         try:
-            self._desk.open(worker, self._capacity(num_steps))
+            self._begin(self._capacity(num_steps))
         except BaseException:
+            self._running = True
             self.stop()
-            worker.stop()
             raise
+
+    def _begin(self, capacity: int) -> None:
+        """Send weights and the first requests; at most ``capacity`` rollouts are waiting or under way."""
+        self._store.publish()
+        self._running, self.buffer.producer = True, self
+        self._pacing = Pacing(self.cfg.max_policy_lag, capacity, self.buffer.first)
+        self._pacing.next = self.buffer.next
+        for snapshot in self._store.kept():
+            self._backend.send(NewWeights(snapshot))
+        for number, version in self._repeated:
+            self._backend.send(RolloutRequest(number, version))
+            self._pacing.next = number + 1
+        self._repeated = ()
+        if self.cfg.max_policy_lag > 0:  # without any lag nothing happens before the learner asks for a rollout
+            self._issue()
 
     def stop(self) -> None:
         """Stop collecting; it always returns, within 5 seconds. Complete rollouts stay in the buffer."""
-        self._paused = False
-        worker = self._desk.close()
-        if worker is not None:
-            worker.stop()
+        running, self._running, self._paused = self._running, False, False
+        if self.buffer.producer is self:
+            self.buffer.producer = None
+        if running:
+            self._backend.stop()
 
     def pause(self) -> None:
-        """Let the collector stand still after its present step; return when it does."""
+        """Let the collector wait after its present step; return when it does."""
         if not self._paused:
-            self._worker().send(Command("pause"))
-            self._worker().wait_until_standing(self.cfg.start_timeout)
+            self._command("pause", self.cfg.start_timeout)
             self._paused = True
 
     def resume(self) -> None:
-        """Go on after ``pause``."""
+        """Continue after ``pause``."""
         if self._paused:
-            self._worker().send(Command("resume"))
+            self._backend.send(Command("resume"))
             self._paused = False
 
     def reset(self, seed: int | None = None) -> None:
         """Begin with new episodes, before it is started."""
         self._need_rest("reset()")
-        self._place.reset(seed)
+        self._backend.reset(seed)
 
     def __enter__(self) -> Self:
         self.start()
@@ -143,14 +207,14 @@ class AsyncCollector(BaseCollector):
             raise CollectorError("the collector is paused: call resume() first")
         began = time.monotonic()
         while True:
-            self._desk.raise_failure()
+            self.raise_failure()
             if not self.is_running:
                 raise CollectorError("the collector was stopped while a rollout was waited for")
             try:
-                rollout = self.buffer.take(timeout=_LOOK_SECONDS)[0][1]
+                rollout = self.buffer.take(timeout=_POLL_SECONDS)[0][1]
             except BufferWaitError:
                 continue
-            self._desk.statistics["time/learner_wait_seconds"] = time.monotonic() - began
+            self._statistics["time/learner_wait_seconds"] = time.monotonic() - began
             return rollout
 
     def publish(self) -> None:
@@ -159,7 +223,10 @@ class AsyncCollector(BaseCollector):
         ``collect`` and ``buffer.get`` do so as well, but whatever the learner does in between, such as an evaluation,
         need not keep the collector waiting.
         """
-        self._desk.publish()
+        if self.is_running:
+            self._publish()
+            if self.cfg.max_policy_lag > 0:
+                self._settle()
 
     def statistics(self) -> dict[str, float]:
         """Return averages of the rollout that was taken last, and how it came about.
@@ -168,12 +235,93 @@ class AsyncCollector(BaseCollector):
         ``async/behaviour_kl`` between the policy that collected and the present one, ``async/restarts`` of simulators,
         and ``time/learner_wait_seconds`` and ``time/collector_wait_seconds``, which each side waited for the other.
         """
-        return dict(self._desk.statistics)
+        return dict(self._statistics)
 
     @property
     def episodes(self) -> TensorDict:
         """``return`` and ``length`` of the episodes that ended in the rollout that was taken last."""
-        return self._desk.episodes
+        return self._episodes
+
+    # --- requests and weights go out ------------------------------------------------------------------------------
+
+    def _publish(self) -> None:
+        before = self._store.latest
+        snapshot = self._store.publish()
+        if snapshot is not before and self.is_running:
+            self._backend.send(NewWeights(snapshot))
+
+    def _settle(self) -> None:
+        """Take note that the learner is done with all it has taken, and request what has become possible."""
+        self._pacing.settled = self._pacing.taken = self.buffer.first
+        self._issue()
+
+    def _issue(self) -> None:
+        if not self.is_running or self._store.latest is None:
+            return
+        shares_random = self.cfg.max_policy_lag == 0 and self.cfg.worker != "thread"
+        for request in self._pacing.issue(self._store.latest.version):
+            self._backend.send(replace(request, random=get_random_state() if shares_random else None))
+
+    # --- called by the buffer, in the learner's thread ------------------------------------------------------------
+
+    def before_get(self) -> None:
+        """The learner is between two updates: publish what it has learned, and let the collector continue."""
+        self.raise_failure()
+        if self._store.is_new():
+            self._publish()
+        self._settle()
+
+    def after_get(self, taken: Sequence[tuple[int, TensorDictBase]]) -> None:
+        """Look at what was taken, and let the collector use the room."""
+        for number, rollout in taken:
+            result = self._results.pop(number, None)
+            if result is not None:
+                self._examine(result, rollout)
+        first = self._pacing.taken = self.buffer.first
+        for number in tuple(self._results):  # the backend's thread may add to them meanwhile
+            if number < first:  # it was cleared, or overwritten
+                self._results.pop(number)
+        if self.cfg.max_policy_lag > 0:
+            self._issue()
+
+    def raise_failure(self) -> None:
+        """Raise what keeps the collector from continuing."""
+        if self.is_running:
+            self._backend.check()
+
+    def _examine(self, result: RolloutResult, rollout: TensorDictBase) -> None:
+        """Check a rollout that was taken, and take its statistics."""
+        if result.ready is not None:
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_event(result.ready)
+            for leaf in rollout.values(include_nested=True, leaves_only=True):
+                leaf.record_stream(stream)
+        if result.random is not None:
+            set_random_state(result.random)
+        age = self._staleness.measure(rollout)
+        self._store.check_stamps(age.versions)
+        self._store.forget_before(min(age.versions))
+        self._episodes = result.episodes
+        self._statistics = result.statistics | age.scalars()
+        self._statistics |= {
+            "time/rollout_seconds": result.seconds,
+            "time/collector_wait_seconds": result.waited,
+            "async/restarts": float(self._backend.restarts) if self.is_running else 0.0,
+            "async/workers": float(self._backend.num_workers) if self.is_running else 0.0,
+        }
+
+    # --- called by the backend, in its thread ---------------------------------------------------------------------
+
+    def on_adopted(self, version: int, digest: int | None) -> None:
+        """Check which weights are in use."""
+        self._store.acknowledge(version, digest)
+
+    def on_result(self, result: RolloutResult, timeout: float) -> None:
+        """Put a rollout into the buffer."""
+        self._results[result.number] = replace(result, rollout=_NOTHING)
+        number = self.buffer.add_rollout(result.rollout, timeout, copy=False)
+        if number != result.number:
+            raise CollectorError(f"rollout {result.number} became entry {number}: somebody else fills the buffer, too")
 
     # --- saving ---------------------------------------------------------------------------------------------------
 
@@ -183,16 +331,13 @@ class AsyncCollector(BaseCollector):
         if not self.is_running:
             yield
             return
-        worker = self._worker()
-        worker.send(Command("save"))
-        patience = self.cfg.start_timeout + (self.num_steps or 1) * self.cfg.step_timeout
-        self._held = worker.wait_until_standing(patience)
+        self._held = self._command("save", self.cfg.start_timeout + (self.num_steps or 1) * self.cfg.step_timeout)
         try:
             yield
         finally:
             self._held = None
-            if not self._paused:
-                worker.send(Command("resume"))
+            if self.is_running and not self._paused:
+                self._backend.send(Command("resume"))
 
     def env_state(self) -> TensorDict | None:
         """Return the environment's state, ``None`` where it cannot be saved; inside ``hold``."""
@@ -200,29 +345,46 @@ class AsyncCollector(BaseCollector):
         return state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything else that the next rollouts depend on, the queue included; inside ``hold``."""
+        """Return everything else that the next rollouts depend on; inside ``hold``.
+
+        That includes the queue, what is known about its rollouts, and the weights that waiting requests ask for.
+        """
         state = self._quiet_state()
-        own = {name: value for name, value in state.items() if name not in ("env", "tickets")}
-        return own | self._desk.state(state["tickets"])
+        needed = {version for _, version in state["requests"]}
+        older = [s for s in self._store.kept() if s.version in needed and s is not self._store.latest]
+        results = [self._results[number] for number in sorted(self._results)]
+        return {name: value for name, value in state.items() if name != "env"} | {
+            "queue": self.buffer.state_dict(),
+            "results": [{name: getattr(result, name) for name in _SAVED} for result in results],
+            "weights": [[snapshot.version, snapshot.data] for snapshot in older],
+        }
 
     def load_state_dict(self, state: Mapping[str, Any], env_state: TensorDictBase | None = None) -> None:
-        """Go on from what ``state_dict`` and ``env_state`` returned; the policy has been restored before."""
+        """Continue from what ``state_dict`` and ``env_state`` returned; the policy has been restored before."""
         self._need_rest("load_state_dict()")
-        self._place.load({**state, "env": env_state})
-        self._desk.load(state)
+        self._backend.load_state({**state, "env": env_state})
+        self.buffer.load_state_dict(state["queue"])
+        self._results = {result["number"]: RolloutResult(rollout=_NOTHING, **result) for result in state["results"]}
+        self._repeated = state["requests"]
+        self._store = WeightStore(self.policy, self.cfg)
+        for version, data in state["weights"]:
+            self._store.keep(version, data.to(self.policy.device))
+        self._store.trust({int(v) for entry in state["queue"]["entries"] for v in entry["policy_version"].unique()})
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
+    def _command(self, name: Any, timeout: float) -> dict[str, Any] | None:
+        """Send a command and wait until nothing moves."""
+        if not self.is_running:
+            raise CollectorError("the collector is not running: call start() first")
+        self._backend.send(Command(name))
+        return self._backend.wait_until_paused(timeout)
+
     def _quiet_state(self) -> dict[str, Any]:
-        state = self._held if self.is_running else self._place.state()
+        state = self._held if self.is_running else self._backend.state()
         if state is None:
             raise CollectorError("saving a running collector needs hold() around it")
         return state
-
-    def _worker(self) -> Worker:
-        if self._desk.worker is None:
-            raise CollectorError("the collector is not running: call start() first")
-        return self._desk.worker
 
     def _need_rest(self, what: str) -> None:
         if self.is_running:
@@ -230,7 +392,7 @@ class AsyncCollector(BaseCollector):
 
     def _capacity(self, num_steps: int) -> int:
         """Return how many rollouts may be waiting or under way."""
-        size = (self._place.num_envs or 1) * num_steps
+        size = (self._backend.num_envs or 1) * num_steps
         if size > self.buffer.buffer_size:
             raise RolloutError(
                 f"a rollout of {num_steps} steps has {size} transitions, the buffer holds {self.buffer.buffer_size}: "
@@ -243,8 +405,33 @@ class AsyncCollector(BaseCollector):
         if asked is not None and (asked < 1 or asked != (self.num_steps or asked)):
             raise RolloutError(f"expected num_steps to be {self.num_steps or 'at least 1'}, got {asked}")
         if self.num_steps is None and asked is None:
-            if self._place.num_envs is None:
+            if self._backend.num_envs is None:
                 raise ConfigError("worker 'process' needs num_steps, the length of rollouts", "collector")
-            asked = max(1, self.buffer.buffer_size // self._place.num_envs)
+            asked = max(1, self.buffer.buffer_size // self._backend.num_envs)
         self.num_steps = self.num_steps or asked or 1
         return self.num_steps
+
+
+def _make_backend(spec: WorkerSpec, is_made: bool) -> Backend:
+    """Return the backend that the settings ask for; ``is_made`` tells whether the environment is there already."""
+    cfg = spec.cfg
+    cfg.check()
+    if cfg.worker != "thread" and is_made:
+        raise ConfigError(
+            f"worker {cfg.worker!r} needs a function that makes the environment, to be called there; got an "
+            "environment",
+            "collector",
+        )
+    if cfg.worker == "process":
+        return ProcessBackend(spec)
+    if cfg.worker == "ray":
+        from embodichain.agents.rl.collector.backends.ray import RayBackend  # it needs an extra
+
+        return RayBackend(spec)
+    backend = ThreadBackend(spec)
+    if cfg.env_processes and not isinstance(backend.env, StepsInHalves):
+        raise ConfigError(
+            "env_processes is for a trainer, which makes environments; here, give RemoteGroups of RemoteEnvs",
+            "collector",
+        )
+    return backend

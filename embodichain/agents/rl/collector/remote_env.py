@@ -1,11 +1,10 @@
 """An environment in a process of its own: whoever steps it here only waits, and leaves this process's time to others.
 
 Groups of envs that take turns are simulated in threads otherwise. That is all they need where MuJoCo computes, for it
-lets Python go on meanwhile; but tasks with much Python in them, and pictures that are drawn by software, make threads
-wait for each other. ``begin_step`` and ``finish_step`` are the halves of a step, so that one thread can keep several
-such environments busy; between two steps their processes prepare what the next ones need, such as the starts of
-episodes to come. Nothing is pickled but the function that makes the environment, and its process ends with this one,
-however that happens.
+releases the interpreter meanwhile; but tasks with much Python in them, and images that are rendered by software, make
+threads wait for each other. ``begin_step`` and ``finish_step`` are the halves of a step, so that one thread can keep
+several such environments busy; between two steps their processes prepare what the next ones need, such as the reset
+states of episodes to come.
 """
 
 from __future__ import annotations
@@ -13,9 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import pickle
 import select
-import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Self
@@ -26,20 +23,16 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from embodichain.agents.processes.channel import RequestChannel
+from embodichain.agents.processes.channel import Channel, RequestChannel
 from embodichain.agents.processes.failure import FailureReport
-from embodichain.agents.rl.collector.background.child_process import ChildProcess, begin_as_child
+from embodichain.agents.processes.pool import Heartbeat, WorkerProcess
 from embodichain.agents.rl.utils.observations import space_from_data, space_to_data
 from embodichain.agents.rl.utils.random_state import seed_everything
 from embodichain.envs.vec_env import Action, ActionManager, EnvIds, StepResult, StepsInHalves, VecEnv
 from embodichain.envs.wrappers import chunked
-from embodichain.errors import ActionError, EnvContractError, WorkerError
+from embodichain.errors import ActionError, ConfigError, EnvContractError, WorkerError
 
 _GRACE_SECONDS = 1.0
-_GUARD = (
-    "; a script that makes such environments does so below `if __name__ == '__main__':`, and the function that makes "
-    "one has to be importable"
-)
 _made = itertools.count()
 
 
@@ -83,22 +76,17 @@ class RemoteEnv(StepsInHalves):
         return envs
 
     def _start(self, make: Callable[[], VecEnv]) -> None:
-        try:
-            recipe = pickle.dumps(make)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise EnvContractError(
-                f"what makes the environment cannot be sent to another process ({error}): give a function of a module, "
-                "or functools.partial of one"
-            ) from None
         self._turn = threading.Lock()
         self._under_way = self._closed = False
-        self._channel, other = RequestChannel.pair()
-        self._process = ChildProcess(_serve, (recipe, (torch.initial_seed() + next(_made)) % 2**63, other.socket))
-        other.close()
+        try:
+            self._process = WorkerProcess(_serve, (make, (torch.initial_seed() + next(_made)) % 2**63))
+        except ConfigError as error:
+            raise EnvContractError(f"what makes the environment: {error}") from None
+        self._channel = RequestChannel(self._process.channel.socket)
 
     def _meet(self) -> None:
         """Wait for the environment to be made and learn what it is like."""
-        with self._connected(_GUARD):
+        with self._connected():
             about = self._answer()
         self._describe(about)
 
@@ -193,31 +181,24 @@ class RemoteEnv(StepsInHalves):
         return content
 
     @contextlib.contextmanager
-    def _connected(self, hint: str = "") -> Iterator[None]:
+    def _connected(self) -> Iterator[None]:
         """Say what became of the process if nobody is there any more."""
         try:
             yield
         except EOFError:
             if self._closed:
                 raise EnvContractError("this environment was closed meanwhile: make a new one") from None
-            raise WorkerError(f"the process of an environment {self._process.exit_words()}{hint}") from None
+            raise WorkerError(f"the process of an environment {self._process.describe_end()}") from None
 
 
-def _serve(recipe: bytes, seed: int, connection: socket.socket) -> None:
+def _serve(channel: Channel, _: Heartbeat, make: Callable[[], VecEnv], seed: int) -> None:
     """Make the environment and do what is asked of it until nobody is there to ask."""
-    begin_as_child()  # before anything of the user's is imported, which may take long
-    torch.set_num_threads(1)
     seed_everything(seed)
-    channel = RequestChannel(connection)
-    with contextlib.suppress(EOFError):
-        try:
-            env: VecEnv = pickle.loads(recipe)()  # noqa: S301 - written by the process that started this one
-        except Exception as error:  # noqa: BLE001 - whatever it is, the other process must hear of it
-            return _fail(channel, error)
-        try:
-            _answer_all(env, channel)
-        finally:
-            env.close()
+    env = make()
+    try:
+        _answer_all(env, RequestChannel(channel.socket))
+    finally:
+        env.close()
 
 
 def _answer_all(env: VecEnv, channel: RequestChannel) -> None:
@@ -234,8 +215,8 @@ def _answer_all(env: VecEnv, channel: RequestChannel) -> None:
             else:
                 answer = getattr(env, name)(*args)
             channel.send("answer", answer)
-        except Exception as error:  # noqa: BLE001 - it is raised where the question came from
-            _fail(channel, error)
+        except Exception as error:  # noqa: BLE001 - it is raised where the request came from
+            channel.send("failed", FailureReport.of_exception(os.getpid(), error).to_json())
         if name == "step" and not channel.has_arrived():
             with contextlib.suppress(Exception):  # the step that needs it will fail in the same way, and say so
                 env.prepare()
@@ -254,10 +235,6 @@ def _about(env: VecEnv) -> dict[str, Any]:
         "choice": space_to_data(env.action_manager.space),
         "action_type": env.action_manager.action_type,
     }
-
-
-def _fail(channel: RequestChannel, error: Exception) -> None:
-    channel.send("failed", FailureReport.of_exception(os.getpid(), error).to_json())
 
 
 def _parts(result: StepResult) -> tuple[Any, ...]:

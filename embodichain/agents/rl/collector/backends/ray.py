@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from embodichain.agents.processes.backoff import restart_delay
+from embodichain.agents.processes.failure import FailureReport
+from embodichain.agents.processes.pool import FIRST_STEPS, Restarts
 from embodichain.agents.processes.ray_backend import (
     ActorHandle,
     NodeNames,
@@ -31,12 +32,16 @@ from embodichain.agents.processes.ray_backend import (
     wait_for_answers,
 )
 from embodichain.agents.processes.shared_memory import tensor_of
+from embodichain.agents.rl.collector.backends.base import (
+    POLL_SECONDS,
+    ROOM_SECONDS,
+    Learner,
+    SupervisedBackend,
+    collector_error,
+)
 from embodichain.agents.rl.collector.backends.ray_actor import CONCURRENCY, Event, RolloutActor
-from embodichain.agents.rl.collector.background.child import Job
-from embodichain.agents.rl.collector.background.loop import Delivery, NewWeights, Order, Ticket
-from embodichain.agents.rl.collector.background.watched import LOOK_SECONDS, ROOM_SECONDS, Fault, WatchedWorker
-from embodichain.agents.rl.collector.background.worker import FIRST_STEPS, Learner
 from embodichain.agents.rl.collector.config import AsyncCfg
+from embodichain.agents.rl.collector.rollout_worker import Instruction, NewWeights, RolloutRequest, RolloutResult
 from embodichain.agents.rl.collector.weights import WeightSnapshot
 from embodichain.envs.random import combine
 from embodichain.errors import BufferWaitError, CollectorError
@@ -46,20 +51,20 @@ log = logging.getLogger("embodichain.collector")
 
 _STATUS_SECONDS = 1.0
 """How often a worker is asked what it is doing."""
-_EMPTY_STATE: dict[str, Any] = {"collector": {}, "env": None, "generator": None, "tickets": []}
+_EMPTY_STATE: dict[str, Any] = {"collector": {}, "env": None, "generator": None, "requests": []}
 
 
 class RolloutWorkerHandle(ActorHandle):
     """One worker, what it is doing, and what is awaited from it."""
 
-    def __init__(self, index: int, actor: Any, restarts: int) -> None:
+    def __init__(self, index: int, actor: Any, incarnation: int) -> None:
         super().__init__(index, actor)
-        self.restarts = restarts
-        """How often it was replaced through a fault of its own."""
+        self.incarnation = incarnation
+        """How many workers it replaces."""
         self.ready = False
         """Whether it has an environment."""
         self.located_at = 0.0
-        self.request: Ticket | None = None
+        self.request: RolloutRequest | None = None
         """The rollout it is collecting."""
         self.deadline = 0
         """The last number that this rollout can have."""
@@ -87,7 +92,7 @@ class RolloutWorkerHandle(ActorHandle):
         """Return the answers that are awaited."""
         return [answer for answer in (self.call, self.status) if answer is not None]
 
-    def collect(self, request: Ticket, deadline: int, snapshot: WeightSnapshot, data: Any) -> None:
+    def collect(self, request: RolloutRequest, deadline: int, snapshot: WeightSnapshot, data: Any) -> None:
         """Let it collect a rollout, beginning with weights that are in the object store."""
         random = None
         if request.random is not None:
@@ -118,50 +123,52 @@ class RolloutWorkerHandle(ActorHandle):
         if self.ready and self.status is None and now >= self._status_due:
             self.status, self._status_due = self._control("status"), now + _STATUS_SECONDS
 
-    def silence(self, cfg: AsyncCfg) -> Fault | None:
+    def silence(self, cfg: AsyncCfg) -> FailureReport | None:
         """Return what is wrong with a worker that has owed an answer for too long."""
         now, start = time.monotonic(), cfg.start_timeout
         silent = now - self.answered_at
         owed = self.unreachable or self.status is not None
         if owed and silent > (start if self.unreachable else _STATUS_SECONDS + cfg.step_timeout):
-            return Fault(f"cannot be reached for {silent:.0f} s", hung=True, lost=node_is_gone(self.node_id))
+            return FailureReport(
+                self.index, f"cannot be reached for {silent:.0f} s", hung=True, lost=node_is_gone(self.node_id)
+            )
         if self.located_at and not self.ready and not self.unreachable and now - self.located_at > start:
-            return Fault(f"did not build its environment within start_timeout ({start:g} s)", hung=True)
+            return FailureReport(
+                self.index, f"did not build its environment within start_timeout ({start:g} s)", hung=True
+            )
         return None
 
-    def hang(self, status: Event, cfg: AsyncCfg) -> Fault | None:
+    def hang(self, status: Event, cfg: AsyncCfg) -> FailureReport | None:
         """Return what is wrong with a worker, by what it is doing."""
         limit = cfg.step_timeout if status["steps"] > FIRST_STEPS else cfg.start_timeout
         if status["busy"] > limit:
-            return Fault(f"hung: it has not come back from a step for {limit:g} s", hung=True)
+            return FailureReport(self.index, f"hung: it has not come back from a step for {limit:g} s", hung=True)
         waiting = time.monotonic() - self.began
         if self.call is not None and status["sequence"] < self._sequence and waiting > cfg.start_timeout:
-            return Fault(f"has not begun a rollout for {waiting:.0f} s", hung=True)
+            return FailureReport(self.index, f"has not begun a rollout for {waiting:.0f} s", hung=True)
         return None
 
     def _control(self, method: str, *arguments: Any) -> Any:
         return getattr(self.actor, method).options(concurrency_group="control").remote(*arguments)
 
 
-class RayBackend(WatchedWorker):
+class RayBackend(SupervisedBackend):
     """Workers of a cluster and the thread that gives them requests, reads their answers, and replaces them."""
 
-    def __init__(self, job: Job, learner: Learner, seed: int | None) -> None:
-        cfg = job.setup.cfg
-        super().__init__(cfg, learner)
-        self._seed = seed
+    def start(self, num_steps: int, learner: Learner) -> None:
+        """Connect with the cluster, start workers, and wait until an environment is there."""
+        cfg = self._cfg
         self._cluster = RayCluster(cfg.address, cfg.num_workers, cfg.placement)
         try:
             ray = load_ray()
             self._actor = ray.remote(concurrency_groups=CONCURRENCY)(RolloutActor)
             self._actor = self._actor.options(**cfg.placement.actor_options())
-            self._job = ray.put(job.for_another_process())
+            self._job = ray.put(replace(self._spec, num_steps=num_steps).for_another_process())
         except BaseException:
             self._cluster.close()
             raise
         self._workers: dict[int, RolloutWorkerHandle] = {}
-        self._vacancies = dict.fromkeys(range(cfg.num_workers), (0.0, 0))
-        """Workers that are missing: when the next one is started, and how many faults there have been before."""
+        self._restarts = Restarts("worker {}", cfg.num_workers, cfg.max_restarts)
         self._names = NodeNames()
         self._rollouts = RolloutQueue()
         self._weights = StoredWeights(cfg.adopt == "lockstep")
@@ -169,7 +176,7 @@ class RayBackend(WatchedWorker):
         self._command: str | None = None
         """The command that this thread still has to answer: from then on nothing is delivered."""
         atexit.register(self.stop)  # after the cluster's: this thread ends before Ray does
-        self.begin()
+        super().start(num_steps, learner)
 
     # --- the learner's side ---------------------------------------------------------------------------------------
 
@@ -179,24 +186,24 @@ class RayBackend(WatchedWorker):
         with self._lock:
             return sum(worker.ready for worker in self._workers.values())
 
-    def send(self, order: Order) -> None:
-        """Give an order; what a worker does not finish is given to another."""
+    def send(self, instruction: Instruction) -> None:
+        """Give an instruction; what a worker does not finish is given to another."""
         with self._lock:
             if self._stopping.is_set():  # Ray may be shut down
                 return
-            if isinstance(order, Ticket):
-                self._rollouts.add(order)
+            if isinstance(instruction, RolloutRequest):
+                self._rollouts.add(instruction)
                 self._assign()
-            elif isinstance(order, NewWeights):
-                self._weights.add(order.snapshot)
+            elif isinstance(instruction, NewWeights):
+                self._weights.add(instruction.snapshot)
                 if self._cfg.adopt == "step":
                     for worker in self._workers.values():
                         if worker.request is not None:
-                            worker.adopt(order.snapshot, self._weights.stored(order.snapshot))
+                            worker.adopt(instruction.snapshot, self._weights.stored(instruction.snapshot))
             else:
                 self._reports.clear()
-                self._paused = order.name in ("pause", "save")
-                self._command = order.name if self._paused else None
+                self._paused = instruction.name in ("pause", "save")
+                self._command = instruction.name if self._paused else None
 
     # --- the thread -----------------------------------------------------------------------------------------------
 
@@ -221,7 +228,7 @@ class RayBackend(WatchedWorker):
             raise CollectorError("Ray was shut down while rollouts were collected")
         self._start_missing()
         self._read_answers()
-        self._deliver()
+        self._deliver_all()
         with self._lock:
             command, self._command = self._command, None
             if command is not None:
@@ -230,20 +237,18 @@ class RayBackend(WatchedWorker):
                 self._rollouts.interrupt_straggler(self._workers.values(), self._cfg.patience)
             self._assign()
         for worker in list(self._workers.values()):
-            fault = worker.silence(self._cfg)
-            if fault is not None:
-                self._replace(worker, fault)
+            report = worker.silence(self._cfg)
+            if report is not None:
+                self._replace(worker, report)
         if not self._had_room and time.monotonic() - self._began > self._cfg.start_timeout:
             raise self._cfg.placement.no_room(self._cfg.start_timeout)
 
     def _start_missing(self) -> None:
         """Ask for workers where one is missing; each is there once a node has room for it."""
         path = [os.path.abspath(entry) for entry in sys.path]  # "" is this process's folder
-        for index, (due, faults) in list(self._vacancies.items()):
-            if time.monotonic() >= due:
-                with self._lock:
-                    del self._vacancies[index]
-                    self._workers[index] = RolloutWorkerHandle(index, self._actor.remote(path), faults)
+        for index, incarnation in self._restarts.due():
+            with self._lock:
+                self._workers[index] = RolloutWorkerHandle(index, self._actor.remote(path), incarnation)
 
     def _read_answers(self) -> None:
         """Wait a moment for answers, and deal with them."""
@@ -251,24 +256,23 @@ class RayBackend(WatchedWorker):
             for worker in self._workers.values():
                 worker.ask_status()
             awaited = {answer: worker for worker in self._workers.values() for answer in worker.awaited()}
-        for reference, worker, answer in wait_for_answers(awaited, LOOK_SECONDS):
+        for reference, worker, answer in wait_for_answers(awaited, POLL_SECONDS):
             with self._lock:
                 if self._workers.get(worker.index) is not worker or reference not in worker.awaited():
                     continue  # an answer before this one was its last
                 if is_unreachable(answer):  # it, or its node, may be gone; Ray answers the next call once it knows
                     if worker.unreachable:
-                        self._stopping.wait(LOOK_SECONDS)
+                        self._stopping.wait(POLL_SECONDS)
                     self._rollouts.give_back(worker.request)
                     worker.ask_again()
                 elif isinstance(answer, Exception):
                     self._weights.store_again()  # they may be what is missing
-                    end = worker.end_of(answer)
-                    self._replace(worker, Fault(end.what, end.text, lost=end.lost))
+                    self._replace(worker, worker.end_of(answer))
                 elif reference == worker.status:
                     worker.status, worker.answered_at = None, time.monotonic()
-                    fault = worker.hang(answer, self._cfg)
-                    if fault is not None:
-                        self._replace(worker, fault)
+                    report = worker.hang(answer, self._cfg)
+                    if report is not None:
+                        self._replace(worker, report)
                 else:
                     worker.call, worker.answered_at = None, time.monotonic()
                     self._take(worker, answer)
@@ -285,7 +289,7 @@ class RayBackend(WatchedWorker):
             worker.ready, self.num_envs = True, event["num_envs"]
             self._ready.set()
         elif kind == "failed":
-            self._replace(worker, Fault.told(event["report"]))
+            self._replace(worker, replace(FailureReport.from_json(event["report"]), worker=worker.index))
         elif kind == "rollout" and worker.request is not None and not worker.interrupted:
             self._arrive(worker, worker.request, event)
         if worker.call is None:
@@ -296,15 +300,15 @@ class RayBackend(WatchedWorker):
         if not self._paused:
             self._rollouts.assign(self._workers.values(), self._weights)
 
-    def _arrive(self, worker: RolloutWorkerHandle, request: Ticket, event: Event) -> None:
+    def _arrive(self, worker: RolloutWorkerHandle, request: RolloutRequest, event: Event) -> None:
         description, block = event["content"]  # copied, for the object store's memory cannot be written to
-        delivery = Delivery.of(request.number, decode(description, tensor_of(block)))
-        for version in delivery.rollout["policy_version"][0].unique().tolist():
+        result = RolloutResult.of(decode(description, tensor_of(block)))
+        for version in result.rollout["policy_version"][0].unique().tolist():
             self._learner.on_adopted(version, event["adopted"][version])
-        self._rollouts.arrive(worker, delivery)
+        self._rollouts.arrive(worker, result)
         self._weights.forget_before(request.version)
 
-    def _deliver(self) -> None:
+    def _deliver_all(self) -> None:
         """Hand over what has arrived, as far as nothing else becomes too old by it.
 
         The lock is not held meanwhile, for the learner may be waiting for it while the buffer is waiting for the
@@ -312,30 +316,25 @@ class RayBackend(WatchedWorker):
         """
         while not self._paused and not self._stopping.is_set():
             with self._lock:
-                delivery = self._rollouts.next_one(self._workers.values())
-            if delivery is None:
+                result = self._rollouts.next_one(self._workers.values())
+            if result is None:
                 return
             try:
-                self._learner.on_delivery(delivery, ROOM_SECONDS)
+                self._learner.on_result(result, ROOM_SECONDS)
             except BufferWaitError:
                 return
             self._rollouts.handed_over()
 
-    def _replace(self, worker: RolloutWorkerHandle, fault: Fault) -> None:
+    def _replace(self, worker: RolloutWorkerHandle, report: FailureReport) -> None:
         """Start a new worker instead of one that failed, or give up; another collects what it was collecting."""
-        faults = worker.restarts + (not fault.lost)
         with self._lock:
             self._rollouts.give_back(worker.request)
             worker.kill()
             del self._workers[worker.index]
-        pause = 0.0 if fault.lost else restart_delay(faults)
-        self._vacancies[worker.index] = (time.monotonic() + pause, faults)
-        if not fault.lost and (not self._ready.is_set() or worker.restarts >= self._cfg.max_restarts):
-            raise fault.error(f"worker {worker.index}", worker.restarts)
+        never_worked = not report.lost and not self._ready.is_set()
+        if never_worked or not self._restarts.replace(report, worker.incarnation):
+            raise collector_error(report, f"worker {worker.index}", self._restarts.faults[worker.index])
         self.restarts += 1
-        count = "" if fault.lost else f" ({faults} of {self._cfg.max_restarts})"
-        text = fault.text and f"\n{fault.text}"
-        log.warning("worker %d %s; replacing it%s%s", worker.index, fault.what, count, text)
 
     def _seeds(self, number: int) -> tuple[int | None, int | None]:
         """Return the seeds of a worker's episodes and actions; the first one's are those of one that is alone."""
@@ -366,7 +365,7 @@ class StoredWeights:
             self.clear()
         self._kept[snapshot.version] = snapshot
 
-    def needed_for(self, request: Ticket) -> WeightSnapshot:
+    def needed_for(self, request: RolloutRequest) -> WeightSnapshot:
         """Return the snapshot with which a rollout begins."""
         return self._kept[request.version if self._lockstep else max(self._kept)]
 
@@ -405,20 +404,20 @@ class RolloutQueue:
     """
 
     def __init__(self) -> None:
-        self._requests: deque[Ticket] = deque()
+        self._requests: deque[RolloutRequest] = deque()
         self._highest = self._next = -1
         """The highest number of a request so far, and the number that the next rollout becomes."""
-        self._arrived: dict[int, tuple[int, Delivery]] = {}
+        self._arrived: dict[int, tuple[int, RolloutResult]] = {}
         self._chosen = -1
         self._durations: deque[float] = deque(maxlen=16)
 
-    def add(self, request: Ticket) -> None:
+    def add(self, request: RolloutRequest) -> None:
         """Have one more rollout collected."""
         self._requests.append(request)
         self._highest = max(self._highest, request.number)
         self._next = request.number if self._next < 0 else self._next
 
-    def give_back(self, request: Ticket | None) -> None:
+    def give_back(self, request: RolloutRequest | None) -> None:
         """Have a rollout collected by another worker, before all others."""
         if request is not None:
             self._requests.appendleft(request)
@@ -431,13 +430,13 @@ class RolloutQueue:
                 snapshot = weights.needed_for(request)
                 worker.collect(request, self._highest, snapshot, weights.stored(snapshot))
 
-    def arrive(self, worker: RolloutWorkerHandle, delivery: Delivery) -> None:
+    def arrive(self, worker: RolloutWorkerHandle, result: RolloutResult) -> None:
         """Take what a worker has collected."""
         self._durations.append(time.monotonic() - worker.began)
-        self._arrived[delivery.number] = (worker.deadline, delivery)
+        self._arrived[result.number] = (worker.deadline, result)
         worker.request, worker.delays = None, 0
 
-    def next_one(self, workers: Collection[RolloutWorkerHandle]) -> Delivery | None:
+    def next_one(self, workers: Collection[RolloutWorkerHandle]) -> RolloutResult | None:
         """Return what can be learned from next, under its number; ``None`` if something else would become too old."""
         running = [worker.deadline for worker in workers if worker.request is not None]
         chosen = choose({key: deadline for key, (deadline, _) in self._arrived.items()}, running, self._next)

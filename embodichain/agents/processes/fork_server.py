@@ -1,0 +1,143 @@
+"""The process that worker processes are forked from; ``pool.py`` runs it as a script, by path.
+
+It imports what workers need once and then waits, so that a worker starts in milliseconds. It runs nothing of the user's
+program: no thread, lock or GL context is inherited, and the main module is not imported again.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+
+_PR_SET_PDEATHSIG = 1
+_POOL = "embodichain.agents.processes.pool"
+STATUS, RUNNING = struct.Struct("ii"), 1 << 20
+"""What is written to a worker's status pipe: process id and exit code, which is ``RUNNING`` when it starts."""
+
+
+def die_with_parent(parent: int, how: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel kill this process when its parent ends, however that happens."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(how), 0, 0, 0)
+    if os.getppid() != parent:  # it ended before the line above
+        os._exit(1)
+
+
+class ForkServer:
+    """Forks a worker for every request, reports how it ended, and ends all workers with the program."""
+
+    def __init__(self, control: socket.socket, program: int) -> None:
+        self._control, self._program = control, program
+        self._statuses: dict[int, int] = {}
+        """Write ends of the status pipes, by process id."""
+        self._wake, write = os.pipe()
+        os.set_blocking(write, False)
+        signal.set_wakeup_fd(write)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._inherited = [self._wake, write, control.fileno()]
+
+    def preload(self, modules: list[str]) -> None:
+        """Import what workers need, and end if the program does meanwhile."""
+        signal.signal(signal.SIGALRM, lambda *_: None if os.getppid() == self._program else os._exit(1))
+        signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
+        for name in (_POOL, *modules):
+            with contextlib.suppress(ImportError):  # the worker that needs it reports it
+                importlib.import_module(name)
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+    def serve(self) -> None:
+        """Fork workers until the program ends; return in every worker, with its descriptors in ``self.job``."""
+        program = os.pidfd_open(self._program)  # tells of its end however many of its children hold our socket
+        self._inherited.append(program)
+        events = select.poll()
+        for descriptor in (self._control.fileno(), self._wake, program):
+            events.register(descriptor, select.POLLIN)
+        while True:
+            ready = {descriptor for descriptor, _ in events.poll()}
+            if program in ready or os.getppid() != self._program:
+                self._end_all()
+            if self._wake in ready:
+                os.read(self._wake, 1 << 16)
+                self._reap()
+            if self._control.fileno() in ready:
+                message, descriptors, _, _ = socket.recv_fds(self._control, 64, 4)
+                if not message:
+                    self._end_all()
+                if self._fork(*descriptors):
+                    self.job = descriptors[:3]
+                    return
+
+    def _fork(self, job: int, connection: int, heartbeat: int, status: int) -> bool:
+        """Start a worker; tell whether this is it."""
+        server, pid = os.getpid(), os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.setpgid(0, 0)  # whatever it starts can be ended together with it
+            die_with_parent(server)
+            for descriptor in (*self._inherited, *self._statuses.values(), status):
+                os.close(descriptor)
+            self._control.detach()
+            return True
+        with contextlib.suppress(OSError):  # it was quicker
+            os.setpgid(pid, pid)
+        self._statuses[pid] = status
+        self._report(status, pid, RUNNING)
+        for descriptor in (job, connection, heartbeat):
+            os.close(descriptor)
+        return False
+
+    def _reap(self) -> None:
+        """End what workers that ended have started, and report their exit codes."""
+        while self._statuses and (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)):
+            _kill_group(ended.si_pid)  # before it is reaped: until then its number is its own
+            _, code = os.waitpid(ended.si_pid, 0)
+            status = self._statuses.pop(ended.si_pid)
+            self._report(status, ended.si_pid, os.waitstatus_to_exitcode(code))
+            os.close(status)
+
+    def _report(self, status: int, pid: int, code: int) -> None:
+        with contextlib.suppress(BrokenPipeError):  # nobody wants to know any more
+            os.write(status, STATUS.pack(pid, code))
+
+    def _end_all(self) -> None:
+        for pid in self._statuses:
+            _kill_group(pid)
+        os._exit(0)
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def main() -> int:
+    """Serve; in a worker, do its job and return its exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the program's to handle
+    program, control, modules, sys.path[:] = json.loads(sys.argv[1])
+    server = ForkServer(socket.socket(fileno=control), program)
+    server.preload(modules)
+    server.serve()
+    code: int = importlib.import_module(_POOL).run_worker(*server.job)
+    return code
+
+
+def leave(code: int) -> None:
+    """End the process after its exit handlers; taking every imported module apart first would take a second."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    leave(main())

@@ -1,0 +1,442 @@
+"""Worker processes of this machine: how they are started, watched, ended and replaced.
+
+Workers are forked by a server process (``fork_server.py``) that has imported everything and done nothing. Starting an
+interpreter for each one takes seconds, most of them for torch, and ``multiprocessing``'s own server imports the user's
+main module again, so that a script would need a main guard; with this one a worker is there in 0.1 s instead of 4 s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import mmap
+import os
+import pickle
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from io import FileIO
+from multiprocessing import current_process, spawn
+from multiprocessing.connection import wait
+from typing import Any, BinaryIO, Protocol
+
+import numpy as np
+import torch
+
+from embodichain.agents.processes import fork_server
+from embodichain.agents.processes.channel import Channel
+from embodichain.agents.processes.failure import FailureReport
+from embodichain.agents.processes.shared_memory import Segment
+from embodichain.errors import ConfigError, WorkerError
+
+log = logging.getLogger("embodichain.workers")
+
+_ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+_END_SECONDS = 5.0
+_HEARTBEAT_BYTES = 24
+_OFFSET = struct.Struct("q")
+_SUSPENDED_SECONDS = 2.0
+"""A longer gap between two looks at the workers means that this process was suspended (a paused container, a sleeping
+machine), and the workers with it."""
+FIRST_STEPS = 2
+"""Steps that may take as long as a start, because something is loaded or compiled in them."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
+
+
+class Heartbeat:
+    """Signs of life, in shared memory where they come from another process."""
+
+    def __init__(self, segment: Segment | None = None) -> None:
+        self._words = np.zeros(3, np.int64) if segment is None else segment.view(0, torch.int64, (3,)).numpy()
+
+    def beat(self, busy: bool = True) -> None:
+        """Tell that a step begins, or that there is nothing to do."""
+        self._words[1] += busy
+        self._words[0] = time.monotonic_ns()
+        self._words[2] = busy
+
+    @property
+    def last(self) -> float:
+        """When the last sign came (monotonic); 0 if none did."""
+        return float(self._words[0]) / 1e9
+
+    @property
+    def steps(self) -> int:
+        """Steps that were begun."""
+        return int(self._words[1])
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step is under way."""
+        return bool(self._words[2])
+
+
+class WorkerHandle(Protocol):
+    """One worker, wherever it runs, seen from its owner."""
+
+    index: int
+    incarnation: int
+    """How many workers it replaces."""
+    node: str
+    """Name of the machine it is on; empty as long as it is on none."""
+    started: float
+    """When it began to build its environment (monotonic); infinite while it waits for a node."""
+    joined: float
+    """When its owner took it into service; 0 while it is still building its environment."""
+    unreachable: bool
+    """Whether nobody knows at present what has become of it."""
+    heartbeat: Heartbeat
+
+    @property
+    def pid(self) -> int:
+        """The process id, on its machine; 0 while there is none."""
+
+    def wait(self, seconds: float) -> bool:
+        """Give it time to end by itself; tell whether it did."""
+
+    def kill(self) -> None:
+        """End it, now."""
+
+
+class WorkerProcess:
+    """A process that runs ``target(channel, heartbeat, *args)``; it ends with this object, or with the program.
+
+    It leads a process group of its own, so Ctrl-C does not reach it, and whatever it starts ends with it.
+    """
+
+    unreachable = False
+
+    def __init__(
+        self, target: Callable[..., None], args: tuple[Any, ...], index: int = 0, incarnation: int = 0
+    ) -> None:
+        self.index, self.incarnation = index, incarnation
+        self.node = socket.gethostname()
+        self.started, self.joined = time.monotonic(), 0.0
+        segment = Segment.create(_HEARTBEAT_BYTES, "a heartbeat")
+        self.heartbeat = Heartbeat(segment)
+        with os.fdopen(os.memfd_create("embodichain-job"), "w+b") as job:
+            _write_job(job, target, args)
+            self.channel, other = Channel.pair()
+            read, write = os.pipe()
+            with os.fdopen(write), other.socket:
+                self._process = _Process(FileIO(read))
+                _request_fork(target.__module__, [job.fileno(), other.socket.fileno(), segment.fd, write])
+        self._end = weakref.finalize(self, _end, self._process, self.channel)
+        self._end.atexit = False  # the server ends all workers with the program
+
+    @property
+    def pid(self) -> int:
+        """The process id; waits until the process is there."""
+        return self._process.pid
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was killed from here."""
+        return not self._end.alive
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the process to end; tell whether it did."""
+        return self.is_closed or self._process.wait(seconds)
+
+    def describe_end(self) -> str:
+        """Wait for a process that hung up to end, and tell how it did."""
+        self._process.wait(_END_SECONDS)
+        code = self._process.code
+        if code is None:
+            return "closed its connection without ending"
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+    def kill(self) -> None:
+        """End the process and whatever it started, now; calling it twice is fine."""
+        self._end()
+
+
+class _Process:
+    """What the server tells about a worker: its process id, later its exit code."""
+
+    def __init__(self, status: FileIO) -> None:
+        self.status = status
+        self.code: int | None = None
+        self._pid: int | None = None
+
+    @property
+    def pid(self) -> int:
+        if self._pid is None and not self.status.closed:
+            self._read()
+        return self._pid or 0
+
+    def has_started(self) -> bool:
+        """Tell whether the process is there, or was."""
+        return self._pid is not None or bool(wait([self.status.fileno()], 0.0))
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the process to end; tell whether it did."""
+        if self.pid and self.code is None and wait([self.status.fileno()], max(seconds, 0.0)):
+            self._read()
+        return self.code is not None
+
+    def _read(self) -> None:
+        data = self.status.read(fork_server.STATUS.size)
+        if data:
+            self._pid, code = fork_server.STATUS.unpack(data)
+            self.code = None if code == fork_server.RUNNING else code
+        else:  # the server was killed, and all workers with it
+            self._pid, self.code = self._pid or 0, -signal.SIGKILL
+
+
+def _end(process: _Process, channel: Channel) -> None:
+    """End a worker and whatever it started."""
+    if not process.has_started():
+        channel.shut_down()  # it ends as soon as the server, which still imports modules, has forked it
+    elif not process.wait(0.0):
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(_END_SECONDS)
+    process.status.close()
+
+
+class HangDetector:
+    """Finds workers that show no sign of life, but not those that were suspended together with this process."""
+
+    def __init__(self, start_timeout: float, step_timeout: float) -> None:
+        self._start, self._step = start_timeout, step_timeout
+        self._last_look = time.monotonic()
+        self.awake_since = 0.0
+        """When this process was last suspended; what workers did not do before then is not held against them."""
+
+    def look(self) -> None:
+        """Take note of the time, before workers are checked."""
+        now = time.monotonic()
+        if now - self._last_look > _SUSPENDED_SECONDS:
+            self.awake_since = now
+        self._last_look = now
+
+    def check(self, worker: WorkerHandle) -> FailureReport | None:
+        """Return what is wrong with a worker that has not moved for too long."""
+        now, beats, what = time.monotonic(), worker.heartbeat, None
+        if not beats.last:
+            if now - max(worker.started, self.awake_since) > self._start:
+                what = f"did not build its environment within start_timeout ({self._start:g} s)"
+        elif beats.busy:
+            limit = self._step if beats.steps > FIRST_STEPS else self._start
+            if now - max(beats.last, worker.joined, self.awake_since) > limit:
+                what = f"hung: it has not come back from a step for {limit:g} s"
+        return None if what is None else FailureReport(worker.index, what, hung=True)
+
+
+class WorkerPool:
+    """Workers in processes of this machine that all do the same: starts them and tells what they say."""
+
+    def __init__(
+        self,
+        target: Callable[..., None],
+        args: Callable[[int, int], tuple[Any, ...]],
+        start_timeout: float,
+        step_timeout: float,
+    ) -> None:
+        """Prepare workers that run ``target(channel, heartbeat, *args(index, incarnation))``."""
+        self._target, self._args = target, args
+        self._hangs = HangDetector(start_timeout, step_timeout)
+        self._workers: list[WorkerProcess] = []
+
+    def start(self, index: int = 0, incarnation: int = 0) -> WorkerProcess:
+        """Start a worker."""
+        worker = WorkerProcess(self._target, self._args(index, incarnation), index, incarnation)
+        self._workers.append(worker)
+        return worker
+
+    def poll(self, seconds: float) -> Iterator[tuple[WorkerProcess, str, Any]]:
+        """Wait for something to happen; return kinds and contents of the messages that came.
+
+        ``failed`` comes with a ``FailureReport``: the worker has ended, or hung and was killed.
+        """
+        self._drop_closed()
+        wait([worker.channel.socket for worker in self._workers], seconds)
+        self._hangs.look()
+        for worker in list(self._workers):
+            if worker.is_closed:
+                continue
+            kind, content = self._receive(worker)
+            if not kind and (report := self._hangs.check(worker)):
+                kind, content = "failed", report
+            if kind == "failed":
+                worker.kill()
+            if kind:
+                yield worker, kind, content
+
+    def stop(self, seconds: float = 0.0) -> None:
+        """Let the workers end by themselves for some time, then end them."""
+        deadline = time.monotonic() + seconds
+        for worker in self._workers:
+            if worker.joined:
+                worker.wait(deadline - time.monotonic())
+            worker.kill()
+        self._drop_closed()
+
+    def _drop_closed(self) -> None:
+        for worker in [worker for worker in self._workers if worker.is_closed]:
+            worker.channel.close()
+            self._workers.remove(worker)
+
+    def _receive(self, worker: WorkerProcess) -> tuple[str, Any]:
+        """Return the next message, if there is one; tensors in it lie in the memory that came with it."""
+        try:
+            message = worker.channel.receive(0.0)  # it also sends what had to wait
+        except EOFError:
+            return "failed", FailureReport(worker.index, worker.describe_end())
+        if message is None:
+            return "", None
+        content = message.content(copy=False)
+        if message.kind == "failed":
+            content = replace(FailureReport.from_json(content), worker=worker.index)
+        return message.kind, content
+
+
+def restart_delay(faults: int) -> float:
+    """Return the seconds to wait after so many faults: none after the first one, then twice as long each time."""
+    return 0.0 if faults <= 1 else min(_FIRST_PAUSE * 2.0 ** (faults - 2), _LONGEST_PAUSE)
+
+
+class Restarts:
+    """Decides when workers are started: all of them at first, and those that failed again, as often as allowed."""
+
+    def __init__(self, name: str, num_workers: int, max_restarts: int) -> None:
+        self._name, self._max = name, max_restarts
+        self.faults = [0] * num_workers
+        self.replaced = [0] * num_workers
+        """How often each worker was replaced, for whatever reason."""
+        self.planned: dict[int, tuple[float, int]] = dict.fromkeys(range(num_workers), (0.0, 0))
+        """When a missing worker is started, and how many there were before it, by index."""
+
+    def due(self) -> list[tuple[int, int]]:
+        """Return index and incarnation of the workers to start now."""
+        now = time.monotonic()
+        due = [(index, incarnation) for index, (at, incarnation) in self.planned.items() if now >= at]
+        for index, _ in due:
+            del self.planned[index]
+        return due
+
+    def plan(self, index: int, incarnation: int, pause: float = 0.0) -> None:
+        """Start a worker later."""
+        self.planned[index] = (time.monotonic() + pause, incarnation)
+
+    def replace(self, report: FailureReport, incarnation: int) -> bool:
+        """Plan another worker in place of one that failed; tell whether it may be."""
+        index, count, pause = report.worker, "", 0.0
+        if not report.lost:  # a machine that is gone is nobody's fault
+            if self.faults[index] >= self._max:
+                return False
+            self.faults[index] += 1
+            count, pause = f" ({self.faults[index]} of {self._max})", restart_delay(self.faults[index])
+        self.replaced[index] += 1
+        details = f"\n{report.traceback}" if report.traceback else ""
+        log.warning("%s %s; replacing it%s%s", self._name.format(index), report.describe(), count, details)
+        self.plan(index, incarnation + 1, pause)
+        return True
+
+
+# --- the server and its workers -------------------------------------------------------------------------------------
+
+
+class _Server:
+    """The program's connection with the process that forks workers."""
+
+    def __init__(self, module: str) -> None:
+        self.program = os.getpid()
+        self.control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with other:
+            settings = json.dumps([self.program, other.fileno(), [module], sys.path])
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", fork_server.__file__, settings],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[other.fileno()],
+                env={**dict.fromkeys(_ONE_THREAD, "1"), **os.environ},
+                process_group=0,
+            )
+
+    def is_alive(self) -> bool:
+        """Tell whether it is there, and is this process's own."""
+        return self.program == os.getpid() and self._process.poll() is None
+
+
+_server: _Server | None = None
+_server_lock = threading.Lock()
+
+
+def _request_fork(module: str, descriptors: list[int]) -> None:
+    """Have a worker forked; ``module`` is imported by the server if this starts it."""
+    global _server
+    if getattr(current_process(), "_inheriting", False):
+        raise WorkerError(
+            "a worker imports the main module again, for something that is defined there, and that starts workers: "
+            "begin below `if __name__ == '__main__':`"
+        )
+    with _server_lock:
+        if _server is None or not _server.is_alive():
+            _server = _Server(module)
+        try:
+            socket.send_fds(_server.control, [b"fork"], descriptors)
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise WorkerError(f"no worker could be started: the process that forks them has ended ({error})") from error
+
+
+def _write_job(file: BinaryIO, target: Callable[..., None], args: tuple[Any, ...]) -> None:
+    """Write what a worker is to do, then its surroundings, and before both where these begin."""
+    file.seek(_OFFSET.size)
+    try:
+        pickle.dump((target, args), file)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"what a process is to do cannot be sent to it ({error}): give functions of a module, or "
+            "functools.partial of one",
+            "collector",
+        ) from error
+    file.flush()
+    surroundings: dict[str, Any] = {"sys_path": sys.path, "sys_argv": sys.argv, "dir": os.getcwd()}
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as work:
+        if work.find(b"__main__") >= 0:  # something in it is defined in the main module
+            main = sys.modules["__main__"]
+            if name := getattr(main.__spec__, "name", None):
+                surroundings["init_main_from_name"] = name
+            elif path := getattr(main, "__file__", None):
+                surroundings["init_main_from_path"] = os.path.abspath(path)
+    offset = file.tell()
+    pickle.dump((dict(os.environ), surroundings), file)
+    file.seek(0)
+    file.write(_OFFSET.pack(offset))
+    file.seek(0)
+
+
+def run_worker(job: int, connection: int, heartbeat: int) -> int:
+    """Do a worker's job, in its process; report what goes wrong and return the exit code."""
+    channel = Channel(socket.socket(fileno=connection))
+    if channel.is_shut_down():  # it is not wanted any more
+        return 0
+    try:
+        with open(job, "rb") as file:
+            file.seek(*_OFFSET.unpack(file.read(_OFFSET.size)))
+            environ, surroundings = pickle.load(file)  # noqa: S301 - written by the program that started this process
+            os.environ.clear()
+            os.environ.update(dict.fromkeys(_ONE_THREAD, "1") | environ)
+            current_process()._inheriting = True  # type: ignore[attr-defined]
+            spawn.prepare(surroundings)
+            file.seek(_OFFSET.size)
+            target, args = pickle.load(file)  # noqa: S301
+            del current_process()._inheriting  # type: ignore[attr-defined]
+        np.random.seed()  # noqa: NPY002 - or all workers would draw the same numbers
+        torch.set_num_threads(1)
+        target(channel, Heartbeat(Segment(heartbeat, _HEARTBEAT_BYTES)), *args)
+    except EOFError:
+        return 0  # the program has hung up
+    except Exception as error:  # noqa: BLE001 - whatever it is, the program must hear of it
+        channel.send("failed", FailureReport.of_exception(os.getpid(), error).to_json())
+        return 1
+    return 0

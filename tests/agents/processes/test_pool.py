@@ -1,0 +1,313 @@
+"""Worker processes: how they are started, what they inherit, how they end, and what a Ctrl-C does meanwhile."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from embodichain.agents.processes.channel import Channel
+from embodichain.agents.processes.failure import FailureReport
+from embodichain.agents.processes.pool import (
+    HangDetector,
+    Heartbeat,
+    Restarts,
+    WorkerPool,
+    WorkerProcess,
+    restart_delay,
+)
+from embodichain.errors import ConfigError, WorkerError
+
+INTERRUPTED = """
+import signal, sys
+from embodichain.agents.processes.pool import WorkerProcess
+from tests.agents.processes.test_pool import blocked_signals
+
+heard = []
+signal.signal(signal.SIGINT, lambda *_: heard.append(1))
+print("begins", flush=True)
+child = WorkerProcess(blocked_signals, (sys.argv[1],))
+assert child.wait(60.0)
+print("ended", child.describe_end(), "after", len(heard), "interruptions", flush=True)
+"""
+
+IN_MAIN = """
+from embodichain.agents.processes.pool import WorkerProcess
+from embodichain.errors import WorkerError
+
+print("main", flush=True)
+
+def work(channel, heartbeat):
+    channel.send("done", __name__)
+
+{guard}
+    worker = WorkerProcess(work, ())
+    message = worker.channel.receive(60.0)
+    print(message.kind, message.content(), flush=True)
+"""
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
+
+
+def ends_soon(pid: int) -> bool:
+    deadline = time.monotonic() + 10.0
+    while is_alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not is_alive(pid)
+
+
+def run_program(source: str, folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    (folder / "program.py").write_text(source)
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    command = [sys.executable, str(folder / "program.py"), *arguments]
+    return subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+
+
+# --- what workers do ------------------------------------------------------------------------------------------------
+
+
+def blocked_signals(channel: Channel, heartbeat: Heartbeat, path: str) -> None:
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    Path(path).write_text(str(sorted(int(number) for number in blocked)))
+
+
+def describe(channel: Channel, heartbeat: Heartbeat, name: str) -> None:
+    drawn = float(np.random.rand())  # noqa: NPY002 - what an environment may use
+    about = {"variable": os.environ.get(name), "group": os.getpgid(0), "pid": os.getpid(), "drawn": drawn}
+    channel.send("about", {**about, "folder": os.getcwd(), "threads": len(os.listdir("/proc/self/task"))})
+
+
+def fail(channel: Channel, heartbeat: Heartbeat, how: str, index: int = 0, incarnation: int = 0) -> None:
+    if how == "raise":
+        raise ValueError("no such robot")
+    if how == "exit":
+        os._exit(7)
+    if how == "hang":
+        for _ in range(5):
+            heartbeat.beat()
+    if how != "build":
+        helper = subprocess.Popen(["sleep", "1000"])
+        channel.send("helper", helper.pid)
+    time.sleep(1000.0)
+
+
+# --- starting -------------------------------------------------------------------------------------------------------
+
+
+def test_workers_know_the_present_surroundings_and_start_quickly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn, pids = set(), set()
+    for value in ("one", "two", "three"):
+        monkeypatch.setenv("EMBODICHAIN_TEST", value)
+        monkeypatch.chdir(tmp_path)
+        began = time.monotonic()
+        worker = WorkerProcess(describe, ("EMBODICHAIN_TEST",))
+        message = worker.channel.receive(60.0)
+        assert message is not None
+        about = message.content()
+        assert (about["variable"], about["folder"], about["threads"]) == (value, str(tmp_path), 1)
+        assert about["pid"] == about["group"] == worker.pid
+        drawn.add(about["drawn"])
+        pids.add(worker.pid)
+        assert worker.describe_end() == "ended with exit code 0"
+        worker.kill()
+    assert len(drawn) == len(pids) == 3
+    assert time.monotonic() - began < 2.0  # importing torch anew takes longer
+
+
+@pytest.mark.parametrize("after", [0.05, 0.4, 1.0])
+def test_an_interruption_while_workers_start_is_the_program_s_alone(tmp_path: Path, after: float) -> None:
+    """The server that forks them imports torch first, which takes long enough to be interrupted."""
+    process = run_program(INTERRUPTED, tmp_path, str(tmp_path / "blocked"))
+    assert process.stdout is not None
+    assert process.stdout.readline() == "begins\n"
+    time.sleep(after)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    said, complaints = process.communicate(timeout=60)
+    assert "ended ended with exit code 0 after 1 interruptions" in said, complaints
+    assert complaints == ""
+    assert (tmp_path / "blocked").read_text() == "[]"
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_a_worker_can_use_what_the_main_module_defines(tmp_path: Path, guarded: bool) -> None:
+    """It imports the main module again for that, so a main guard is needed; without one that is an error."""
+    process = run_program(IN_MAIN.format(guard='if __name__ == "__main__":' if guarded else "if True:"), tmp_path)
+    said, complaints = process.communicate(timeout=60)
+    assert process.returncode == 0, complaints
+    if guarded:
+        assert said.split() == ["main", "main", "done", "__mp_main__"]
+    else:
+        assert said.count("main\n") == 2
+        assert "if __name__ == '__main__'" in said
+
+
+UNWANTED = """
+import sys, time
+from pathlib import Path
+from embodichain.agents.processes.pool import WorkerProcess
+from tests.agents.processes.test_pool import blocked_signals
+
+workers = [WorkerProcess(blocked_signals, (sys.argv[1] + str(number),)) for number in range(2)]
+began = time.monotonic()
+workers[0].kill()
+assert time.monotonic() - began < 0.2, "it waited for the server to import torch"
+assert workers[0].pid == 0
+assert workers[1].wait(60.0)
+print([Path(sys.argv[1] + str(number)).exists() for number in range(2)])
+"""
+
+
+def test_a_worker_that_is_not_wanted_any_more_does_not_begin(tmp_path: Path) -> None:
+    process = run_program(UNWANTED, tmp_path, str(tmp_path / "begun"))
+    said, complaints = process.communicate(timeout=60)
+    assert said == "[False, True]\n", complaints
+
+
+def test_what_cannot_be_sent_is_told() -> None:
+    with pytest.raises(ConfigError, match=r"cannot be sent .*lambda.*functools\.partial"):
+        WorkerProcess(blocked_signals, (lambda: None,))
+
+
+# --- ending ---------------------------------------------------------------------------------------------------------
+
+
+def first_event(pool: WorkerPool, kind: str) -> Any:
+    deadline = time.monotonic() + 30.0
+    while time.monotonic() < deadline:
+        for worker, said, content in pool.poll(0.05):
+            if said == kind:
+                return worker, content
+    raise AssertionError(f"no {kind}")
+
+
+@pytest.mark.parametrize(
+    ("how", "what"),
+    [
+        ("raise", "raised ValueError: no such robot"),
+        ("exit", "ended with exit code 7"),
+        ("hang", "hung: it has not come back from a step for 0.5 s"),
+        ("build", "did not build its environment within start_timeout (1 s)"),
+    ],
+)
+def test_a_pool_tells_how_workers_failed(how: str, what: str) -> None:
+    start_timeout = 1.0 if how == "build" else 60.0  # it includes what the server imports
+    pool = WorkerPool(fail, lambda *worker: (how, *worker), start_timeout, step_timeout=0.5)
+    started = pool.start(3, 1)
+    worker, report = first_event(pool, "failed")
+    assert worker is started
+    assert (report.worker, report.describe()) == (3, what)
+    assert report.hung == (how in ("hang", "build"))
+    assert worker.is_closed
+    assert ends_soon(worker.pid)
+    assert list(pool.poll(0.0)) == []
+    assert ("In the worker" in str(report.as_error())) == (how == "raise")
+
+
+@pytest.mark.parametrize("way", ["killed", "dropped", "stopped", "its process"])
+def test_whatever_a_worker_started_ends_with_it(way: str) -> None:
+    pool = WorkerPool(fail, lambda *_: ("run",), start_timeout=100.0, step_timeout=100.0)
+    worker = pool.start()
+    helper = first_event(pool, "helper")[1]
+    pid = worker.pid
+    assert is_alive(helper)
+    if way == "its process":
+        os.kill(pid, signal.SIGKILL)
+        assert first_event(pool, "failed")[1].what == "was killed by SIGKILL"
+    elif way == "killed":
+        worker.kill()
+        worker.kill()
+    elif way == "stopped":
+        pool.stop()
+    else:
+        del worker, pool
+        gc.collect()
+    assert ends_soon(pid)
+    assert ends_soon(helper)
+
+
+def test_without_its_server_workers_end_and_new_ones_can_be_started() -> None:
+    pool = WorkerPool(fail, lambda *_: ("run",), start_timeout=100.0, step_timeout=100.0)
+    first = pool.start()
+    first_event(pool, "helper")
+    parent = int(Path(f"/proc/{first.pid}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(parent, signal.SIGKILL)
+    assert first_event(pool, "failed")[1].what == "was killed by SIGKILL"
+    second = pool.start()
+    first_event(pool, "helper")
+    assert is_alive(second.pid)
+    pool.stop()
+    assert ends_soon(second.pid)
+
+
+# --- watching -------------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_was_suspended_together_with_the_program_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "monotonic_ns", lambda: int(now * 1e9))
+    worker: Any = SimpleNamespace(index=0, started=now, joined=now, heartbeat=Heartbeat())
+    hangs = HangDetector(start_timeout=60.0, step_timeout=5.0)
+    for _ in range(3):
+        worker.heartbeat.beat()
+    now += 100.0  # nobody looked for so long
+    hangs.look()
+    assert hangs.check(worker) is None
+    for _ in range(6):
+        now += 1.0
+        hangs.look()
+    report = hangs.check(worker)
+    assert report is not None
+    assert report.hung
+    worker.heartbeat.beat(busy=False)
+    now += 1.9
+    hangs.look()
+    assert hangs.check(worker) is None
+
+
+def test_workers_are_replaced_after_longer_and_longer_pauses_until_the_budget_is_spent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    restarts = Restarts("worker {}", num_workers=2, max_restarts=3)
+    assert restarts.due() == [(0, 0), (1, 0)]
+    pauses = []
+    for incarnation in range(3):
+        assert restarts.replace(FailureReport(1, "died"), incarnation)
+        pauses.append(restarts.planned[1][0] - now)
+        assert (restarts.due() == []) == (pauses[-1] > 0.0)
+        now += pauses[-1]
+        assert incarnation == 0 or restarts.due() == [(1, incarnation + 1)]
+    assert pauses == [0.0, 0.5, 1.0] == [restart_delay(count) for count in (1, 2, 3)]
+    assert not restarts.replace(FailureReport(1, "died"), 3)
+    assert restarts.replace(FailureReport(1, "is gone with its node", lost=True), 3)  # nobody's fault
+    assert restarts.replaced == [0, 4]
+
+
+def test_an_error_tells_what_the_worker_did() -> None:
+    try:
+        raise KeyError("gripper")
+    except KeyError as caught:
+        report = FailureReport.from_json(FailureReport.of_exception(2, caught).to_json())
+    error = report.as_error("the collecting process", replacements=2)
+    assert isinstance(error, WorkerError)
+    assert isinstance(error.__cause__, KeyError)
+    assert str(error).startswith("the collecting process raised KeyError: 'gripper', after 2 replacements\n\nIn the w")
