@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
+from rich.console import Console
+
+from embodichain.cli.play import choose_policy, print_files, print_summary, watch_episodes
 
 _TASK = "PushCubeRL"
 
@@ -29,9 +32,6 @@ def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     args = tyro.cli(DemoArgs, args=list(argv), prog="embodichain demo")
 
-    from rich.console import Console
-
-    from embodichain.cli.play import choose_policy, print_files, print_summary, watch_episodes
     from embodichain.envs.recording import EpisodeRecorder, write_image
     from embodichain.envs.registration import make
 

@@ -6,11 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
+import gymnasium as gym
 import tyro
+from rich.columns import Columns
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from embodichain.utils.console import check_counts
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from embodichain.envs.checker import CheckResult
     from embodichain.envs.vec_env import VecEnv
 
@@ -49,15 +54,11 @@ def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     args: ListArgs | CheckArgs = tyro.cli(Args, args=list(argv), prog="embodichain envs")
 
-    from rich.console import Console
-
     console = Console()
     return _list(console, args) if isinstance(args, ListArgs) else _check(console, args)
 
 
 def _list(console: Console, args: ListArgs) -> int:
-    from rich.table import Table
-
     from embodichain.envs.registration import list_envs, make
 
     table = Table("id", "what", "observation", "action", box=None, header_style="bold", pad_edge=False)
@@ -66,9 +67,6 @@ def _list(console: Console, args: ListArgs) -> int:
             table.add_row(spec.id, spec.description, _describe(env.observation_space), _describe_action(env))
     console.print(table)
     if args.gymnasium:
-        import gymnasium as gym
-        from rich.columns import Columns
-
         names = sorted(name for name in gym.registry if not name.startswith("embodichain/"))
         console.print("\nregistered with Gymnasium:", style="bold")
         console.print(Columns(names, column_first=True, padding=(0, 2)))
@@ -77,8 +75,6 @@ def _list(console: Console, args: ListArgs) -> int:
 
 def _describe(space: Any) -> str:
     """Return the keys of an observation with their sizes: ``robot(qpos 6, qvel 6)``."""
-    import gymnasium as gym
-
     parts = []
     for key, value in space.spaces.items():
         if isinstance(value, gym.spaces.Dict):
@@ -89,8 +85,6 @@ def _describe(space: Any) -> str:
 
 
 def _describe_action(env: VecEnv) -> str:
-    import gymnasium as gym
-
     space = env.action_space
     size = f"one of {space.n}" if isinstance(space, gym.spaces.Discrete) else str(env.action_manager.action_dim)
     return f"{env.action_manager.action_type} {size}"
@@ -99,12 +93,8 @@ def _describe_action(env: VecEnv) -> str:
 def _check(console: Console, args: CheckArgs) -> int:
     from embodichain.envs.checker import run_checks
     from embodichain.envs.registration import make
-    from embodichain.errors import ConfigError
 
-    counts = {"--num-envs": args.num_envs, "--max-steps": args.max_steps}
-    problems = [f"{name}: expected at least 1, got {count}" for name, count in counts.items() if count < 1]
-    if problems:
-        raise ConfigError(problems, "command line")
+    check_counts({"--num-envs": args.num_envs, "--max-steps": args.max_steps})
     limit = {} if args.max_episode_steps is None else {"max_episode_steps": args.max_episode_steps}
 
     def factory(num_envs: int) -> VecEnv:
@@ -117,9 +107,6 @@ def _check(console: Console, args: CheckArgs) -> int:
 
 def _report(console: Console, id: str, results: Sequence[CheckResult]) -> int:
     """Print one line per check and the problems below it; return the exit code."""
-    from rich.markup import escape
-    from rich.table import Table
-
     table = Table("check", "", "what", box=None, header_style="bold", pad_edge=False)
     for result in results:
         meaning = escape(result.what.replace("``", ""))

@@ -1,4 +1,4 @@
-"""``embodichain eval RUN``: let the policy of a run act and say how well it does."""
+"""``embodichain eval RUN``: let the policy of a run act and measure how well it does."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
+
+from embodichain.utils.console import check_counts
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class EvalArgs:
     num_envs: int | None = None
     """Number of envs stepped together (default: as many as the run's evaluations use)."""
     seed: int = 2_000_003
-    """Seed of the episodes; different from those seen in training."""
+    """Seed of the episodes; different from those of the training."""
     checkpoint: Literal["best", "latest"] = "best"
     """Which checkpoint of the run; without evaluations in the run, it is the latest."""
     stochastic: bool = False
@@ -44,12 +46,8 @@ def main(argv: Sequence[str]) -> int:
     from embodichain.agents.rl.evaluation import evaluate
     from embodichain.agents.rl.train import make_eval_env
     from embodichain.config import save_config
-    from embodichain.errors import ConfigError
 
-    problems = {"episodes": args.episodes, "num-envs": args.num_envs}
-    wrong = [f"--{name}: expected at least 1, got {n}" for name, n in problems.items() if n is not None and n < 1]
-    if wrong:
-        raise ConfigError(wrong, "command line")
+    check_counts({"--episodes": args.episodes, "--num-envs": args.num_envs})
     folder = find_checkpoint(args.run, args.checkpoint).resolve()
     state = load_checkpoint(folder)
     cfg = complete(TrainCfg.from_dict(state["config"], source=str(folder)), args.trust, str(folder))

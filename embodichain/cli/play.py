@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from embodichain.errors import EnvContractError, RenderingError
+from embodichain.utils.console import check_counts
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from embodichain.envs.recording import ActionSource, EpisodeRecorder, EpisodeResult, Summary
     from embodichain.envs.vec_env import VecEnv
 
@@ -53,14 +57,12 @@ def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     args = tyro.cli(PlayArgs, args=list(argv), prog="embodichain play")
 
-    from rich.console import Console
-
     from embodichain.envs.recording import EpisodeRecorder
     from embodichain.envs.registration import list_envs, make
     from embodichain.envs.rendering import choose_backend
-    from embodichain.errors import RenderingError
 
-    _check(args)
+    counts = {"--episodes": args.episodes, "--num-envs": args.num_envs, "--video-episodes": args.video_episodes}
+    check_counts(counts, *([] if args.speed > 0 else [f"--speed: expected a number above 0, got {args.speed}"]))
     console = Console()
     num_envs = args.num_envs
     if num_envs is None:  # one env is filmed, so it should run all the episodes of the video
@@ -89,24 +91,12 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _check(args: PlayArgs) -> None:
-    from embodichain.errors import ConfigError
-
-    counts = {"episodes": args.episodes, "num-envs": args.num_envs, "video-episodes": args.video_episodes}
-    problems = [f"--{k}: expected at least 1, got {v}" for k, v in counts.items() if v is not None and v < 1]
-    if not args.speed > 0:
-        problems.append(f"--speed: expected a number above 0, got {args.speed}")
-    if problems:
-        raise ConfigError(problems, "command line")
-
-
 def choose_policy(env: VecEnv, name: PolicyName, seed: int) -> ActionSource:
     """Return the function that acts; ``EnvContractError`` if the env cannot be played like this."""
     import gymnasium as gym
     import torch
 
     from embodichain.envs.vec_env import HasExpert
-    from embodichain.errors import EnvContractError
 
     if name == "expert":
         if not isinstance(env, HasExpert):
@@ -127,8 +117,6 @@ def watch_episodes(
     env: VecEnv, act: ActionSource, count: int, seed: int, console: Console, recorder: EpisodeRecorder | None
 ) -> tuple[list[EpisodeResult], float]:
     """Roll ``count`` episodes under a progress bar; return them and the seconds they took."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
     from embodichain.envs.recording import roll
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -146,8 +134,6 @@ def watch_episodes(
 
 def print_summary(console: Console, title: str, episodes: Sequence[EpisodeResult], seconds: float) -> Summary:
     """Print the averages as a small table."""
-    from rich.table import Table
-
     from embodichain.envs.recording import Summary
 
     summary = Summary.of(episodes)

@@ -8,8 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
+from rich.console import Console
+from rich.progress import Progress
 
-from embodichain.cli.stream import HELP, show_help
+from embodichain.cli.stream import HELP, load_stream_config, show_help
+from embodichain.config import parse_overrides
+from embodichain.utils.console import check_counts
 
 if TYPE_CHECKING:
     from embodichain.agents.datasets.frames import EpisodeSource
@@ -43,17 +47,10 @@ def main(argv: Sequence[str]) -> int:
         return show_help(RecordArgs, "embodichain record", argv)
     args, flags = tyro.cli(RecordArgs, args=list(argv), prog="embodichain record", return_unknown_args=True)
 
-    from rich.console import Console
-    from rich.progress import Progress
-
     from embodichain.agents.datasets.lerobot.writer import LeRobotWriter, read_back, record
     from embodichain.agents.engine.sources import open_source
-    from embodichain.cli.stream import load_stream_config
-    from embodichain.config.command_line import parse_overrides
-    from embodichain.errors import ConfigError
 
-    if args.episodes < 1:
-        raise ConfigError(f"--episodes: expected at least 1, got {args.episodes}", "command line")
+    check_counts({"--episodes": args.episodes})
     cfg = parse_overrides(load_stream_config(args.config), flags, prog="embodichain record CONFIG")
     console = Console()
     source = open_source(cfg)  # the episodes of the stream's first worker

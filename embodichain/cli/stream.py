@@ -12,96 +12,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
 from embodichain.agents.engine.config import OnlineDataEngineCfg
-from embodichain.config import load_config
+from embodichain.config import load_config, parse_overrides
 from embodichain.envs.registration import list_envs, load_gym_config
 
 if TYPE_CHECKING:
-    from rich.console import Console, Group
-    from rich.table import Table
-
     from embodichain.agents.engine import OnlineDataEngine, StreamStats, WorkerStats
 
-# MERGED stream_rates: How fast a stream is: over the last moments and over the whole run.
-#
-# Workers write in bursts, a whole buffer at a time, and rest in between. What happened since the last look says little;
-# rates are means over a time that is long enough for several bursts.
-
-
+HELP = frozenset({"-h", "--help"})
 WINDOW_SECONDS = 30.0
-"""Rates are means over about so long, until the stream ends."""
-
-
-@dataclass(frozen=True)
-class Moment:
-    """What was seen of a stream at one moment."""
-
-    seconds: float
-    """Since the beginning."""
-    stats: StreamStats
-    workers: Sequence[WorkerStats] = ()
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Means over a time, per second."""
-
-    seconds: float
-    """How long that time was."""
-    episodes: float
-    frames: float
-    samples: float
-    of_workers: Mapping[int, tuple[float, float]]
-    """Episodes and simulated steps of each worker, by its index."""
-
-    @classmethod
-    def between(cls, first: Moment, last: Moment) -> Rates:
-        """Return the means between two moments."""
-        seconds = last.seconds - first.seconds
-
-        def rate(before: int, after: int) -> float:
-            return (after - before) / seconds if seconds > 0 else 0.0
-
-        former = {worker.worker: worker for worker in first.workers}
-        return cls(
-            seconds,
-            rate(first.stats.episodes_written, last.stats.episodes_written),
-            rate(first.stats.frames, last.stats.frames),
-            rate(first.stats.samples, last.stats.samples),
-            {
-                w.worker: (rate(f.episodes_written, w.episodes_written), rate(f.frames, w.frames))
-                for w in last.workers
-                if (f := former.get(w.worker)) is not None
-            },
-        )
-
-
-class History:
-    """Moments of a stream: the first one, and those of the last ``WINDOW_SECONDS``."""
-
-    def __init__(self, first: Moment) -> None:
-        self._first = first
-        self._recent = deque([first])
-
-    def add(self, moment: Moment) -> None:
-        """Remember a moment; those that are too long ago are forgotten."""
-        self._recent.append(moment)
-        while moment.seconds - self._recent[1].seconds >= WINDOW_SECONDS:
-            self._recent.popleft()
-
-    def recent(self) -> Rates:
-        """Return the rates of the last seconds."""
-        return Rates.between(self._recent[0], self._recent[-1])
-
-    def whole(self) -> Rates:
-        """Return the rates since the beginning."""
-        return Rates.between(self._first, self._recent[-1])
-
-
-# MERGED stream_watch: The workers of a stream as a table that fits the terminal: line by line, or node by node.
-
-
+"""Rates are means over this time, until the stream ends: workers write in bursts, a whole buffer at a time."""
 MAX_LINES = 40
 """Longest table where no height of a terminal bounds it."""
 IDLE = "idle (buffer full)"
@@ -110,167 +35,46 @@ _SILENT_SECONDS = 2.0
 _NAME_LENGTH = 13
 _LEFT = ("node", "worker", "state")
 _COLUMNS = (*_LEFT, "episodes", "per s", "steps/s", "age", "restarts")
+_ENVS, _ROWS_PER_ENV = 8, 4
 Line = tuple[str, ...]
 
 
-def worker_table(workers: Sequence[WorkerStats], rates: Rates, max_lines: int = MAX_LINES) -> Table:
-    """Return a line for each worker, for each node with several of them, and for all.
+@dataclass(frozen=True)
+class StreamArgs:
+    """Stream episodes and show what happens. Every setting of the engine is a flag, too: --num_workers 2."""
 
-    If these are more than ``max_lines``, workers are left out; then as many nodes as it takes. Workers that wait for a
-    node share one line. The last line, about all of them, is always there.
-    """
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 1, 0, 0))  # it has to fit into 80 columns
-    for column in _COLUMNS:
-        table.add_column(column, justify="left" if column in _LEFT else "right", no_wrap=True)
-    nodes = by_node(workers)
-    waiting = nodes.pop("", [])
-    last = [_sum("-", f"{len(waiting)} more", "waiting", waiting, rates)] if waiting else []
-    last.append(_sum("all", str(len(workers)), _state_of_all(workers), workers, rates))
-    for line, is_sum in _fitting(nodes, rates, max_lines - len(last)):
-        table.add_row(*line, style="bold" if is_sum else None)
-    for line in last if max_lines > 1 else last[-1:]:
-        table.add_row(*line, style="bold" if line is last[-1] else "dim")
-    return table
+    config: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG")]
+    """File of engine settings, a gym_config.json, or the name of an environment."""
+    duration: float | None = None
+    """Seconds after which to stop; None runs until Ctrl-C."""
+    batch_size: int = 32
+    """Chunks per batch that is drawn while the stream runs."""
+    chunk_size: int = 8
+    """Steps per chunk."""
+    rate: float = 50.0
+    """Batches per second to draw; 0 draws none."""
+    watch: bool = False
+    """Show what every worker does, node by node."""
+    tensorboard: Path | None = None
+    """Folder for TensorBoard scalars of the stream and of every node."""
 
 
-def by_node(workers: Iterable[WorkerStats]) -> dict[str, list[WorkerStats]]:
-    """Return the workers by the name of their node, those that build their environment last; ``""`` if they wait."""
-    nodes: dict[str, list[WorkerStats]] = defaultdict(list)
-    for worker in sorted(workers, key=lambda worker: (worker.state != "running", worker.worker)):
-        nodes[worker.node if worker.state != "waiting" else ""].append(worker)
-    return dict(sorted(nodes.items()))
+def main(argv: Sequence[str]) -> int:
+    """Run the command and return its exit code."""
+    if HELP & set(argv):
+        return show_help(StreamArgs, "embodichain stream", argv)
+    args, flags = tyro.cli(StreamArgs, args=list(argv), prog="embodichain stream", return_unknown_args=True)
 
+    from embodichain.agents.engine import OnlineDataEngine
+    from embodichain.utils.console import shown_messages
 
-def mean_age(workers: Sequence[WorkerStats]) -> float:
-    """Return the mean age of the workers' episodes; 0 if there are none in the buffer."""
-    ages = [worker.mean_age_seconds for worker in workers if worker.mean_age_seconds > 0]
-    return sum(ages) / len(ages) if ages else 0.0
-
-
-def _fitting(nodes: Mapping[str, list[WorkerStats]], rates: Rates, room: int) -> list[tuple[Line, bool]]:
-    """Return as many lines about workers and nodes as there is room for, and which of them are sums."""
-    each: list[tuple[Line, bool]] = []
-    for node, members in nodes.items():
-        each += [(_line(worker, rates), False) for worker in members]
-        if len(nodes) > 1 and len(members) > 1:
-            each.append((_node(node, members, rates), True))
-    if len(each) <= room:
-        return each
-    shown = nodes if len(nodes) <= room else dict(list(nodes.items())[: max(room - 1, 0)])
-    lines = [(_node(node, members, rates), False) for node, members in shown.items()]
-    others = [worker for node, members in nodes.items() if node not in shown for worker in members]
-    if others and room > 0:
-        count = len(nodes) - len(shown)
-        lines.append((_sum(f"{count} more", f"all {len(others)}", _state_of_all(others), others, rates), False))
-    return lines
-
-
-def _line(worker: WorkerStats, rates: Rates) -> Line:
-    return _sum(worker.node, str(worker.worker), _state(worker), [worker], rates)
-
-
-def _node(node: str, members: Sequence[WorkerStats], rates: Rates) -> Line:
-    return _sum(node, f"all {len(members)}", _state_of_all(members), members, rates)
-
-
-def _sum(node: str, who: str, state: str, workers: Sequence[WorkerStats], rates: Rates) -> Line:
-    """Return a line about some workers; without rates and age if all of them wait."""
-    episodes, frames = (sum(rates.of_workers.get(w.worker, (0.0, 0.0))[i] for w in workers) for i in (0, 1))
-    at_work = any(worker.state != "waiting" for worker in workers)
-    return (
-        node if len(node) <= _NAME_LENGTH else f"…{node[1 - _NAME_LENGTH :]}",  # names differ at their ends
-        who,
-        state,
-        f"{sum(worker.episodes_written for worker in workers):,}",
-        f"{episodes:,.1f}" if at_work else "",
-        f"{frames:,.0f}" if at_work else "",
-        f"{age:.1f} s" if at_work and (age := mean_age(workers)) > 0 else "",
-        str(sum(worker.restarts for worker in workers)),
-    )
-
-
-def _state(worker: WorkerStats) -> str:
-    if worker.silent_seconds > _SILENT_SECONDS:
-        return f"silent {worker.silent_seconds:.0f} s"
-    return IDLE if worker.idle else worker.state
-
-
-def _state_of_all(workers: Sequence[WorkerStats]) -> str:
-    """Return what several workers are doing, in few words."""
-    running = [worker for worker in workers if worker.state == "running"]
-    silent = [worker.silent_seconds for worker in running if worker.silent_seconds > _SILENT_SECONDS]
-    if silent:
-        return f"{len(silent)} silent {max(silent):.0f} s"
-    if running and all(worker.idle for worker in running):
-        return IDLE
-    return f"{len(running)} of {len(workers)} running"
-
-
-# MERGED stream_log: The figures of a stream as scalars for TensorBoard.
-
-
-class StreamLog:
-    """Writes ``stream/...`` and ``nodes/NAME/...`` over seconds; rates are those since the moment before."""
-
-    def __init__(self, folder: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # takes a moment to import
-
-        self._writer = SummaryWriter(str(folder))
-
-    def write(self, moment: Moment) -> None:
-        """Write the figures of one moment."""
-        seconds = int(moment.seconds)
-        for name, value in asdict(moment.stats).items():
-            if value is not None:
-                self._writer.add_scalar(f"stream/{name}", value, seconds)
-        for node, members in by_node(moment.workers).items():
-            for name, value in node_scalars(members).items():
-                self._writer.add_scalar(f"nodes/{node or '(waiting)'}/{name}", value, seconds)
-
-    def close(self) -> None:
-        """Write what is left."""
-        self._writer.close()
-
-
-def node_scalars(members: Sequence[WorkerStats]) -> dict[str, float]:
-    """Return what is worth watching about a node: sums of rates, the longest silence, the mean age."""
-    return {
-        "episodes_per_second": sum(w.episodes_per_second for w in members),
-        "frames_per_second": sum(w.frames_per_second for w in members),
-        "silent_seconds": max(w.silent_seconds for w in members),
-        "mean_age_seconds": mean_age(members),
-        "restarts": float(sum(w.restarts for w in members)),
-        "workers": float(sum(w.state == "running" for w in members)),
-    }
-
-
-# MERGED stream_help: The help of commands that take the settings of a stream as flags besides their own.
-
-
-HELP = frozenset({"-h", "--help"})
-
-
-def show_help(command: type[Any], prog: str, argv: Sequence[str]) -> int:
-    """Print the options of a command and every setting of the engine, with the values of a config if one is given."""
-    from embodichain.agents.engine import OnlineDataEngineCfg
-    from embodichain.config.command_line import parse_overrides
-
-    given = [word for word in argv[:1] if not word.startswith("-")]
-    cfg = load_stream_config(given[0]) if given else OnlineDataEngineCfg()
-    with suppress(SystemExit):
-        tyro.cli(command, args=["--help"], prog=prog)
-    where = f"as {given[0]} has them" if given else "and their defaults, which CONFIG changes"
-    with suppress(SystemExit):
-        parse_overrides(cfg, ["--help"], prog=f"{prog} CONFIG", description=f"The settings of the engine, {where}.")
+    cfg = parse_overrides(load_stream_config(args.config), flags, prog="embodichain stream CONFIG")
+    with shown_messages(), OnlineDataEngine(cfg) as engine:
+        watch(engine, args, Console())
     return 0
 
 
-# MERGED files: Engine settings from a file, a ``gym_config.json`` or the mere name of an environment.
-
-
-_ENVS, _ROWS_PER_ENV = 8, 4
+# --- settings -----------------------------------------------------------------------------------------------------
 
 
 def load_stream_config(source: str | os.PathLike[str]) -> OnlineDataEngineCfg:
@@ -294,64 +98,38 @@ def _for_environment(gym_config: dict[str, Any]) -> OnlineDataEngineCfg:
     settings: dict[str, Any] = {"gym_config": gym_config, "buffer_size": max(16, _ROWS_PER_ENV * cfg.num_envs)}
     if cfg.id in {spec.id for spec in list_envs()}:
         settings["max_episode_steps"] = cfg.max_episode_steps
-    else:  # Gymnasium environments have no expert, and tell their time limit only when they are built
-        settings["action_config"] = {"source": "random"}
-        settings["max_episode_steps"] = 1000
+    else:  # Gymnasium environments have no expert, and their time limit is known only when they are built
+        settings |= {"action_config": {"source": "random"}, "max_episode_steps": 1000}
     return OnlineDataEngineCfg.from_dict(settings, source=str(gym_config.get("id")))
 
 
-@dataclass(frozen=True)
-class StreamArgs:
-    """Stream episodes and show what is going on. Every setting of the engine is a flag, too: --num_workers 2."""
-
-    config: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG")]
-    """File of engine settings, a gym_config.json, or the name of an environment."""
-    duration: float | None = None
-    """Seconds after which to stop; None goes on until Ctrl-C."""
-    batch_size: int = 32
-    """Chunks per batch that is drawn while the stream runs."""
-    chunk_size: int = 8
-    """Steps per chunk."""
-    rate: float = 50.0
-    """Batches per second to draw; 0 draws none."""
-    watch: bool = False
-    """Show what every worker does, node by node."""
-    tensorboard: Path | None = None
-    """Folder for TensorBoard scalars of the stream and of every node."""
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run the command and return its exit code."""
-    if HELP & set(argv):
-        return show_help(StreamArgs, "embodichain stream", argv)
-    args, flags = tyro.cli(StreamArgs, args=list(argv), prog="embodichain stream", return_unknown_args=True)
-
-    from rich.console import Console
-
-    from embodichain.agents.engine import OnlineDataEngine
-    from embodichain.config.command_line import parse_overrides
-    from embodichain.utils.console import shown_messages
-
-    cfg = parse_overrides(load_stream_config(args.config), flags, prog="embodichain stream CONFIG")
-    with shown_messages(), OnlineDataEngine(cfg) as engine:
-        watch(engine, args, Console())
+def show_help(command: type[Any], prog: str, argv: Sequence[str]) -> int:
+    """Print the options of a command and every setting of the engine, with the values of a config if one is given."""
+    given = [word for word in argv[:1] if not word.startswith("-")]
+    cfg = load_stream_config(given[0]) if given else OnlineDataEngineCfg()
+    with suppress(SystemExit):
+        tyro.cli(command, args=["--help"], prog=prog)
+    where = f"as {given[0]} has them" if given else "and their defaults, which CONFIG changes"
+    with suppress(SystemExit):
+        parse_overrides(cfg, ["--help"], prog=f"{prog} CONFIG", description=f"The settings of the engine, {where}.")
     return 0
 
 
-def watch(engine: OnlineDataEngine, args: StreamArgs, console: Console) -> None:
-    """Draw from a stream and show what is going on until it is time to end; then tell how the whole run was."""
-    from rich.live import Live
+# --- the command --------------------------------------------------------------------------------------------------
 
+
+def watch(engine: OnlineDataEngine, args: StreamArgs, console: Console) -> None:
+    """Draw from a stream and show its figures until the duration is over; then show those of the whole run."""
     began = time.monotonic()
     log = None if args.tensorboard is None else StreamLog(args.tensorboard)
-    now = _look(engine, args, 0.0)
+    now = _snapshot(engine, args, 0.0)
     history = History(now)
     screen = Live(view(now, history, args, console), console=console, transient=True)
     try:
         with screen if console.is_terminal else nullcontext():
             while args.duration is None or time.monotonic() - began < args.duration:
                 _draw(engine, args, seconds=1.0 if args.watch else 0.5)
-                now = _look(engine, args, time.monotonic() - began)
+                now = _snapshot(engine, args, time.monotonic() - began)
                 history.add(now)
                 screen.update(view(now, history, args, console))
                 if log is not None:
@@ -364,27 +142,37 @@ def watch(engine: OnlineDataEngine, args: StreamArgs, console: Console) -> None:
     console.print(view(now, history, args, None))
 
 
-def view(now: Moment, history: History, args: StreamArgs, screen: Console | None) -> Group:
-    """Return what is going on as tables that fit a screen; without one, the whole run as tables of any height."""
-    from rich.console import Group
-    from rich.text import Text
+def _draw(engine: OnlineDataEngine, args: StreamArgs, seconds: float) -> None:
+    """Draw batches for some time, at the rate that was asked for."""
+    begin, drawn = time.monotonic(), 0
+    while (spent := time.monotonic() - begin) < seconds:
+        if drawn < spent * args.rate:
+            engine.sample_batch(args.batch_size, args.chunk_size, reuse_outputs=True)
+            drawn += 1
+        else:
+            time.sleep(0.001)
 
+
+def _snapshot(engine: OnlineDataEngine, args: StreamArgs, seconds: float) -> Snapshot:
+    workers = engine.worker_stats() if args.watch or args.tensorboard is not None else ()
+    return Snapshot(seconds, engine.stats(), workers)
+
+
+def view(now: Snapshot, history: History, args: StreamArgs, screen: Console | None) -> Group:
+    """Return the figures as tables that fit a screen; without one, those of the whole run as tables of any height."""
     rates = history.whole() if screen is None else history.recent()
     when = "the whole run" if screen is None else f"the last {min(WINDOW_SECONDS, now.seconds):.0f} s"
     title = Text(f"stream, {now.seconds:.0f} s since the first fill (rates: mean of {when})", style="italic")
-    above = summary(now, rates)
+    above = summary(now.stats, rates)
     if not args.watch:
         return Group(title, above)
     used = 1 + above.row_count + 1 + 1 + 1 + 1  # title, summary and its head, a blank line, a head, the cursor
-    room = MAX_LINES if screen is None else max(screen.size.height - used, 1)
-    return Group(title, above, Text(), worker_table(now.workers, rates, room))
+    max_lines = MAX_LINES if screen is None else max(screen.size.height - used, 1)
+    return Group(title, above, Text(), worker_table(now.workers, rates, max_lines))
 
 
-def summary(now: Moment, rates: Rates) -> Table:
+def summary(stats: StreamStats, rates: Rates) -> Table:
     """Return the figures of a stream."""
-    from rich.table import Table
-
-    stats = now.stats
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("", "total", "per s"):
         table.add_column(column, justify="right" if column else "left", no_wrap=True)
@@ -401,18 +189,182 @@ def summary(now: Moment, rates: Rates) -> Table:
     return table
 
 
-def _look(engine: OnlineDataEngine, args: StreamArgs, seconds: float) -> Moment:
-    """Return what is going on."""
-    workers = engine.worker_stats() if args.watch or args.tensorboard is not None else ()
-    return Moment(seconds, engine.stats(), workers)
+# --- rates --------------------------------------------------------------------------------------------------------
 
 
-def _draw(engine: OnlineDataEngine, args: StreamArgs, seconds: float) -> None:
-    """Draw batches at the rate that was asked for, for a moment."""
-    begin, drawn = time.monotonic(), 0
-    while (spent := time.monotonic() - begin) < seconds:
-        if drawn < spent * args.rate:
-            engine.sample_batch(args.batch_size, args.chunk_size, reuse_outputs=True)
-            drawn += 1
-        else:
-            time.sleep(0.001)
+@dataclass(frozen=True)
+class Snapshot:
+    """The figures of a stream some seconds after its beginning."""
+
+    seconds: float
+    stats: StreamStats
+    workers: Sequence[WorkerStats] = ()
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Means per second, over a number of seconds."""
+
+    seconds: float
+    episodes: float
+    frames: float
+    samples: float
+    of_workers: Mapping[int, tuple[float, float]]
+    """Episodes and simulated steps of each worker, by its index."""
+
+    @classmethod
+    def between(cls, first: Snapshot, last: Snapshot) -> Rates:
+        """Return the means between two snapshots."""
+        seconds = last.seconds - first.seconds
+
+        def rate(name: str, before: Any, after: Any) -> float:
+            return (getattr(after, name) - getattr(before, name)) / seconds if seconds > 0 else 0.0
+
+        names = ("episodes_written", "frames", "samples")
+        episodes, frames, samples = (rate(name, first.stats, last.stats) for name in names)
+        former = {worker.worker: worker for worker in first.workers}
+        pairs = [(former[worker.worker], worker) for worker in last.workers if worker.worker in former]
+        of_workers = {w.worker: (rate("episodes_written", f, w), rate("frames", f, w)) for f, w in pairs}
+        return cls(seconds, episodes, frames, samples, of_workers)
+
+
+class History:
+    """Snapshots of a stream: the first one, and those of the last ``WINDOW_SECONDS``."""
+
+    def __init__(self, first: Snapshot) -> None:
+        self._first = first
+        self._recent = deque([first])
+
+    def add(self, snapshot: Snapshot) -> None:
+        """Keep a snapshot, and drop those that are too old."""
+        self._recent.append(snapshot)
+        while snapshot.seconds - self._recent[1].seconds >= WINDOW_SECONDS:
+            self._recent.popleft()
+
+    def recent(self) -> Rates:
+        """Return the rates of the last seconds."""
+        return Rates.between(self._recent[0], self._recent[-1])
+
+    def whole(self) -> Rates:
+        """Return the rates since the beginning."""
+        return Rates.between(self._first, self._recent[-1])
+
+
+# --- workers ------------------------------------------------------------------------------------------------------
+
+
+def worker_table(workers: Sequence[WorkerStats], rates: Rates, max_lines: int = MAX_LINES) -> Table:
+    """Return a line for each worker, for each node with several of them, and for all.
+
+    If these are more than ``max_lines``, workers are left out; then as many nodes as it takes. Workers that wait for a
+    node share one line. The last line, about all of them, is always there.
+    """
+    table = Table(box=None, padding=(0, 1, 0, 0))  # it has to fit into 80 columns
+    for column in _COLUMNS:
+        table.add_column(column, justify="left" if column in _LEFT else "right", no_wrap=True)
+    nodes = by_node(workers)
+    waiting = nodes.pop("", [])
+    last = [_line("-", f"{len(waiting)} more", "waiting", waiting, rates)] if waiting else []
+    last.append(_line("all", str(len(workers)), _common_state(workers), workers, rates))
+    for line, is_sum in _fitting(nodes, rates, max_lines - len(last)):
+        table.add_row(*line, style="bold" if is_sum else None)
+    for line in last if max_lines > 1 else last[-1:]:
+        table.add_row(*line, style="bold" if line is last[-1] else "dim")
+    return table
+
+
+def by_node(workers: Iterable[WorkerStats]) -> dict[str, list[WorkerStats]]:
+    """Return the workers by the name of their node, those that build their environment last; ``""`` if they wait."""
+    nodes: dict[str, list[WorkerStats]] = defaultdict(list)
+    for worker in sorted(workers, key=lambda worker: (worker.state != "running", worker.worker)):
+        nodes[worker.node if worker.state != "waiting" else ""].append(worker)
+    return dict(sorted(nodes.items()))
+
+
+def mean_age(workers: Sequence[WorkerStats]) -> float:
+    """Return the mean age of the workers' episodes; 0 if there are none in the buffer."""
+    ages = [worker.mean_age_seconds for worker in workers if worker.mean_age_seconds > 0]
+    return sum(ages) / len(ages) if ages else 0.0
+
+
+def _fitting(nodes: Mapping[str, list[WorkerStats]], rates: Rates, max_lines: int) -> list[tuple[Line, bool]]:
+    """Return at most ``max_lines`` lines about workers and nodes, and which of them are sums."""
+
+    def node_line(node: str, members: Sequence[WorkerStats]) -> Line:
+        return _line(node, f"all {len(members)}", _common_state(members), members, rates)
+
+    each: list[tuple[Line, bool]] = []
+    for node, members in nodes.items():
+        each += [(_line(w.node, str(w.worker), _state(w), [w], rates), False) for w in members]
+        if len(nodes) > 1 and len(members) > 1:
+            each.append((node_line(node, members), True))
+    if len(each) <= max_lines:
+        return each
+    shown = nodes if len(nodes) <= max_lines else dict(list(nodes.items())[: max(max_lines - 1, 0)])
+    lines = [(node_line(node, members), False) for node, members in shown.items()]
+    others = [worker for node, members in nodes.items() if node not in shown for worker in members]
+    if others and max_lines > 0:
+        lines.append((node_line(f"{len(nodes) - len(shown)} more", others), False))
+    return lines
+
+
+def _line(node: str, who: str, state: str, workers: Sequence[WorkerStats], rates: Rates) -> Line:
+    """Return a line about some workers; without rates and age if all of them wait."""
+    episodes, frames = (sum(rates.of_workers.get(w.worker, (0.0, 0.0))[i] for w in workers) for i in (0, 1))
+    at_work = any(worker.state != "waiting" for worker in workers)
+    return (
+        node if len(node) <= _NAME_LENGTH else f"…{node[1 - _NAME_LENGTH :]}",  # names differ at their ends
+        who,
+        state,
+        f"{sum(worker.episodes_written for worker in workers):,}",
+        f"{episodes:,.1f}" if at_work else "",
+        f"{frames:,.0f}" if at_work else "",
+        f"{age:.1f} s" if at_work and (age := mean_age(workers)) > 0 else "",
+        str(sum(worker.restarts for worker in workers)),
+    )
+
+
+def _state(worker: WorkerStats) -> str:
+    if worker.silent_seconds > _SILENT_SECONDS:
+        return f"silent {worker.silent_seconds:.0f} s"
+    return IDLE if worker.idle else worker.state
+
+
+def _common_state(workers: Sequence[WorkerStats]) -> str:
+    """Return what several workers are doing, in few words."""
+    running = [worker for worker in workers if worker.state == "running"]
+    silent = [worker.silent_seconds for worker in running if worker.silent_seconds > _SILENT_SECONDS]
+    if silent:
+        return f"{len(silent)} silent {max(silent):.0f} s"
+    if running and all(worker.idle for worker in running):
+        return IDLE
+    return f"{len(running)} of {len(workers)} running"
+
+
+class StreamLog:
+    """Writes TensorBoard scalars ``stream/...`` and ``nodes/NAME/...`` over seconds, with rates since the last ones."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # takes a second to import
+
+        self._writer = SummaryWriter(str(folder))
+
+    def write(self, snapshot: Snapshot) -> None:
+        """Write the figures of one snapshot."""
+        scalars = {f"stream/{name}": value for name, value in asdict(snapshot.stats).items() if value is not None}
+        for node, members in by_node(snapshot.workers).items():
+            figures = {
+                "episodes_per_second": sum(w.episodes_per_second for w in members),
+                "frames_per_second": sum(w.frames_per_second for w in members),
+                "silent_seconds": max(w.silent_seconds for w in members),
+                "mean_age_seconds": mean_age(members),
+                "restarts": sum(w.restarts for w in members),
+                "workers": sum(w.state == "running" for w in members),
+            }
+            scalars |= {f"nodes/{node or '(waiting)'}/{name}": value for name, value in figures.items()}
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, int(snapshot.seconds))
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._writer.close()

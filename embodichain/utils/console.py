@@ -1,4 +1,4 @@
-"""What a command says besides its results: the log of this package, and as little as possible of Ray's."""
+"""What commands have in common: the log of this package on the terminal, and checks of their options."""
 
 from __future__ import annotations
 
@@ -7,12 +7,20 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from embodichain.errors import ConfigError
+
 _DUMPS = {"RAY_DEDUP_LOGS_SKIP_REGEX": "^(Raylet is terminated|The node with node id|A worker died or was killed)"}
-"""Ray's own switch for lines that are not to be printed. When a node or a worker dies it prints up to 40 of them, which
-say nothing that the log here does not say."""
+"""Ray's switch for lines that are not to be printed: up to 40 when a node or a worker dies, which the log reports."""
+
+
+def check_counts(counts: Mapping[str, int | None], *problems: str) -> None:
+    """Raise ``ConfigError`` for options below 1, and for other problems of a command line."""
+    wrong = [f"{name}: expected at least 1, got {n}" for name, n in counts.items() if n is not None and n < 1]
+    if wrong or problems:
+        raise ConfigError([*wrong, *problems], "command line")
 
 
 @contextmanager
@@ -37,7 +45,7 @@ def shown_messages(rank: int = 0) -> Iterator[None]:
 
 
 class _TerminalHandler(logging.Handler):
-    """Prints to whatever ``sys.stderr`` is at that moment: a bar or a table that is shown there takes it over."""
+    """Prints to what ``sys.stderr`` is at the time: a progress bar or a live table replaces it."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(logging.WARNING if rank else logging.INFO)
@@ -47,14 +55,14 @@ class _TerminalHandler(logging.Handler):
         """Print a message; on a terminal its first line is broken between words."""
         try:
             self._print(record)
-        except Exception:  # noqa: BLE001 - a message that cannot be printed must not end what it tells of
+        except Exception:  # noqa: BLE001 - a message that cannot be printed must not end the program
             self.handleError(record)
 
     def _print(self, record: logging.LogRecord) -> None:
-        who = f"rank {self._rank}: " if self._rank else ""
+        origin = f"rank {self._rank}: " if self._rank else ""
         kind = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
         first, *rest = self.format(record).rstrip().split("\n")
-        text = f"{who}{kind}{first}"
+        text = f"{origin}{kind}{first}"
         if sys.stderr.isatty():
             text = textwrap.fill(text, shutil.get_terminal_size().columns - 1, subsequent_indent="  ")
         print(text, *rest, sep="\n", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""How many threads torch gets for learning; collecting has a number of its own."""
+"""How many threads torch uses: small networks are several times faster on one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-# MERGED threads: Thread counts: small networks are several times faster on one thread.
+WORK_PER_THREAD = 8_000_000
+"""Multiplications of one forward pass over a minibatch that make another thread worth waiting for."""
 
 
 @contextmanager
@@ -25,15 +26,11 @@ def torch_threads(count: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-WORK_PER_THREAD = 8_000_000
-"""Multiplications of one forward pass over a minibatch that make another thread worth waiting for."""
-
-
 def update_threads(policy: nn.Module, batch_size: int) -> int | None:
     """Return how many of torch's threads a minibatch is enough work for, ``None`` for all of them.
 
-    Threads wait for each other after every operation: on small networks, and on machines that do something else
-    besides, that costs many times the work itself.
+    Threads wait for each other after every operation: on small networks, and on busy machines, that costs many times
+    the work itself.
     """
     if any(isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) for module in policy.modules()):
         return None

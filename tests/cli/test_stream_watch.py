@@ -15,8 +15,8 @@ from embodichain.cli.stream import (
     IDLE,
     WINDOW_SECONDS,
     History,
-    Moment,
     Rates,
+    Snapshot,
     StreamArgs,
     StreamLog,
     view,
@@ -109,15 +109,15 @@ def test_long_names_are_told_apart_by_their_ends() -> None:
 # --- rates --------------------------------------------------------------------------------------------------------
 
 
-def moment(seconds: float, episodes: int) -> Moment:
+def snapshot(seconds: float, episodes: int) -> Snapshot:
     stats = replace(STATS, episodes_written=episodes, frames=60 * episodes, samples=10 * episodes)
-    return Moment(seconds, stats, [at_work(0, "box", episodes_written=episodes, frames=60 * episodes)])
+    return Snapshot(seconds, stats, [at_work(0, "box", episodes_written=episodes, frames=60 * episodes)])
 
 
 def test_rates_are_means_over_several_bursts() -> None:
-    history = History(moment(0.0, 128))
+    history = History(snapshot(0.0, 128))
     for second in range(1, 101):  # 120 episodes at once, every ten seconds
-        history.add(moment(float(second), 128 + 120 * (second // 10)))
+        history.add(snapshot(float(second), 128 + 120 * (second // 10)))
         if second >= WINDOW_SECONDS:
             assert 8.0 <= history.recent().episodes <= 16.0
             assert history.recent().seconds <= WINDOW_SECONDS + 1
@@ -129,8 +129,8 @@ def test_rates_are_means_over_several_bursts() -> None:
 
 def test_the_screen_is_never_too_small_and_the_end_tells_of_the_whole_run() -> None:
     args = StreamArgs("ReachRL", watch=True)
-    history = History(Moment(0.0, replace(STATS, episodes_written=40, frames=0, samples=0), workers(17)))
-    now = Moment(60.0, STATS, workers(17))
+    history = History(Snapshot(0.0, replace(STATS, episodes_written=40, frames=0, samples=0), workers(17)))
+    now = Snapshot(60.0, STATS, workers(17))
     history.add(now)
     for height in (10, 12, 24, 40):
         lines = printed(view(now, history, args, Console(file=io.StringIO(), width=80, height=height)))
@@ -144,7 +144,7 @@ def test_the_screen_is_never_too_small_and_the_end_tells_of_the_whole_run() -> N
 
 def test_scalars_are_written_for_the_stream_and_for_nodes(tmp_path: Path) -> None:
     log = StreamLog(tmp_path)
-    log.write(Moment(3.2, STATS, workers(4)))
+    log.write(Snapshot(3.2, STATS, workers(4)))
     log.close()
     events = EventAccumulator(str(tmp_path)).Reload()
     assert events.Scalars("stream/episodes_per_second")[0].value == 9.0
