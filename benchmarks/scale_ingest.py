@@ -26,9 +26,7 @@ class Sender:
     def __init__(self, cfg: dict[str, Any], episodes: int) -> None:
         worker = StreamWorker({"sys_path": [], "worker": 0, "incarnation": 0, "cfg": cfg})
         self._layout = worker.open()["layout"]
-        batch = worker.work(episodes, 600.0)
-        assert isinstance(batch, EpisodeBatch)
-        self._batch = batch
+        self._batch: EpisodeBatch = worker.work(episodes, 600.0)["batch"]
 
     def layout(self) -> Any:
         """Return what frames look like."""

@@ -17,7 +17,7 @@ from stream_envs import stream_settings
 from embodichain.agents.engine import OnlineDataEngine, OnlineDataEngineCfg, ray_workers
 from embodichain.agents.engine.ray_workers import StreamWorker
 from embodichain.agents.processes.pool import restart_delay
-from embodichain.agents.rl.collector.backends.ray import StoredWeights
+from embodichain.agents.rl.collector.backends.ray import RayBackend
 from embodichain.errors import CollectorError, WorkerError
 from tests.agents.rl.async_cases import NUM_STEPS, make_env, make_learner
 from tests.scale.test_ray_rl import learn, ray_collector
@@ -71,7 +71,7 @@ def test_a_replacement_that_cannot_open_is_counted_and_told_while_others_work(
     with collector:
         pool = collector._backend
         learn_until(algorithm, collector, lambda: pool.num_workers == 2)
-        os.kill(pool._workers[0].pid, signal.SIGKILL)
+        os.kill(next(worker.pid for worker in pool._pool.workers if worker.index == 0), signal.SIGKILL)
         learn_until(algorithm, collector, lambda: pool.restarts == 2)
         words = r"(?s)worker 0 raised ValueError: process 4 has no simulator, after 2 rep.*In the worker:.*Traceback"
         with pytest.raises(CollectorError, match=words) as raised:
@@ -108,18 +108,19 @@ def test_in_lockstep_a_replacement_gets_the_weights_of_its_request(
     import ray
 
     lag, rollouts, lost = 2, 12, []
-    stored = StoredWeights.stored
+    stored = RayBackend._stored_weights
 
     def lose() -> None:
         raise OSError("the object is lost")
 
-    def lose_one(weights: StoredWeights, snapshot: Any) -> Any:
-        if snapshot.version == rollouts - 4 and not lost:
-            lost.append(snapshot.version)
-            return ray.remote(num_cpus=0)(lose).remote()
-        return stored(weights, snapshot)
+    def lose_one(backend: RayBackend, version: int) -> Any:
+        weights, data = stored(backend, version)
+        if version == rollouts - 4 and not lost:
+            lost.append(version)
+            data = ray.remote(num_cpus=0)(lose).remote()
+        return weights, data
 
-    monkeypatch.setattr(StoredWeights, "stored", lose_one)
+    monkeypatch.setattr(RayBackend, "_stored_weights", lose_one)
     algorithm = make_learner()
     killed = make_env(trouble="kill", at=3 * NUM_STEPS + 2, mark=str(tmp_path / "killed"))
     collector = ray_collector(algorithm, cluster, killed, max_policy_lag=lag, adopt="lockstep")
@@ -127,7 +128,7 @@ def test_in_lockstep_a_replacement_gets_the_weights_of_its_request(
         stamps = [int(rollout["policy_version"].unique()) for rollout in learn(algorithm, collector, rollouts)]
         pool = collector._backend
         assert pool.restarts == 2
-        assert len(pool._weights) <= lag + 2
+        assert len(pool._stored) <= len(pool._snapshots) <= lag + 2
     assert stamps == [max(0, number - lag) for number in range(rollouts)]
     assert "worker process has died" in caplog.text
     assert "the object is lost" in caplog.text

@@ -21,7 +21,6 @@ from embodichain.agents.rl.checkpoint import find_checkpoint, load_checkpoint
 from embodichain.agents.rl.collector import AsyncCfg, SyncCollector
 from embodichain.agents.rl.collector.backends.ray import choose, in_time
 from embodichain.agents.rl.config import TrainCfg
-from embodichain.agents.rl.train import resume_training
 from embodichain.errors import ConfigError
 from tests.agents.rl.async_cases import NUM_STEPS, make_collector, make_env, make_learner
 
@@ -143,7 +142,7 @@ def test_a_killed_node_costs_what_is_in_flight_and_is_taken_back(cluster: Any) -
                 assert time.monotonic() < deadline, "waited in vain"
 
         def at_work() -> int:
-            return sum(worker.ready for worker in list(pool._workers.values()))
+            return int(pool.num_workers)
 
         go_on(lambda: at_work() == 2)
         cluster.kill()
@@ -162,7 +161,7 @@ def test_a_slow_worker_does_not_hold_up_the_other(cluster: Any, tmp_path: Any) -
     with collector:
         pool = collector._backend
         deadline = time.monotonic() + 60
-        while not all(worker.ready for worker in list(pool._workers.values())) or len(pool._workers) < 2:
+        while pool.num_workers < 2:
             learn(algorithm, collector, 1)
             assert time.monotonic() < deadline
         began = time.monotonic()
@@ -176,23 +175,13 @@ def test_the_name_of_a_worker_will_do_in_a_config() -> None:
     assert cfg.trainer.collector == AsyncCfg(worker="ray")
 
 
-def end_learner(cluster: Any, folder: Path, number: signal.Signals) -> int:
-    """Send a signal to a learner with two workers, once both were heard; return its exit code."""
-    trainer = {
-        "gym_config": {"id": "CartPoleRL", "num_envs": 8},
-        "buffer_size": 16,
-        "iterations": 100_000,
-        "save_freq": 128 * 5,
-        "enable_eval": False,
-        "run_dir": str(folder / "run"),
-        "collector": {"worker": "ray", "address": cluster.address, "max_policy_lag": 2, "num_workers": 2},
-    }
-    config = folder / "train.json"
-    config.write_text(json.dumps({"trainer": trainer}))
-    command = [sys.executable, "-m", "embodichain", "train", str(config)]
+def run_learner(folder: Path, number: signal.Signals, *arguments: str) -> int:
+    """Send a signal to a learner, once both of its workers were at work and it has saved; return its exit code."""
+    before = len(metrics(folder))
+    command = [sys.executable, "-m", "embodichain", "train", *arguments]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as learner:
         deadline = time.monotonic() + 90
-        while not saved_with_both_workers(folder / "run"):
+        while not any(line.get("async/workers") == 2 for line in metrics(folder)[before:]) or not saved(folder):
             assert learner.poll() is None, learner.stderr and learner.stderr.read()
             assert time.monotonic() < deadline, "no checkpoint"
             time.sleep(0.1)
@@ -201,28 +190,43 @@ def end_learner(cluster: Any, folder: Path, number: signal.Signals) -> int:
     return learner.returncode
 
 
-def test_a_learner_that_is_asked_to_end_saves_itself_first(cluster: Any, tmp_path: Path) -> None:
-    """SIGTERM is what a scheduler sends; Ray has a handler of its own, which would end the program there and then."""
-    assert end_learner(cluster, tmp_path, signal.SIGTERM) == 130  # interrupted, and saved
-    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
-    saved = load_checkpoint(find_checkpoint(tmp_path / "run", "latest"))["trainer"]
-    assert saved["global_step"] == last["step"]
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    file = folder / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def saved(folder: Path) -> bool:
+    return bool(list((folder / "checkpoints").glob("step_*[1-9]*")))
 
 
 def test_workers_end_with_a_learner_that_is_killed_and_a_resumed_run_starts_new_ones(
     cluster: Any, tmp_path: Path
 ) -> None:
+    """At last it gets a SIGTERM, as from a scheduler: Ray's own handler would end the program before it has saved."""
     import ray
 
-    end_learner(cluster, tmp_path, signal.SIGKILL)
-    reached = load_checkpoint(find_checkpoint(tmp_path / "run", "latest"))["trainer"]["iteration"]
+    run, config = tmp_path / "run", tmp_path / "train.json"
+    trainer = {
+        "gym_config": {"id": "CartPoleRL", "num_envs": 8},
+        "buffer_size": 16,
+        "iterations": 100_000,
+        "save_freq": 128 * 5,
+        "enable_eval": False,
+        "run_dir": str(run),
+        "collector": {"worker": "ray", "address": cluster.address, "max_policy_lag": 2, "num_workers": 2},
+    }
+    config.write_text(json.dumps({"trainer": trainer}))
+    assert run_learner(run, signal.SIGKILL, str(config)) == -signal.SIGKILL
+    reached = load_checkpoint(find_checkpoint(run, "latest"))["trainer"]["global_step"]
     connection = RayCluster(cluster.address, 1, PlacementCfg())
     try:
         wait_until(lambda: ray.available_resources().get("CPU") == 2.0)  # Ray ended them, and nothing is set aside
     finally:
         connection.close()
-    done = resume_training(tmp_path / "run", ["--trainer.iterations", str(reached + 3)])
-    assert done.iteration == reached + 3
+    assert run_learner(run, signal.SIGTERM, "--resume", str(run)) == 130  # interrupted, and saved
+    end = load_checkpoint(find_checkpoint(run, "latest"))["trainer"]["global_step"]
+    assert end == metrics(run)[-1]["step"] > reached
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
@@ -230,11 +234,3 @@ def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.1)
-
-
-def saved_with_both_workers(run: Path) -> bool:
-    """Tell whether there is a checkpoint, and both workers have been at work."""
-    metrics = run / "metrics.jsonl"
-    lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
-    both = any(json.loads(line).get("async/workers") == 2 for line in lines if line.endswith("\n"))
-    return both and bool(list((run / "checkpoints").glob("step_*[1-9]*")))

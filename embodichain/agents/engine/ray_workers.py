@@ -6,7 +6,7 @@ work to the others, and no row grows old because its worker is gone.
 
 from __future__ import annotations
 
-import collections
+import functools
 import math
 import sys
 import time
@@ -26,19 +26,10 @@ from embodichain.agents.engine.shared_buffer import WORK_WORDS, Ints, SharedBuff
 from embodichain.agents.engine.sources import open_source
 from embodichain.agents.engine.worker import Selection
 from embodichain.agents.processes.failure import FailureReport
-from embodichain.agents.processes.pool import HangDetector, Heartbeat, WorkerHandle
-from embodichain.agents.processes.ray_backend import (
-    ActorHandle,
-    NodeNames,
-    RayCluster,
-    error_text,
-    is_unreachable,
-    load_ray,
-    location_of_actor,
-    wait_for_answers,
-)
+from embodichain.agents.processes.pool import WorkerHandle
+from embodichain.agents.processes.ray_backend import ActorHandle, ActorPool, location_of_actor
 from embodichain.agents.processes.shared_memory import tensor_of
-from embodichain.errors import ClusterError, EngineStateError
+from embodichain.errors import EngineStateError
 from embodichain.utils.tensor_tree import BlockLayout
 
 MAX_BATCH_BYTES = 64 << 20
@@ -69,7 +60,7 @@ class StreamWorker:
 
     def locate(self) -> dict[str, Any]:
         """Return where the worker runs."""
-        return {"event": "located", **location_of_actor()}
+        return location_of_actor()
 
     def open(self) -> dict[str, Any]:
         """Build the environment and return what its frames look like."""
@@ -85,7 +76,7 @@ class StreamWorker:
         except Exception as error:  # noqa: BLE001 - whatever it is, the engine reports it
             return self._failed(error)
 
-    def work(self, episodes: int, seconds: float) -> EpisodeBatch | dict[str, Any]:
+    def work(self, episodes: int, seconds: float) -> dict[str, Any]:
         """Simulate until there are so many episodes to send, or for so long; return those that are finished."""
         source, batch, wanted = self._source, self._batch, self._wanted
         if source is None or batch is None or wanted is None:
@@ -96,7 +87,7 @@ class StreamWorker:
                 for episode in source.advance():
                     if wanted.takes(episode):
                         batch.add(episode)
-            return batch.take()
+            return {"event": "episodes", "batch": batch.take()}
         except Exception as error:  # noqa: BLE001 - whatever it is, the engine reports it
             return self._failed(error)
 
@@ -107,156 +98,69 @@ class StreamWorker:
         return {"event": "failed", "report": FailureReport.of_exception(self._index, error).to_json()}
 
 
-class RayWorker(ActorHandle):
-    """One worker in the cluster, seen from the engine."""
-
-    def __init__(self, pool: RayPool, index: int, incarnation: int, actor: Any) -> None:
-        super().__init__(index, actor)
-        self.incarnation = incarnation
-        self.started, self.joined = math.inf, 0.0
-        self.heartbeat = Heartbeat()
-        self.requests: collections.deque[tuple[Any, int]] = collections.deque()
-        """Answers that are awaited, and the number of episodes that each was asked for."""
-        self._pool = pool
-
-    def ask(self, answer: Any, episodes: int = 0) -> None:
-        """Await an answer."""
-        self.requests.append((answer, episodes))
-
-    def located(self, message: dict[str, Any]) -> None:
-        """Note where the worker runs, and let it build its environment unless it has one."""
-        self.locate(message, self._pool.nodes)
-        if not self.joined:
-            self.started = time.monotonic()
-            self.ask(self.actor.open.remote())
-
-    def ask_again(self) -> None:
-        """Ask a worker that cannot be reached where it is; what it was asked for before is given up."""
-        self.unreachable = True
-        self.requests.clear()
-        self.ask(self.actor.locate.remote())
-
-    def wait(self, seconds: float) -> bool:
-        """Do nothing: a worker has nothing to finish."""
-        return False
-
-    def kill(self) -> None:
-        """End it, now."""
-        self.requests.clear()
-        self._pool.forget(self)
-        super().kill()
-
-
-class RayPool:
+class RayPool(ActorPool[ActorHandle]):
     """Starts workers in a cluster, asks them for episodes as the refill policy wants, and writes these."""
 
     def __init__(self, cfg: OnlineDataEngineCfg) -> None:
-        self._hangs = HangDetector(cfg.start_timeout, cfg.worker_timeout)
-        self._cluster = RayCluster(cfg.address, cfg.num_workers, cfg.placement)
-        self._cfg = cfg
-        self._job_cfg = _worker_cfg(cfg)
-        self._actor = load_ray().remote(StreamWorker).options(**cfg.placement.actor_options())
-        self._workers: collections.deque[RayWorker] = collections.deque()
+        super().__init__(StreamWorker, ActorHandle, cfg, cfg.worker_timeout)
+        self._settings = _worker_settings(cfg)
+        self._make_refill = functools.partial(make_refill, cfg)
         self._buffer: SharedBuffer | None = None
         self._refill: RefillPolicy | None = None
         self._row = 0
-        self.nodes = NodeNames()
-        self._began, self._had_room = time.monotonic(), False
+        self._requested: dict[Any, int] = {}
+        """Numbers of episodes that were asked for, by the answers that will bring them."""
 
     def start(self, index: int, incarnation: int) -> WorkerHandle:
-        """Ask for a worker; it waits in the cluster until a node has room for it."""
-        job = {"sys_path": sys.path, "worker": index, "incarnation": incarnation, "cfg": self._job_cfg}
-        worker = RayWorker(self, index, incarnation, self._actor.remote(job))
-        worker.ask(worker.actor.locate.remote())
-        self._workers.append(worker)
-        return worker
+        """Ask for a worker."""
+        job = {"sys_path": sys.path, "worker": index, "incarnation": incarnation, "cfg": self._settings}
+        return self.launch(index, incarnation, job)
 
     def share(self, worker: WorkerHandle, buffer: SharedBuffer) -> None:
         """Write what the worker sends into this buffer from now on."""
         worker.joined = time.monotonic()
         worker.heartbeat.beat(busy=False)
         if self._buffer is None:
-            self._buffer, self._refill = buffer, make_refill(self._cfg, buffer, None)
+            self._buffer, self._refill = buffer, self._make_refill(buffer, None)
 
     def poll(self, seconds: float) -> Iterator[tuple[WorkerHandle, str, Any]]:
-        """Ask for what is due, wait a moment, write what came, and return other messages of workers."""
-        if not RayCluster.is_alive():
-            raise EngineStateError("Ray was shut down while the engine was running")
-        try:
-            yield from self._poll(seconds)
-            self._hangs.look()
-            for worker in list(self._workers):
-                if report := self._hangs.check(worker):
-                    yield worker, "failed", report
-        except (OSError, load_ray().exceptions.RayError) as error:  # those of single answers are dealt with there
-            raise ClusterError(
-                f"the connection with the Ray cluster is lost ({error_text(error)}): the node of this machine or the "
-                "head is gone. See 'ray status'"
-            ) from error
-
-    def forget(self, worker: WorkerHandle) -> None:
-        """Listen to a worker no more."""
-        self._workers = collections.deque(other for other in self._workers if other is not worker)
-
-    def stop(self, seconds: float) -> None:
-        """End the workers and leave the cluster; a Ray that was started here ends, and nothing of it is left here."""
-        for worker in list(self._workers):
-            worker.kill()
-        del self._actor
-        self._cluster.close()
-
-    # --- requests -------------------------------------------------------------------------------------------------
-
-    def _poll(self, seconds: float) -> Iterator[tuple[WorkerHandle, str, Any]]:
-        if not self._had_room and time.monotonic() - self._began > self._cfg.start_timeout:
-            raise self._cfg.placement.no_room(self._cfg.start_timeout)
+        """Ask for what is due, wait for answers, and write the episodes in them; return ``layout`` and ``failed``."""
         self._ask_for_episodes()
-        awaited = {worker.requests[0][0]: worker for worker in self._workers if worker.requests}
-        for _, worker, answer in wait_for_answers(awaited, seconds if awaited else _IDLE_SECONDS):
-            if worker in self._workers:
-                yield from self._take(worker, answer)
+        is_waiting = any(worker.calls for worker in self.workers)
+        for worker, kind, content in self.answers(seconds if is_waiting else _IDLE_SECONDS):
+            if kind == "located" and not worker.joined:
+                worker.calls.append(worker.actor.open.remote())
+            elif kind == "episodes":
+                self._write(worker, content["batch"])
+            elif kind == "layout":
+                yield worker, kind, {"layout": content["layout"], "max_steps": content["max_steps"]}
+            elif kind == "failed":
+                yield worker, kind, content
 
     def _ask_for_episodes(self) -> None:
         """Share what is due among the workers that can take more; who has waited longest is asked first."""
         if self._refill is None or self._buffer is None:
             return
-        for worker in self._workers:
-            if worker.joined and (worker.unreachable or not worker.requests):
-                worker.heartbeat.beat(busy=False)  # it is not asked for anything, so no heartbeat is due
-        due = self._refill.episodes_due() - sum(count for worker in self._workers for _, count in worker.requests)
-        reachable = [worker for worker in self._workers if worker.joined and not worker.unreachable]
-        able = sorted((w for w in reachable if len(w.requests) < _DEPTH), key=lambda worker: len(worker.requests))
+        reachable = [worker for worker in self.workers if worker.joined and not worker.unreachable]
+        for worker in reachable:
+            if not worker.calls:
+                worker.heartbeat.beat(busy=False)  # it was not asked for anything, so no answer is due
+        awaited = {answer for worker in self.workers for answer in worker.calls}
+        self._requested = {answer: count for answer, count in self._requested.items() if answer in awaited}
+        due = self._refill.episodes_due() - sum(self._requested.values())
+        able = sorted((w for w in reachable if len(w.calls) < _DEPTH), key=lambda worker: len(worker.calls))
         for position, worker in enumerate(able):
             share = math.ceil(due / (len(able) - position))
             if share > 0:
-                worker.ask(worker.actor.work.remote(share, _TURN_SECONDS), share)
+                answer = worker.actor.work.remote(share, _TURN_SECONDS)
+                worker.calls.append(answer)
                 worker.heartbeat.beat()
+                self._requested[answer] = share
                 due -= share
         for worker in reachable:
-            self._buffer.workers[worker.index, Work.IDLE] = not worker.requests
+            self._buffer.workers[worker.index, Work.IDLE] = not worker.calls
 
-    # --- answers --------------------------------------------------------------------------------------------------
-
-    def _take(self, worker: RayWorker, answer: Any) -> Iterator[tuple[WorkerHandle, str, Any]]:
-        """Deal with the next answer of a worker."""
-        if is_unreachable(answer):
-            worker.ask_again()  # Ray answers once it knows what has become of it
-            return
-        if isinstance(answer, Exception):
-            yield worker, "failed", worker.end_of(answer)
-            return
-        worker.requests.popleft()
-        if isinstance(answer, EpisodeBatch):
-            self._write(worker, answer)
-        elif answer["event"] == "located":
-            self._had_room = True
-            worker.located(answer)
-        elif answer["event"] == "failed":
-            yield worker, "failed", FailureReport.from_json(answer["report"])
-        else:
-            yield worker, "layout", {"layout": answer["layout"], "max_steps": answer["max_steps"]}
-
-    def _write(self, worker: RayWorker, batch: EpisodeBatch) -> None:
+    def _write(self, worker: ActorHandle, batch: EpisodeBatch) -> None:
         """Write a batch into the next rows, and count what its worker did."""
         buffer, refill = self._buffer, self._refill
         if buffer is None or refill is None:
@@ -269,11 +173,16 @@ class RayPool:
             self._row = (self._row + 1) % buffer.num_rows
             record[Work.WRITTEN] += 1
             refill.record[Work.WRITTEN] += 1
-        self._workers.remove(worker)  # to the end of the queue
-        self._workers.append(worker)
+        self.workers.remove(worker)  # to the end of the queue
+        self.workers.append(worker)
+
+    def stop(self, seconds: float = 0.0) -> None:
+        """End the workers and leave the cluster."""
+        self._requested.clear()
+        super().stop(seconds)
 
 
-def _worker_cfg(cfg: OnlineDataEngineCfg) -> dict[str, Any]:
+def _worker_settings(cfg: OnlineDataEngineCfg) -> dict[str, Any]:
     """Return the settings that are sent to workers: a simulator has as many threads as its worker has cores."""
     data = cfg.to_dict()
     if cfg.gym_config:

@@ -63,6 +63,10 @@ class Heartbeat:
         self._words[0] = time.monotonic_ns()
         self._words[2] = busy
 
+    def copy(self, seconds_ago: float, steps: int, busy: bool) -> None:
+        """Take over the last sign of a worker on another machine."""
+        self._words[:] = (time.monotonic_ns() - int(1e9 * seconds_ago), steps, busy)
+
     @property
     def last(self) -> float:
         """When the last sign came (monotonic); 0 if none did."""

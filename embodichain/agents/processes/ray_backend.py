@@ -20,11 +20,14 @@ import sys
 import textwrap
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 from embodichain.agents.processes.failure import FailureReport
+from embodichain.agents.processes.pool import HangDetector, Heartbeat
 from embodichain.config import Config, Field, configclass
 from embodichain.errors import ClusterError
 from embodichain.extras import require
@@ -34,7 +37,6 @@ log = logging.getLogger("embodichain.ray")
 Share = Annotated[float, Field(ge=0)]
 Location = dict[str, Any]
 """Where an actor runs: ``node_id``, ``node`` (its host), ``pid``, and the ``auth_mode`` of its node."""
-Owner = TypeVar("Owner")
 
 _LOOPBACK = "127.0.0.1"
 _AUTH_MODE, _AUTH_TOKEN, _AUTH_TOKEN_FILE = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
@@ -47,6 +49,8 @@ _ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 _PROBE_SECONDS = 5.0
+_RETRY_SECONDS = 0.05
+"""Pause before an actor is called again that still cannot be reached."""
 _STORE_BYTES = 512 << 20
 """Object store of a cluster that is started here: it holds what is in flight only."""
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -85,6 +89,15 @@ class PlacementCfg(Config):
             f"no node of the cluster had room for a worker within start_timeout ({seconds:g} s): each needs {needs}; "
             f"free are {free}. Change placement, or add nodes"
         )
+
+
+class ClusterCfg(Protocol):
+    """Settings of workers in a cluster, for whatever they do."""
+
+    address: str | None
+    num_workers: int
+    placement: PlacementCfg
+    start_timeout: float
 
 
 # --- the connection -----------------------------------------------------------------------------------------------
@@ -212,28 +225,20 @@ def _start(ray: Any, num_workers: int, placement: PlacementCfg) -> None:
 
 def _connect(ray: Any, address: str) -> None:
     host, _, port = address.rpartition(":")
-    if port.isdigit():  # Ray itself would try for long
-        _probe(host.strip("[]"), int(port), address)
     try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except ray.exceptions.AuthenticationError as error:
-        raise _refused(address) from error
-    except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
-        if port.isdigit() and isinstance(error, ConnectionError):  # somebody is there, but does not let us in
-            raise _refused(address) from error
-        raise _nobody(address, error_text(error)) from error
-
-
-def _probe(host: str, port: int, address: str) -> None:
-    """Raise ``ClusterError`` if nobody listens at an address."""
-    try:
-        socket.getaddrinfo(host, port)
-    except OSError as error:
+        if port.isdigit():  # Ray itself would try for long
+            socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS).close()
+    except socket.gaierror as error:
         raise _nobody(address, f"there is no host {host!r}: {error.strerror}") from error
-    try:
-        socket.create_connection((host, port), _PROBE_SECONDS).close()
     except OSError as error:
         raise _nobody(address, "nobody listens there") from error
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+        is_there = port.isdigit() and isinstance(error, ConnectionError)  # but does not let us in
+        if is_there or isinstance(error, ray.exceptions.AuthenticationError):
+            raise _refused(address) from error
+        raise _nobody(address, error_text(error)) from error
 
 
 def _nobody(address: str, why: str) -> ClusterError:
@@ -244,14 +249,14 @@ def _nobody(address: str, why: str) -> ClusterError:
 
 def _refused(address: str) -> ClusterError:
     """Return the error for a cluster that does not accept the token of this process, or got none."""
-    mode = os.environ.get(_AUTH_MODE, "")
+    mode, file = os.environ.get(_AUTH_MODE, ""), os.path.expanduser("~/.ray/auth_token")
+    file = os.environ.get(_AUTH_TOKEN_FILE) or file
     if mode.lower() != "token":
-        given = f"{_AUTH_MODE} is {repr(mode) if mode else 'not set'} here"
-    elif os.environ.get(_AUTH_TOKEN):
-        given = f"it was given the one in {_AUTH_TOKEN}"
+        given = f"{_AUTH_MODE} is {mode!r} here"
+    elif os.environ.get(_AUTH_TOKEN) or os.path.exists(file):
+        given = f"it was given the one in {_AUTH_TOKEN if os.environ.get(_AUTH_TOKEN) else file}"
     else:
-        file = os.environ.get(_AUTH_TOKEN_FILE) or os.path.expanduser("~/.ray/auth_token")
-        given = f"it was given the one in {file}" if os.path.exists(file) else f"there is none in {file}"
+        given = f"there is none in {file}"
     return ClusterError(
         f"the Ray cluster at {address!r} asks for its token, and {given}: set {_AUTH_MODE}=token and copy "
         "~/.ray/auth_token from the machine on which it was started"
@@ -262,10 +267,11 @@ def _refused(address: str) -> ClusterError:
 
 
 def location_of_actor() -> Location:
-    """Return where the actor that calls this runs."""
+    """Return where the actor that calls this runs, as an answer."""
     node_id = load_ray().get_runtime_context().get_node_id()
     mode = os.environ.get(_AUTH_MODE, "")  # of the node's own processes: no program that connects can change it
-    return {"node_id": node_id, "node": socket.gethostname(), "pid": os.getpid(), "auth_mode": mode}
+    place = {"node_id": node_id, "node": socket.gethostname(), "pid": os.getpid()}
+    return {"event": "located", "auth_mode": mode, **place}
 
 
 def cores_of_actor() -> int:
@@ -274,26 +280,52 @@ def cores_of_actor() -> int:
 
 
 class ActorHandle:
-    """One actor, seen from the process that owns it."""
+    """One actor, seen from the process that owns it; see ``WorkerHandle``."""
 
-    def __init__(self, index: int, actor: Any) -> None:
-        self.index, self.actor = index, actor
-        self.node = ""
-        """Name of its node; empty while it waits for one."""
-        self.node_id: str | None = None
-        self.pid = 0
-        """The process id on its node; 0 while there is none."""
+    def __init__(self, index: int, incarnation: int, actor: Any) -> None:
+        self.index, self.incarnation, self.actor = index, incarnation, actor
+        self.node, self.node_id, self.pid = "", "", 0
+        """Where it runs: empty while it waits for a node."""
+        self.started, self.joined = math.inf, 0.0
+        self.heartbeat = Heartbeat()
         self.unreachable = False
         """Whether Ray could not reach it and does not know yet what has become of it."""
+        self.is_killed = False
+        self.calls: deque[Any] = deque()
+        """Answers that are awaited, in the order in which they come."""
 
-    def locate(self, location: Location, names: NodeNames) -> None:
-        """Note where it runs; ``ClusterError`` if that is no place for it."""
-        RayCluster.check_token(location)
-        self.node_id, self.pid = location["node_id"], location["pid"]
-        self.node = names.name(location["node_id"], location["node"])
-        self.unreachable = False
+    def locate(self) -> None:
+        """Ask where it is."""
+        self.calls.append(self.actor.locate.remote())
 
-    def end_of(self, error: Exception) -> FailureReport:
+    def locate_again(self) -> None:
+        """Ask an actor that cannot be reached where it is; what it was doing is given up."""
+        if not self.unreachable:
+            self.heartbeat.beat()  # from now on an answer is due
+        self.unreachable = True
+        self.calls.clear()
+        self.locate()
+
+    def awaited(self) -> list[Any]:
+        """Return the answers that may come next."""
+        return list(self.calls)[:1]
+
+    def answered(self, answer: Any) -> None:
+        """Await an answer no more."""
+        self.calls.popleft()
+
+    def wait(self, seconds: float) -> bool:
+        """Do nothing: an actor has nothing to finish."""
+        return False
+
+    def kill(self) -> None:
+        """End it, now."""
+        self.is_killed = True
+        self.calls.clear()
+        if RayCluster.is_alive():
+            load_ray().kill(self.actor, no_restart=True)
+
+    def failure(self, error: Exception) -> FailureReport:
         """Return how it ended, by the error of one of its answers."""
         if node_died(error, self.node_id):  # Ray tells no more than ids of it
             return FailureReport(self.index, f"is gone with its node {self.node}".rstrip(), lost=True)
@@ -301,33 +333,111 @@ class ActorHandle:
         last = textwrap.shorten(text.splitlines()[-1], _LINE_LENGTH, placeholder=" ...")
         return FailureReport(self.index, f"ended: {last}", traceback=text)
 
-    def kill(self) -> None:
-        """End it, now."""
-        if RayCluster.is_alive():
-            load_ray().kill(self.actor, no_restart=True)
+
+Handle = TypeVar("Handle", bound=ActorHandle)
 
 
-def wait_for_answers(awaited: Mapping[Any, Owner], seconds: float) -> list[tuple[Any, Owner, Any]]:
-    """Wait until one of the ``awaited`` answers is there; return all that are: reference, owner, content or error."""
+class ActorPool(Generic[Handle]):
+    """Actors of one class, which answer ``{"event": ...}``: starts them and tells what they answer.
+
+    An actor has a method ``locate``, and may answer with ``failed`` and a report.
+    """
+
+    def __init__(
+        self,
+        actor: type,
+        handle: type[Handle],
+        cfg: ClusterCfg,
+        step_timeout: float,
+        concurrency_groups: dict[str, int] | None = None,
+    ) -> None:
+        """Connect with the cluster."""
+        self._cluster = RayCluster(cfg.address, cfg.num_workers, cfg.placement)
+        remote = load_ray().remote(concurrency_groups=concurrency_groups or {})(actor)
+        self._actor = remote.options(**cfg.placement.actor_options())
+        self._handle, self._cfg = handle, cfg
+        self._hangs = HangDetector(cfg.start_timeout, step_timeout)
+        self._names = NodeNames()
+        self._began, self._had_room = time.monotonic(), False
+        self.workers: list[Handle] = []
+
+    def launch(self, index: int, incarnation: int, *arguments: Any) -> Handle:
+        """Ask for an actor; it waits in the cluster until a node has room for it."""
+        worker = self._handle(index, incarnation, self._actor.remote(*arguments))
+        worker.locate()
+        self.workers.append(worker)
+        return worker
+
+    def answers(self, seconds: float) -> Iterator[tuple[Handle, str, Any]]:
+        """Wait for answers; return each with its worker and its kind.
+
+        ``located`` comes when an actor runs, and again after it was ``unreachable``; ``failed`` comes with a report: it
+        has ended, hung, or cannot be reached for too long.
+        """
+        if not RayCluster.is_alive():
+            raise ClusterError("Ray was shut down while workers were running")
+        if not self._had_room and time.monotonic() - self._began > self._cfg.start_timeout:
+            raise self._cfg.placement.no_room(self._cfg.start_timeout)
+        self.workers = [worker for worker in self.workers if not worker.is_killed]
+        try:
+            awaited = {answer: worker for worker in self.workers for answer in worker.awaited()}
+            for answer, worker in _wait(awaited, seconds):
+                if answer in worker.awaited():  # else an answer before this one was its last
+                    yield from self._read(worker, answer)
+        except (OSError, load_ray().exceptions.RayError) as error:  # those of single answers are dealt with there
+            raise ClusterError(
+                f"the connection with the Ray cluster is lost ({error_text(error)}): the node of this machine or the "
+                "head is gone. See 'ray status'"
+            ) from error
+        self._hangs.look()
+        for worker in self.workers:
+            if not worker.is_killed and (report := self._hangs.check(worker)):
+                yield worker, "failed", replace(report, lost=node_is_gone(worker.node_id))
+
+    def stop(self, seconds: float = 0.0) -> None:
+        """End the actors and leave the cluster; one that was started here ends, and nothing of it is left here."""
+        for worker in self.workers:
+            worker.kill()
+        self.workers.clear()
+        del self._actor
+        self._cluster.close()
+
+    def _read(self, worker: Handle, answer: Any) -> Iterator[tuple[Handle, str, Any]]:
+        ray = load_ray()
+        try:
+            content = ray.get(answer)
+        except ray.exceptions.ActorUnavailableError:  # it may be gone; Ray answers the next call once it knows
+            yield worker, "unreachable", None
+            if worker.unreachable:
+                time.sleep(_RETRY_SECONDS)
+            worker.locate_again()
+            return
+        except ray.exceptions.RayError as error:
+            yield worker, "failed", worker.failure(error)
+            return
+        worker.answered(answer)
+        kind = content["event"]
+        if kind == "located":
+            RayCluster.check_token(content)
+            worker.node_id, worker.pid, worker.unreachable = content["node_id"], content["pid"], False
+            worker.node = self._names.name(content["node_id"], content["node"])
+            worker.started, self._had_room = time.monotonic(), True
+        elif kind == "failed":
+            content = replace(FailureReport.from_json(content["report"]), worker=worker.index)
+        yield worker, kind, content
+
+
+def _wait(awaited: Mapping[Any, Handle], seconds: float) -> Iterator[tuple[Any, Handle]]:
+    """Wait until one of the answers is there; return all that are."""
     if not awaited:
         time.sleep(seconds)
-        return []
+        return
     ray = load_ray()
     ready, _ = ray.wait(list(awaited), num_returns=1, timeout=seconds)
     if len(awaited) > len(ready) > 0:
         ready, _ = ray.wait(list(awaited), num_returns=len(awaited), timeout=0)
-    answers: list[tuple[Any, Owner, Any]] = []
-    for reference in ready:
-        try:
-            answers.append((reference, awaited[reference], ray.get(reference)))
-        except ray.exceptions.RayError as error:
-            answers.append((reference, awaited[reference], error))
-    return answers
-
-
-def is_unreachable(answer: Any) -> bool:
-    """Tell whether an answer is Ray's error for an actor that may be gone or may come back: the next call tells."""
-    return isinstance(answer, load_ray().exceptions.ActorUnavailableError)
+    for answer in ready:
+        yield answer, awaited[answer]
 
 
 # --- nodes --------------------------------------------------------------------------------------------------------
@@ -361,12 +471,12 @@ def nodes_alive() -> set[str]:
     return {node["NodeID"] for node in load_ray().nodes() if node["Alive"]}
 
 
-def node_is_gone(node_id: str | None) -> bool:
+def node_is_gone(node_id: str) -> bool:
     """Tell whether a node that was there is part of the cluster no more."""
-    return node_id is not None and node_id not in nodes_alive()
+    return bool(node_id) and node_id not in nodes_alive()
 
 
-def node_died(error: Exception, node_id: str | None) -> bool:
+def node_died(error: Exception, node_id: str) -> bool:
     """Tell whether an actor ended because its node did; ``node_id`` is where it ran, if it ever did.
 
     Nothing else is a lost node: a constructor that fails, a process that crashes or has no memory left, an answer that

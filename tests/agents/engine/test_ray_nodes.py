@@ -6,14 +6,16 @@ import logging
 import math
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from embodichain.agents.engine import OnlineDataEngineCfg
 from embodichain.agents.engine.supervisor import Supervisor
+from embodichain.agents.processes import ray_backend
 from embodichain.agents.processes.failure import FailureReport
-from embodichain.agents.processes.ray_backend import NodeNames
+from embodichain.agents.processes.pool import HangDetector
+from embodichain.agents.processes.ray_backend import ActorHandle, ActorPool, NodeNames, RayCluster
 from embodichain.errors import ClusterError
 
 
@@ -32,14 +34,11 @@ def test_nodes_of_one_host_are_told_apart_and_one_that_returns_keeps_its_name() 
 @pytest.mark.parametrize("lost", [True, False])
 def test_a_lost_node_is_one_line_and_a_dead_process_is_told_once(lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray", reason="needs the extra 'ray'")
-    from embodichain.agents.engine import ray_workers
-    from embodichain.agents.processes import ray_backend
-
     monkeypatch.setattr(ray_backend, "node_died", lambda *_: lost)
-    worker = ray_workers.RayWorker(cast(Any, None), 3, 0, None)
+    worker = ActorHandle(3, 0, None)
     worker.node = "box#2"
     text = "class_name: StreamWorker\nThe worker process has died. Exit detail: End of file. " + "Perhaps this. " * 90
-    report = worker.end_of(RuntimeError(text))
+    report = worker.failure(RuntimeError(text))
     assert report.lost == lost
     if lost:
         assert (report.what, report.traceback) == ("is gone with its node box#2", "")
@@ -63,14 +62,88 @@ def test_who_only_waited_for_a_node_that_died_is_not_counted_as_replaced(caplog:
 
 def test_a_lost_connection_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray", reason="needs the extra 'ray'")
-    from embodichain.agents.engine.ray_workers import RayCluster, RayPool
 
     def broken(*_: object) -> Iterator[Any]:
         raise OSError("Broken pipe")
         yield
 
     monkeypatch.setattr(RayCluster, "is_alive", lambda: True)
-    monkeypatch.setattr(RayPool, "_poll", broken)
-    pool = object.__new__(RayPool)
+    monkeypatch.setattr(ray_backend, "_wait", broken)
+    pool = pool_without_cluster()
     with pytest.raises(ClusterError, match=r"lost \(Broken pipe\): the node of this machine or the head is gone"):
-        list(pool.poll(0.1))
+        list(pool.answers(0.1))
+
+
+class FakeRay:
+    """As much of Ray as a pool needs: answers are what they bring."""
+
+    class exceptions:  # noqa: N801
+        class RayError(Exception):
+            pass
+
+        class ActorUnavailableError(RayError):
+            pass
+
+    def wait(self, answers: list[Any], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+        return answers[:num_returns], answers[num_returns:]
+
+    def get(self, answer: Any) -> Any:
+        content = answer()
+        if isinstance(content, Exception):
+            raise content
+        return content
+
+    def is_initialized(self) -> bool:
+        return True
+
+
+def pool_without_cluster() -> ActorPool[ActorHandle]:
+    pool: ActorPool[ActorHandle] = object.__new__(ActorPool)
+    pool._had_room, pool._names, pool.workers = True, NodeNames(set), []
+    pool._hangs = HangDetector(start_timeout=0.3, step_timeout=0.3)
+    return pool
+
+
+def test_a_worker_that_cannot_be_reached_is_asked_again_until_it_answers_or_counts_as_hung(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake, pool = FakeRay(), pool_without_cluster()
+    monkeypatch.setattr(ray_backend, "load_ray", lambda: fake)
+    monkeypatch.setattr(ray_backend, "node_is_gone", lambda node_id: False)
+    location = {"event": "located", "node_id": "id", "node": "box", "pid": 7, "auth_mode": "token"}
+    contents: list[Any] = [location]
+    actor: Any = SimpleNamespace(locate=SimpleNamespace(remote=lambda: lambda: contents[0]))
+    worker = ActorHandle(0, 0, actor)
+    pool.workers.append(worker)
+    worker.locate()
+    assert [kind for _, kind, _ in pool.answers(0.0)] == ["located"]
+    assert (worker.node, worker.pid, worker.unreachable, list(worker.calls)) == ("box", 7, False, [])
+
+    contents[0] = fake.exceptions.ActorUnavailableError("is it there?")
+    worker.calls.extend([lambda: contents[0], lambda: {"event": "episodes"}])  # what it was asked for is given up
+    assert [kind for _, kind, _ in pool.answers(0.0)] == ["unreachable"]
+    assert worker.unreachable
+    assert len(worker.calls) == 1
+    contents[0] = location
+    assert [kind for _, kind, _ in pool.answers(0.0)] == ["located"]
+    assert not worker.unreachable
+
+    contents[0] = fake.exceptions.ActorUnavailableError("is it there?")
+    worker.locate()
+    reports: list[FailureReport] = []
+    for _ in range(50):
+        reports += [content for _, kind, content in pool.answers(0.0) if kind == "failed"]
+        if reports:
+            break
+    assert reports[0].hung
+    assert not reports[0].lost
+
+
+def test_a_node_that_asks_for_no_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RayCluster, "_started_here", False)
+    for mode in ("disabled", ""):
+        with pytest.raises(ClusterError, match=r"asks nobody for a token \(node box\)"):
+            RayCluster.check_token({"auth_mode": mode, "node": "box"})
+    RayCluster.check_token({"auth_mode": "token", "node": "box"})
+    monkeypatch.setattr(RayCluster, "_started_here", True)  # nobody else can reach it
+    RayCluster.check_token({"auth_mode": "disabled", "node": "here"})

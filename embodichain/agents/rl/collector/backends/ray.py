@@ -21,16 +21,8 @@ from typing import Any
 import torch
 
 from embodichain.agents.processes.failure import FailureReport
-from embodichain.agents.processes.pool import FIRST_STEPS, Restarts
-from embodichain.agents.processes.ray_backend import (
-    ActorHandle,
-    NodeNames,
-    RayCluster,
-    is_unreachable,
-    load_ray,
-    node_is_gone,
-    wait_for_answers,
-)
+from embodichain.agents.processes.pool import Restarts
+from embodichain.agents.processes.ray_backend import ActorHandle, ActorPool, load_ray
 from embodichain.agents.processes.shared_memory import tensor_of
 from embodichain.agents.rl.collector.backends.base import (
     POLL_SECONDS,
@@ -39,12 +31,11 @@ from embodichain.agents.rl.collector.backends.base import (
     SupervisedBackend,
     collector_error,
 )
-from embodichain.agents.rl.collector.backends.ray_actor import CONCURRENCY, Event, RolloutActor
-from embodichain.agents.rl.collector.config import AsyncCfg
+from embodichain.agents.rl.collector.backends.ray_actor import CONCURRENCY, Event, RolloutActor, Weights
 from embodichain.agents.rl.collector.rollout_worker import Instruction, NewWeights, RolloutRequest, RolloutResult
 from embodichain.agents.rl.collector.weights import WeightSnapshot
 from embodichain.envs.random import combine
-from embodichain.errors import BufferWaitError, CollectorError
+from embodichain.errors import BufferWaitError
 from embodichain.utils.tensor_tree import decode, encode
 
 log = logging.getLogger("embodichain.collector")
@@ -57,96 +48,70 @@ _EMPTY_STATE: dict[str, Any] = {"collector": {}, "env": None, "generator": None,
 class RolloutWorkerHandle(ActorHandle):
     """One worker, what it is doing, and what is awaited from it."""
 
-    def __init__(self, index: int, actor: Any, incarnation: int) -> None:
-        super().__init__(index, actor)
-        self.incarnation = incarnation
-        """How many workers it replaces."""
-        self.ready = False
-        """Whether it has an environment."""
-        self.located_at = 0.0
+    def __init__(self, index: int, incarnation: int, actor: Any) -> None:
+        super().__init__(index, incarnation, actor)
         self.request: RolloutRequest | None = None
-        """The rollout it is collecting."""
+        """The rollout it is collecting; ``None`` as well if that was given to another."""
         self.deadline = 0
         """The last number that this rollout can have."""
-        self.interrupted = False
-        """Whether the rollout it is collecting was given to another."""
         self.began = 0.0
         self.rests_until = 0.0
         """A worker that was too slow pauses before it gets another request."""
         self.delays = 0
         """How often it was too slow since it last was not."""
         self._sequence = 0
+        self._status: Any = None
         self._status_due = 0.0
-        self.status: Any = None
-        self.answered_at = time.monotonic()
-        """When it last answered a question that is always answered at once."""
-        self.call: Any = actor.locate.remote()
-        """The answer that comes next."""
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether it can collect a rollout now."""
-        return self.ready and self.call is None and time.monotonic() >= self.rests_until
+        return bool(self.joined) and not self.calls and time.monotonic() >= self.rests_until
 
-    def awaited(self) -> list[Any]:
-        """Return the answers that are awaited."""
-        return [answer for answer in (self.call, self.status) if answer is not None]
-
-    def collect(self, request: RolloutRequest, deadline: int, snapshot: WeightSnapshot, data: Any) -> None:
+    def collect(self, request: RolloutRequest, deadline: int, weights: Weights, data: Any) -> None:
         """Let it collect a rollout, beginning with weights that are in the object store."""
         random = None
         if request.random is not None:
             description, block = encode(request.random)
             random = (description, block.numpy())
-        self.request, self.deadline, self.began, self.interrupted = request, deadline, time.monotonic(), False
+        self.request, self.deadline, self.began = request, deadline, time.monotonic()
         self._sequence += 1
-        weights = (snapshot.version, snapshot.digest)
-        self.call = self.actor.collect.remote(self._sequence, request.number, weights, data, random, request.version)
+        self.heartbeat.beat()
+        call = self.actor.collect.remote(self._sequence, request.number, weights, data, random, request.version)
+        self.calls.append(call)
 
-    def adopt(self, snapshot: WeightSnapshot, data: Any) -> None:
+    def adopt(self, weights: Weights, data: Any) -> None:
         """Let it use newer weights in the rollout that it is collecting."""
-        self._control("adopt", (snapshot.version, snapshot.digest), data)
+        self._control("adopt", weights, data)
 
     def interrupt(self) -> None:
         """Break off what it is collecting."""
-        self.request, self.interrupted = None, True
+        self.request = None
         self._control("interrupt", self._sequence)
 
-    def ask_again(self) -> None:
-        """Ask a worker that cannot be reached where it is; what it was collecting is given up."""
-        self.ready, self.unreachable, self.request, self.status = False, True, None, None
-        self.call = self._control("interrupt", self._sequence)
+    def locate(self) -> None:
+        """Ask where it is; whatever it is collecting is broken off."""
+        self.joined, self.request, self._status = 0.0, None, None
+        self.calls.append(self._control("interrupt", self._sequence))
 
-    def ask_status(self) -> None:
-        """Ask what it is doing, now and then."""
+    def awaited(self) -> list[Any]:
+        """Return the answers that may come next; now and then it is asked what it is doing."""
         now = time.monotonic()
-        if self.ready and self.status is None and now >= self._status_due:
-            self.status, self._status_due = self._control("status"), now + _STATUS_SECONDS
+        if self.joined and self._status is None and now >= self._status_due:
+            self._status, self._status_due = self._control("status"), now + _STATUS_SECONDS
+        return super().awaited() if self._status is None else [*super().awaited(), self._status]
 
-    def silence(self, cfg: AsyncCfg) -> FailureReport | None:
-        """Return what is wrong with a worker that has owed an answer for too long."""
-        now, start = time.monotonic(), cfg.start_timeout
-        silent = now - self.answered_at
-        owed = self.unreachable or self.status is not None
-        if owed and silent > (start if self.unreachable else _STATUS_SECONDS + cfg.step_timeout):
-            return FailureReport(
-                self.index, f"cannot be reached for {silent:.0f} s", hung=True, lost=node_is_gone(self.node_id)
-            )
-        if self.located_at and not self.ready and not self.unreachable and now - self.located_at > start:
-            return FailureReport(
-                self.index, f"did not build its environment within start_timeout ({start:g} s)", hung=True
-            )
-        return None
+    def answered(self, answer: Any) -> None:
+        """Await an answer no more."""
+        if answer == self._status:
+            self._status = None
+        else:
+            super().answered(answer)
 
-    def hang(self, status: Event, cfg: AsyncCfg) -> FailureReport | None:
-        """Return what is wrong with a worker, by what it is doing."""
-        limit = cfg.step_timeout if status["steps"] > FIRST_STEPS else cfg.start_timeout
-        if status["busy"] > limit:
-            return FailureReport(self.index, f"hung: it has not come back from a step for {limit:g} s", hung=True)
-        waiting = time.monotonic() - self.began
-        if self.call is not None and status["sequence"] < self._sequence and waiting > cfg.start_timeout:
-            return FailureReport(self.index, f"has not begun a rollout for {waiting:.0f} s", hung=True)
-        return None
+    def kill(self) -> None:
+        """End it, now."""
+        self._status = None
+        super().kill()
 
     def _control(self, method: str, *arguments: Any) -> Any:
         return getattr(self.actor, method).options(concurrency_group="control").remote(*arguments)
@@ -158,21 +123,19 @@ class RayBackend(SupervisedBackend):
     def start(self, num_steps: int, learner: Learner) -> None:
         """Connect with the cluster, start workers, and wait until an environment is there."""
         cfg = self._cfg
-        self._cluster = RayCluster(cfg.address, cfg.num_workers, cfg.placement)
+        self._pool = ActorPool(RolloutActor, RolloutWorkerHandle, cfg, cfg.step_timeout, CONCURRENCY)
         try:
-            ray = load_ray()
-            self._actor = ray.remote(concurrency_groups=CONCURRENCY)(RolloutActor)
-            self._actor = self._actor.options(**cfg.placement.actor_options())
-            self._job = ray.put(replace(self._spec, num_steps=num_steps).for_another_process())
+            self._stored_spec = load_ray().put(replace(self._spec, num_steps=num_steps).for_another_process())
         except BaseException:
-            self._cluster.close()
+            self._pool.stop()
             raise
-        self._workers: dict[int, RolloutWorkerHandle] = {}
         self._restarts = Restarts("worker {}", cfg.num_workers, cfg.max_restarts)
-        self._names = NodeNames()
         self._rollouts = RolloutQueue()
-        self._weights = StoredWeights(cfg.adopt == "lockstep")
-        self._paused, self._had_room, self._began = False, False, time.monotonic()
+        self._snapshots: dict[int, WeightSnapshot] = {}
+        """The latest one; in lockstep also those that open requests name, which are no more than the lag allows."""
+        self._stored: dict[int, Any] = {}
+        """Snapshots in the object store: each is put there once, and every node fetches it once."""
+        self._paused = False
         self._command: str | None = None
         """The command that this thread still has to answer: from then on nothing is delivered."""
         atexit.register(self.stop)  # after the cluster's: this thread ends before Ray does
@@ -183,8 +146,7 @@ class RayBackend(SupervisedBackend):
     @property
     def num_workers(self) -> int:
         """How many workers have an environment."""
-        with self._lock:
-            return sum(worker.ready for worker in self._workers.values())
+        return sum(bool(worker.joined) and not worker.is_killed for worker in self._pool.workers)
 
     def send(self, instruction: Instruction) -> None:
         """Give an instruction; what a worker does not finish is given to another."""
@@ -195,11 +157,13 @@ class RayBackend(SupervisedBackend):
                 self._rollouts.add(instruction)
                 self._assign()
             elif isinstance(instruction, NewWeights):
-                self._weights.add(instruction.snapshot)
-                if self._cfg.adopt == "step":
-                    for worker in self._workers.values():
-                        if worker.request is not None:
-                            worker.adopt(instruction.snapshot, self._weights.stored(instruction.snapshot))
+                if self._cfg.adopt != "lockstep":
+                    self._snapshots.clear()
+                    self._stored.clear()
+                self._snapshots[instruction.snapshot.version] = instruction.snapshot
+                for worker in self._pool.workers if self._cfg.adopt == "step" else ():
+                    if worker.request is not None:
+                        worker.adopt(*self._stored_weights(instruction.snapshot.version))
             else:
                 self._reports.clear()
                 self._paused = instruction.name in ("pause", "save")
@@ -208,97 +172,70 @@ class RayBackend(SupervisedBackend):
     # --- the thread -----------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        self._start_missing()
+        """Do nothing: workers are started by ``_watch``."""
 
     def _close(self) -> None:
-        """End the workers, and let go of everything that is Ray's before it is shut down."""
+        """End the workers, and release everything that is Ray's before it is shut down."""
         atexit.unregister(self.stop)
-        try:
-            with self._lock:
-                for worker in self._workers.values():
-                    worker.kill()
-                self._workers.clear()
-                self._weights.clear()
-                del self._actor, self._job
-        finally:
-            self._cluster.close()
+        with self._lock:
+            self._stored.clear()
+            del self._stored_spec
+            self._pool.stop()
 
     def _watch(self) -> None:
-        if not RayCluster.is_alive():
-            raise CollectorError("Ray was shut down while rollouts were collected")
-        self._start_missing()
-        self._read_answers()
+        path = [os.path.abspath(entry) for entry in sys.path]  # "" is this process's folder
+        with self._lock:
+            for index, incarnation in self._restarts.due():
+                self._pool.launch(index, incarnation, path)
+        for worker, kind, content in self._pool.answers(POLL_SECONDS):
+            with self._lock:
+                self._take(worker, kind, content)
         self._deliver_all()
         with self._lock:
             command, self._command = self._command, None
             if command is not None:
                 self._reports.put(dict(_EMPTY_STATE) if command == "save" else None)
             if not self._paused:
-                self._rollouts.interrupt_straggler(self._workers.values(), self._cfg.patience)
+                self._rollouts.interrupt_straggler(self._pool.workers, self._cfg.patience)
             self._assign()
-        for worker in list(self._workers.values()):
-            report = worker.silence(self._cfg)
-            if report is not None:
-                self._replace(worker, report)
-        if not self._had_room and time.monotonic() - self._began > self._cfg.start_timeout:
-            raise self._cfg.placement.no_room(self._cfg.start_timeout)
 
-    def _start_missing(self) -> None:
-        """Ask for workers where one is missing; each is there once a node has room for it."""
-        path = [os.path.abspath(entry) for entry in sys.path]  # "" is this process's folder
-        for index, incarnation in self._restarts.due():
-            with self._lock:
-                self._workers[index] = RolloutWorkerHandle(index, self._actor.remote(path), incarnation)
-
-    def _read_answers(self) -> None:
-        """Wait a moment for answers, and deal with them."""
-        with self._lock:
-            for worker in self._workers.values():
-                worker.ask_status()
-            awaited = {answer: worker for worker in self._workers.values() for answer in worker.awaited()}
-        for reference, worker, answer in wait_for_answers(awaited, POLL_SECONDS):
-            with self._lock:
-                if self._workers.get(worker.index) is not worker or reference not in worker.awaited():
-                    continue  # an answer before this one was its last
-                if is_unreachable(answer):  # it, or its node, may be gone; Ray answers the next call once it knows
-                    if worker.unreachable:
-                        self._stopping.wait(POLL_SECONDS)
-                    self._rollouts.give_back(worker.request)
-                    worker.ask_again()
-                elif isinstance(answer, Exception):
-                    self._weights.store_again()  # they may be what is missing
-                    self._replace(worker, worker.end_of(answer))
-                elif reference == worker.status:
-                    worker.status, worker.answered_at = None, time.monotonic()
-                    report = worker.hang(answer, self._cfg)
-                    if report is not None:
-                        self._replace(worker, report)
-                else:
-                    worker.call, worker.answered_at = None, time.monotonic()
-                    self._take(worker, answer)
-
-    def _take(self, worker: RolloutWorkerHandle, event: Event) -> None:
-        kind = event["event"]
+    def _take(self, worker: RolloutWorkerHandle, kind: str, content: Any) -> None:
+        """Deal with an answer; the lock is held."""
         if kind == "located":
-            worker.locate(event, self._names)
-            worker.located_at, self._had_room = time.monotonic(), True
             device = "cuda" if self._cfg.placement.num_gpus > 0 else "cpu"
             seeds = self._seeds(worker.index + self._cfg.num_workers * self.restarts)
-            worker.call = worker.actor.build.remote(self._job, device, *seeds)
+            worker.calls.append(worker.actor.build.remote(self._stored_spec, device, *seeds))
         elif kind == "built":
-            worker.ready, self.num_envs = True, event["num_envs"]
+            worker.joined, self.num_envs = time.monotonic(), content["num_envs"]
+            worker.heartbeat.beat(busy=False)
             self._ready.set()
+        elif kind == "status":
+            worker.heartbeat.copy(content["seconds_ago"], content["steps"], content["busy"])
+        elif kind == "rollout" and worker.request is not None:
+            worker.heartbeat.beat(busy=False)
+            self._arrive(worker, worker.request, content)
+        elif kind == "unreachable":
+            self._rollouts.give_back(worker.request)
         elif kind == "failed":
-            self._replace(worker, replace(FailureReport.from_json(event["report"]), worker=worker.index))
-        elif kind == "rollout" and worker.request is not None and not worker.interrupted:
-            self._arrive(worker, worker.request, event)
-        if worker.call is None:
-            self._assign()
+            self._replace(worker, content)
+        self._assign()
 
     def _assign(self) -> None:
-        """Give requests to idle workers; the lock is held."""
-        if not self._paused:
-            self._rollouts.assign(self._workers.values(), self._weights)
+        """Give requests to idle workers, the quickest first; the lock is held."""
+        if self._paused or not self._snapshots:
+            return
+        idle = (worker for worker in self._pool.workers if worker.is_idle and not worker.is_killed)
+        for worker in sorted(idle, key=lambda worker: worker.delays):
+            if (taken := self._rollouts.take()) is not None:
+                version = taken[0].version if self._cfg.adopt == "lockstep" else max(self._snapshots)
+                worker.collect(*taken, *self._stored_weights(version))
+
+    def _stored_weights(self, version: int) -> tuple[Weights, Any]:
+        """Return version and hash of a snapshot, and its reference in the object store."""
+        snapshot = self._snapshots[version]
+        if version not in self._stored:
+            self._stored[version] = load_ray().put(snapshot.data.cpu().numpy())
+        return (version, snapshot.digest), self._stored[version]
 
     def _arrive(self, worker: RolloutWorkerHandle, request: RolloutRequest, event: Event) -> None:
         description, block = event["content"]  # copied, for the object store's memory cannot be written to
@@ -306,7 +243,9 @@ class RayBackend(SupervisedBackend):
         for version in result.rollout["policy_version"][0].unique().tolist():
             self._learner.on_adopted(version, event["adopted"][version])
         self._rollouts.arrive(worker, result)
-        self._weights.forget_before(request.version)
+        for old in [v for v in self._snapshots if v < request.version and v != max(self._snapshots)]:
+            del self._snapshots[old]
+            self._stored.pop(old, None)
 
     def _deliver_all(self) -> None:
         """Hand over what has arrived, as far as nothing else becomes too old by it.
@@ -316,7 +255,7 @@ class RayBackend(SupervisedBackend):
         """
         while not self._paused and not self._stopping.is_set():
             with self._lock:
-                result = self._rollouts.next_one(self._workers.values())
+                result = self._rollouts.next_one(self._pool.workers)
             if result is None:
                 return
             try:
@@ -327,11 +266,11 @@ class RayBackend(SupervisedBackend):
 
     def _replace(self, worker: RolloutWorkerHandle, report: FailureReport) -> None:
         """Start a new worker instead of one that failed, or give up; another collects what it was collecting."""
-        with self._lock:
-            self._rollouts.give_back(worker.request)
-            worker.kill()
-            del self._workers[worker.index]
-        never_worked = not report.lost and not self._ready.is_set()
+        self._rollouts.give_back(worker.request)
+        self._stored.clear()  # weights in the object store may be what is missing
+        worker.request = None
+        worker.kill()
+        never_worked = not self._ready.is_set() and not report.lost
         if never_worked or not self._restarts.replace(report, worker.incarnation):
             raise collector_error(report, f"worker {worker.index}", self._restarts.faults[worker.index])
         self.restarts += 1
@@ -342,53 +281,6 @@ class RayBackend(SupervisedBackend):
             return self._seed, self._cfg.seed
         both = [combine(torch.tensor(seed or 0), torch.tensor(number)) for seed in (self._seed, self._cfg.seed)]
         return int(both[0]) % 2**31, int(both[1]) % 2**31
-
-
-class StoredWeights:
-    """Snapshots in the object store, each put there once; every node fetches it once.
-
-    Usually a worker needs the latest one alone. In lockstep a request names the version it is for, so those that open
-    requests name are kept, which are no more than the lag allows.
-    """
-
-    def __init__(self, lockstep: bool) -> None:
-        self._lockstep = lockstep
-        self._kept: dict[int, WeightSnapshot] = {}
-        self._stored: dict[int, Any] = {}
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def add(self, snapshot: WeightSnapshot) -> None:
-        """Keep a new snapshot."""
-        if not self._lockstep:
-            self.clear()
-        self._kept[snapshot.version] = snapshot
-
-    def needed_for(self, request: RolloutRequest) -> WeightSnapshot:
-        """Return the snapshot with which a rollout begins."""
-        return self._kept[request.version if self._lockstep else max(self._kept)]
-
-    def stored(self, snapshot: WeightSnapshot) -> Any:
-        """Return the reference of a snapshot in the object store."""
-        if snapshot.version not in self._stored:
-            self._stored[snapshot.version] = load_ray().put(snapshot.data.cpu().numpy())
-        return self._stored[snapshot.version]
-
-    def forget_before(self, version: int) -> None:
-        """Let go of what no request names any more; the latest snapshot stays."""
-        for old in [v for v in self._kept if v < version and v != max(self._kept)]:
-            del self._kept[old]
-            self._stored.pop(old, None)
-
-    def store_again(self) -> None:
-        """Put everything into the object store again, when it is needed next: something there may be lost."""
-        self._stored.clear()
-
-    def clear(self) -> None:
-        """Let go of everything."""
-        self._kept.clear()
-        self._stored.clear()
 
 
 # --- the order of rollouts ----------------------------------------------------------------------------------------
@@ -422,13 +314,9 @@ class RolloutQueue:
         if request is not None:
             self._requests.appendleft(request)
 
-    def assign(self, workers: Collection[RolloutWorkerHandle], weights: StoredWeights) -> None:
-        """Give requests to idle workers, the quickest first."""
-        for worker in sorted(workers, key=lambda worker: worker.delays):
-            if self._requests and worker.idle and len(weights):
-                request = self._requests.popleft()
-                snapshot = weights.needed_for(request)
-                worker.collect(request, self._highest, snapshot, weights.stored(snapshot))
+    def take(self) -> tuple[RolloutRequest, int] | None:
+        """Return the next rollout to be collected and the last number that it can become, if there is one."""
+        return (self._requests.popleft(), self._highest) if self._requests else None
 
     def arrive(self, worker: RolloutWorkerHandle, result: RolloutResult) -> None:
         """Take what a worker has collected."""

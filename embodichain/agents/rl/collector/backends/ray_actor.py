@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from embodichain.agents.processes.failure import FailureReport
 from embodichain.agents.processes.pool import Heartbeat
-from embodichain.agents.processes.ray_backend import Location, cores_of_actor, location_of_actor
+from embodichain.agents.processes.ray_backend import cores_of_actor, location_of_actor
 from embodichain.agents.processes.shared_memory import tensor_of
 from embodichain.agents.rl.collector.rollout_worker import (
     Instruction,
@@ -51,10 +51,6 @@ class RolloutActor:
         self._endpoint = ActorEndpoint()
         self._num_steps = 1
         self._idle_since = 0.0
-
-    def locate(self) -> Event:
-        """Return where this runs."""
-        return {"event": "located", **location_of_actor()}
 
     def build(self, spec: WorkerSpec, device: str, seed: int | None, action_seed: int | None) -> Event:
         """Build the environment, unless it is there already because an answer got lost."""
@@ -98,16 +94,16 @@ class RolloutActor:
         """Use newer weights from the next step on."""
         self._endpoint.offer(_snapshot(weights, data))
 
-    def interrupt(self, sequence: int) -> Location:
+    def interrupt(self, sequence: int) -> Event:
         """Break off this rollout, or an earlier one, after the present step; return where this runs."""
         self._endpoint.interrupted = sequence
-        return self.locate()
+        return location_of_actor()
 
     def status(self) -> Event:
-        """Return what this is doing: the present rollout, seconds since the present step began, and steps so far."""
-        endpoint, beats = self._endpoint, self._endpoint.heartbeat
-        busy = time.monotonic() - beats.last if beats.busy else 0.0
-        return {"event": "status", "sequence": endpoint.sequence, "busy": busy, "steps": beats.steps}
+        """Return the last sign of life."""
+        beats = self._endpoint.heartbeat
+        seconds_ago = time.monotonic() - beats.last
+        return {"event": "status", "seconds_ago": seconds_ago, "steps": beats.steps, "busy": beats.busy}
 
 
 class ActorEndpoint:
