@@ -102,7 +102,7 @@ def checkpoint_step(checkpoint: Path) -> int:
 
 
 def restore_former(folder: Path) -> None:
-    """Give checkpoints that were being overwritten their names back; nobody may be writing to the folder."""
+    """Give checkpoints that were being overwritten their names back; no process may be writing to the folder."""
     for former in folder.glob(f".*{_FORMER}"):
         target = former.with_name(_final_name(former))
         if target.exists():
@@ -235,7 +235,7 @@ def _replace(partial: Path, target: Path) -> None:
 
 
 class NanGuard:
-    """Looks at every rollout and every update.
+    """Stops a run at the first NaN or infinity in a rollout or an update, and saves what is needed to find its cause.
 
     What it saves is a checkpoint folder with ``rollout`` (the failing batch ``[num_envs, num_steps]``), ``env_before``
     (the simulation before the rollout: ``env.set_state`` and the rollout's actions repeat it), ``env_after`` and
@@ -243,7 +243,7 @@ class NanGuard:
     """
 
     def __init__(self, env: VecEnv | None, policy: Policy, folder: Path) -> None:
-        """Watch a policy; ``env`` is saved as well, unless it is ``None`` because somebody else is using it."""
+        """Watch a policy; ``env`` is saved as well, and is ``None`` if another thread or process steps it."""
         self.env, self.policy, self.folder = env, policy, folder
         self._before: TensorDict | None = None
 
@@ -259,9 +259,7 @@ class NanGuard:
         for name, leaf in leaves:
             wrong = ~leaf.isfinite()
             if bool(wrong.any()):  # a sum may overflow without any number being infinite
-                env, when = (
-                    wrong.flatten(2).any(-1).nonzero()[0].tolist() if leaf.ndim > 2 else wrong.nonzero()[0].tolist()
-                )
+                env, when = wrong.reshape(*leaf.shape[:2], -1).any(-1).nonzero()[0].tolist()
                 where = f"{name} of env {env} in step {when} of the rollout that began at step {step}"
                 self._fail(f"{where} is {leaf[env, when].flatten()[:8].tolist()}", rollout)
 

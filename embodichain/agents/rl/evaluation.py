@@ -43,7 +43,7 @@ class Evaluation:
 
     @property
     def score(self) -> tuple[float, float]:
-        """What makes one policy better than another: success first, where the task tells, then return."""
+        """What makes one policy better than another: success first, where the task reports it, then return."""
         return self.summary.success_rate or 0.0, self.summary.mean_return
 
     def __str__(self) -> str:

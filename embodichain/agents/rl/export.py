@@ -1,7 +1,7 @@
 """A trained policy as an ONNX file: observations in, the most likely action out, the normaliser included.
 
-Every vector and picture of the observation is an input of its own, named as in configs (``robot/qpos``), with a free
-batch dimension. The output ``action`` lies in the action space's bounds. A policy with memory also has ``hidden`` as
+Every vector and image of the observation is an input of its own, named as in configs (``robot/qpos``), with a free
+batch dimension. The output ``action`` lies in the action space's bounds. A recurrent policy also has ``hidden`` as
 input (zeros, or what the metadata entry ``initial_hidden`` says, at an episode's start) and ``next_hidden`` as output.
 """
 
@@ -34,14 +34,14 @@ _TOLERANCE = 1e-4
 
 
 class ActingPolicy(nn.Module):
-    """A policy as a function of tensors: the leaves of an observation (and the memory) to the action (and memory)."""
+    """A policy as a function of tensors: from the leaves of an observation (and a state) to an action (and a state)."""
 
     def __init__(self, policy: Policy, leaves: list[ObservationEntry]) -> None:
         super().__init__()
         self.policy, self.leaves = policy, leaves
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Return ``(action,)``, or ``(action, next_hidden)`` of a policy with memory."""
+        """Return ``(action,)``, or ``(action, next_hidden)`` of a recurrent policy."""
         state = inputs[-1] if self.policy.is_recurrent else None
         obs = TensorDict({}, batch_size=[inputs[0].shape[0]])
         for leaf, value in zip(self.leaves, inputs, strict=False):
@@ -112,7 +112,7 @@ def check_parity(acting: ActingPolicy, file: Path, names: list[str], steps: int 
 
 
 def example_inputs(policy: Policy, leaves: list[ObservationEntry], batch: int, seed: int = 0) -> tuple[Tensor, ...]:
-    """Return random observations ``[batch, ...]``, one tensor per leaf, and the memory at an episode's start."""
+    """Return random observations ``[batch, ...]``, one tensor per leaf, and the recurrent state of new episodes."""
     generator = torch.Generator().manual_seed(seed)
     inputs = []
     for leaf in leaves:

@@ -24,7 +24,6 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
@@ -90,9 +89,7 @@ class RunFolder:
         try:
             save_config(cfg, path / CONFIG_FILE)
         except OSError as error:
-            raise OutputError(
-                f"cannot write to the run's folder {path}: {error.strerror}. Choose another one."
-            ) from error
+            raise OutputError(f"cannot write to the folder {path}: {error.strerror}. Choose another one.") from error
         return cls(path, cfg.trainer.keep_checkpoints)
 
     def save(self, step: int, state: Mapping[str, Any], best: bool = False) -> Path:
@@ -114,7 +111,7 @@ class RunFolder:
                 shutil.rmtree(checkpoint)
 
     def failure_of(self, rank: int) -> Path:
-        """Return where a rank leaves what it met at the first NaN."""
+        """Return where a rank saves the failing batch at the first NaN."""
         return self.failure if rank == 0 else self.path / f"failure_rank_{rank}"
 
     def video(self, step: int) -> Path:
@@ -137,7 +134,7 @@ class RunFolder:
 
 
 def _unused(path: Path) -> Path:
-    """Return the path, with a number if somebody started a run of this name in the same second."""
+    """Return the path, with a number if a run of this name was started in the same second."""
     candidate, number = path, 1
     while candidate.exists():
         number += 1
@@ -152,7 +149,7 @@ class RunLog:
     """
 
     def __init__(self, run: RunFolder, cfg: TrainCfg, resumed_at: int | None = None) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # takes a moment to import
+        from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
         if resumed_at is not None:
             _cut(run.metrics, resumed_at)
@@ -248,20 +245,6 @@ def _start_wandb(run: RunFolder, cfg: TrainCfg) -> Any:
     )
 
 
-@dataclass(frozen=True)
-class RunProgress:
-    """How far training has come."""
-
-    step: int
-    """Environment steps so far."""
-    done: float
-    """Share of the training that is over."""
-    mean_return: float | None
-    """Mean return of recent episodes."""
-    success: float | None
-    """Their success rate, where the task reports it."""
-
-
 class ProgressView:
     """Shows return, success, steps per second and the time left: a bar on a terminal, a line now and then elsewhere."""
 
@@ -284,12 +267,15 @@ class ProgressView:
         if self._bar is not None:
             self._bar.stop()
 
-    def show(self, now: RunProgress) -> None:
-        """Show the progress of the training."""
-        self._marks.append((time.monotonic(), now.step, now.done))
-        text = self._text(now)
+    def show(self, step: int, done: float, mean_return: float | None, success: float | None) -> None:
+        """Show the environment steps so far, the share that is done, and the results of recent episodes if known."""
+        self._marks.append((time.monotonic(), step, done))
+        parts = [f"{_short(step)} steps"]
+        parts += [] if mean_return is None else [f"return {mean_return:.2f}"]
+        parts += [] if success is None else [f"success {success:.0%}"]
+        text = " | ".join([*parts, *self._speed()])
         if self._bar is not None:
-            self._bar.update(self._task, completed=now.done, text=text)
+            self._bar.update(self._task, completed=done, text=text)
         elif time.monotonic() - self._last_line > _LINE_SECONDS:
             self._last_line = time.monotonic()
             self.print(f"{self._name}: {text}")
@@ -298,18 +284,13 @@ class ProgressView:
         """Print a line above the bar."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def _text(self, now: RunProgress) -> str:
-        parts = [f"{_short(now.step)} steps"]
-        if now.mean_return is not None:
-            parts.append(f"return {now.mean_return:.2f}")
-        if now.success is not None:
-            parts.append(f"success {now.success:.0%}")
+    def _speed(self) -> Iterator[str]:
+        """Yield steps per second and the time left, over the last iterations."""
         (begin, first, share), (end, last, done) = self._marks[0], self._marks[-1]
         if end > begin:
-            parts.append(f"{_short(round((last - first) / (end - begin)))} steps/s")
+            yield f"{_short(round((last - first) / (end - begin)))} steps/s"
             if done > share:
-                parts.append(f"{_clock((1.0 - done) * (end - begin) / (done - share))} left")
-        return " | ".join(parts)
+                yield f"{_clock((1.0 - done) * (end - begin) / (done - share))} left"
 
 
 def _short(number: int) -> str:

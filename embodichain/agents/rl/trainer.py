@@ -27,7 +27,7 @@ from embodichain.agents.rl.collector.config import AsyncCfg
 from embodichain.agents.rl.collector.sync_collector import SyncCollector
 from embodichain.agents.rl.config import TrainCfg, TrainerCfg, num_iterations
 from embodichain.agents.rl.evaluation import Evaluation, evaluate
-from embodichain.agents.rl.runs import ProgressView, RunFolder, RunLog, RunProgress, StopSignals
+from embodichain.agents.rl.runs import ProgressView, RunFolder, RunLog, StopSignals
 from embodichain.agents.rl.utils.distributed import Ranks, check_equal
 from embodichain.agents.rl.utils.observations import space_to_data
 from embodichain.agents.rl.utils.random_state import get_random_state, seed_everything, set_random_state
@@ -237,7 +237,7 @@ class Trainer:
         self.counters.add_episodes(statistics)
         now, criteria = self.counters, self.stop_criteria
         share = max(criteria.progress(now), criteria.share_of_time(now) or 0.0)
-        self.view.show(RunProgress(self.global_step, share, now.mean_return, now.success_rate))
+        self.view.show(self.global_step, share, now.mean_return, now.success_rate)
 
     def _update_clock(self) -> float:
         """Bring the time spent training up to date and return it."""
@@ -390,7 +390,7 @@ class StopCriteria:
     """What ends a run, apart from an interruption."""
 
     def __init__(self, trainer: TrainerCfg, num_ranks: int = 1, in_chunks: bool = False) -> None:
-        """Take a run's settings; ``in_chunks`` tells that a rollout has more steps than decisions."""
+        """Take a run's settings; ``in_chunks``: a rollout has more steps than decisions."""
         self.trainer, self.num_ranks, self.in_chunks = trainer, num_ranks, in_chunks
 
     def reason(self, now: Counters, evaluation: Evaluation | None) -> StopReason | None:

@@ -20,7 +20,7 @@ from embodichain.agents.rl.algo.base import BaseAlgorithm
 from embodichain.agents.rl.checkpoint import find_checkpoint, list_checkpoints, load_checkpoint
 from embodichain.agents.rl.collector.sync_collector import SyncCollector
 from embodichain.agents.rl.config import TrainCfg, complete, override
-from embodichain.agents.rl.runs import ProgressView, RunFolder, RunLog, RunProgress, read_metrics
+from embodichain.agents.rl.runs import ProgressView, RunFolder, RunLog, read_metrics
 from embodichain.agents.rl.train import build_trainer, resume_training, train_from_config
 from embodichain.agents.rl.trainer import Counters, Every, Trainer
 from embodichain.envs.registration import load_gym_config, make
@@ -367,9 +367,9 @@ def test_progress_line_tells_speed_and_time_left(monkeypatch):
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     page = io.StringIO()
     with ProgressView("push", Console(file=page, width=200)) as view:
-        view.show(RunProgress(step=0, done=0.0, mean_return=None, success=None))
+        view.show(step=0, done=0.0, mean_return=None, success=None)
         now[0] += 50.0
-        view.show(RunProgress(step=100_000, done=0.25, mean_return=-3.5, success=0.5))
+        view.show(step=100_000, done=0.25, mean_return=-3.5, success=0.5)
     assert page.getvalue().splitlines()[-1] == "push: 100k steps | return -3.50 | success 50% | 2k steps/s | 2:30 left"
 
 
