@@ -56,15 +56,14 @@ class Work(enum.IntEnum):
     ``IDLE`` is 1 while it has nothing to do, because the buffer is full of episodes that are still good.
     """
 
-    HEARTBEAT = 0
-    WRITTEN = 1
-    FINISHED = 2
-    JUDGED = 3
-    SUCCEEDED = 4
-    FRAMES = 5
-    TARGET = 6
-    SERVED = 7
-    IDLE = 8
+    WRITTEN = 0
+    FINISHED = 1
+    JUDGED = 2
+    SUCCEEDED = 3
+    FRAMES = 4
+    TARGET = 5
+    SERVED = 6
+    IDLE = 7
 
 
 WORK_WORDS = 16

@@ -12,7 +12,7 @@ from embodichain.agents.rl.algo import GRPO, PPO, GRPOCfg, PPOCfg
 from embodichain.agents.rl.algo.off_policy import Proximal
 from embodichain.agents.rl.buffer.rollout import evaluate_rollout
 from embodichain.agents.rl.collector import SyncCollector
-from embodichain.agents.rl.collector.staleness import behaviour_kl
+from embodichain.agents.rl.collector.async_collector import behaviour_kl
 from embodichain.agents.rl.utils.distributed import Ranks
 from embodichain.agents.rl.utils.ratios import bounded, clipped_gain, is_clipped, kl_estimate
 from embodichain.errors import ConfigError

@@ -18,26 +18,27 @@ from typing import Any, Self
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from embodichain.agents.rl.buffer.rollout import evaluate_rollout
 from embodichain.agents.rl.buffer.vla_buffer import VLABuffer
-from embodichain.agents.rl.collector.backends.base import Backend
 from embodichain.agents.rl.collector.backends.process import ProcessBackend
 from embodichain.agents.rl.collector.backends.thread import ThreadBackend
 from embodichain.agents.rl.collector.base import BaseCollector, StepCallback
 from embodichain.agents.rl.collector.config import AsyncCfg
 from embodichain.agents.rl.collector.rollout_worker import (
+    Backend,
     Command,
     NewWeights,
     RolloutRequest,
     RolloutResult,
     WorkerSpec,
 )
-from embodichain.agents.rl.collector.staleness import Staleness
 from embodichain.agents.rl.collector.sync_collector import RolloutStart
 from embodichain.agents.rl.collector.weights import WeightStore
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils.random_state import get_random_state, set_random_state
+from embodichain.agents.rl.utils.ratios import kl_estimate, log_importance
 from embodichain.envs.vec_env import StepsInHalves, VecEnv
-from embodichain.errors import BufferWaitError, CollectorError, ConfigError, RolloutError
+from embodichain.errors import BufferWaitError, CollectorError, ConfigError, RolloutError, WeightsError
 
 EnvSource = VecEnv | Callable[[], VecEnv]
 """An environment, or a function that makes one."""
@@ -117,7 +118,6 @@ class AsyncCollector(BaseCollector):
         self._running = self._paused = False
         self._held: dict[str, Any] | None = None
         self._store = WeightStore(self.policy, self.cfg)
-        self._staleness = Staleness(policy, cfg.max_policy_lag, cfg.kl_rows)
         self._pacing = Pacing(cfg.max_policy_lag, 0)
         self._results: dict[int, RolloutResult] = {}
         """What is known about the rollouts in the buffer, by number."""
@@ -298,17 +298,35 @@ class AsyncCollector(BaseCollector):
                 leaf.record_stream(stream)
         if result.random is not None:
             set_random_state(result.random)
-        age = self._staleness.measure(rollout)
-        self._store.check_stamps(age.versions)
-        self._store.forget_before(min(age.versions))
+        versions = rollout["policy_version"][0].tolist()  # all envs of a step have the same
+        self._statistics = result.statistics | self._staleness(rollout, versions)
+        self._store.check_stamps(versions)
+        self._store.forget_before(min(versions))
         self._episodes = result.episodes
-        self._statistics = result.statistics | age.scalars()
         self._statistics |= {
             "time/rollout_seconds": result.seconds,
             "time/collector_wait_seconds": result.waited,
             "async/restarts": float(self._backend.restarts) if self.is_running else 0.0,
             "async/workers": float(self._backend.num_workers) if self.is_running else 0.0,
         }
+
+    def _staleness(self, rollout: TensorDictBase, versions: list[int]) -> dict[str, float]:
+        """Return how old a rollout is in updates, and how far the policy has moved since."""
+        now, oldest, limit = int(self.policy.version), min(versions), self.cfg.max_policy_lag
+        if now - oldest > limit:
+            raise WeightsError(
+                f"a rollout of version {oldest} was taken at version {now}, but max_policy_lag is {limit}: the policy "
+                "is updated more than once per rollout; raise max_policy_lag"
+            )
+        scalars = {
+            "async/lag_min": float(now - max(versions)),
+            "async/lag_mean": sum(now - version for version in versions) / len(versions),
+            "async/lag_max": float(now - oldest),
+        }
+        if self.cfg.kl_rows:
+            moved = 0.0 if oldest == now else behaviour_kl(self.policy, rollout, self.cfg.kl_rows)
+            scalars["async/behaviour_kl"] = moved
+        return scalars
 
     # --- called by the backend, in its thread ---------------------------------------------------------------------
 
@@ -410,6 +428,12 @@ class AsyncCollector(BaseCollector):
             asked = max(1, self.buffer.buffer_size // self._backend.num_envs)
         self.num_steps = self.num_steps or asked or 1
         return self.num_steps
+
+
+def behaviour_kl(policy: Policy, rollout: TensorDictBase, rows: int) -> float:
+    """Return ``KL(mu || pi) = E[pi/mu - 1 - log pi/mu]`` on the trajectories of as many envs as make up ``rows``."""
+    part = rollout[: max(1, rows // rollout.batch_size[1])].to(policy.device)
+    return float(kl_estimate(log_importance(evaluate_rollout(policy, part)[0], part)).mean())
 
 
 def _make_backend(spec: WorkerSpec, is_made: bool) -> Backend:

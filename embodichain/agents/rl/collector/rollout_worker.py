@@ -1,4 +1,4 @@
-"""What collects rollouts for a learner, be it in a thread, a process or a Ray actor.
+"""What collects rollouts for a learner, be it in a thread, a process or a Ray actor, and how the two talk.
 
 It waits for a request, adopts weights, collects one rollout, hands over the result, and begins again. Everything it is
 told arrives as an instruction, and it reads instructions between two environment steps. So it can be paused, stopped
@@ -7,6 +7,7 @@ and given new weights there, and nowhere else.
 
 from __future__ import annotations
 
+import queue
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -24,7 +25,14 @@ from embodichain.agents.rl.collector.weights import InferenceCopy, WeightSnapsho
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils.random_state import get_random_state, set_random_state
 from embodichain.envs.vec_env import VecEnv
-from embodichain.errors import WeightsError
+from embodichain.errors import CollectorError, WeightsError
+
+STOP_SECONDS = 4.0
+"""How long a collector may take to end by itself."""
+POLL_SECONDS = 0.05
+"""How often something else is looked at while one thing is waited for."""
+ROOM_SECONDS = 0.2
+"""How long a rollout waits for room in the learner's buffer before something else is looked at."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +114,78 @@ class Endpoint(Protocol):
 
     def paused(self, state: dict[str, Any] | None) -> None:
         """Report that nothing moves until further notice, after ``save`` with the state."""
+
+
+class Learner(Protocol):
+    """What a backend tells the learner's side; called from the backend's thread."""
+
+    def on_adopted(self, version: int, digest: int | None) -> None:
+        """Weights are in use."""
+
+    def on_result(self, result: RolloutResult, timeout: float) -> None:
+        """A rollout is there; ``BufferWaitError`` if there is no room for it in time."""
+
+
+class Backend(Protocol):
+    """Collects in the background; it can be started and stopped several times."""
+
+    num_envs: int | None
+    """Number of environments; ``None`` as long as it is not known."""
+    restarts: int
+    """How often a worker was replaced since the start."""
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers have an environment at present."""
+
+    def start(self, num_steps: int, learner: Learner) -> None:
+        """Begin to collect by the learner's instructions, once an environment is there."""
+
+    def send(self, instruction: Instruction) -> None:
+        """Give an instruction."""
+
+    def check(self) -> None:
+        """Raise what keeps it from continuing."""
+
+    def wait_until_paused(self, timeout: float) -> dict[str, Any] | None:
+        """Wait until nothing moves after ``pause`` or ``save``; return the state after ``save``."""
+
+    def stop(self) -> None:
+        """End collection; returns within a few seconds, whatever it is doing."""
+
+    def reset(self, seed: int | None) -> None:
+        """Begin with new episodes; not while it collects."""
+
+    def state(self) -> dict[str, Any]:
+        """Return what the next rollout depends on; not while it collects."""
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state; not while it collects."""
+
+
+class PauseReports:
+    """Hands the report that nothing moves any more from a backend's thread to the learner's."""
+
+    def __init__(self, check: Callable[[], None]) -> None:
+        self._check = check
+        self._states: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self.put = self._states.put
+
+    def clear(self) -> None:
+        """Forget what was reported: something else is asked for now."""
+        while not self._states.empty():
+            self._states.get()
+
+    def wait(self, timeout: float) -> dict[str, Any] | None:
+        """Return the state that was reported, if one was; raise what the worker failed of meanwhile."""
+        deadline = time.monotonic() + timeout
+        while True:
+            self._check()
+            try:
+                return self._states.get(timeout=POLL_SECONDS)
+            except queue.Empty:
+                if time.monotonic() > deadline:
+                    raise CollectorError(f"the collector did not pause within {timeout:g} s") from None
 
 
 class Stopped(Exception):  # noqa: N818 - it is no error

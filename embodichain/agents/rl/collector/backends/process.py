@@ -1,25 +1,31 @@
-"""Collection in a process of its own, which is replaced when it dies or hangs."""
+"""Collection in a process of its own, which is replaced when it dies or hangs.
+
+``SupervisedBackend`` is what this has in common with collection in a Ray cluster.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from embodichain.agents.processes.channel import Channel
-from embodichain.agents.processes.failure import FailureReport
+from embodichain.agents.processes.failure import FailureReport, drop_locals
 from embodichain.agents.processes.pool import Heartbeat, Restarts, WorkerPool, WorkerProcess
-from embodichain.agents.rl.collector.backends.base import (
-    POLL_SECONDS,
-    STOP_SECONDS,
-    SupervisedBackend,
-    collector_error,
-)
 from embodichain.agents.rl.collector.rollout_worker import (
+    POLL_SECONDS,
+    ROOM_SECONDS,
+    STOP_SECONDS,
     Command,
     Instruction,
+    Learner,
     NewWeights,
+    PauseReports,
     RolloutRequest,
     RolloutResult,
     RolloutWorker,
@@ -28,8 +34,115 @@ from embodichain.agents.rl.collector.rollout_worker import (
 )
 from embodichain.agents.rl.collector.weights import WeightSnapshot, move
 from embodichain.envs.random import combine
+from embodichain.errors import BufferWaitError, CollectorError, EmbodiChainError, EnvironmentHungError
 
 _NAME = "the collecting process"
+
+
+class SupervisedBackend(ABC):
+    """Workers in other processes, and a thread in this one that starts them, hears what they say, and replaces them.
+
+    Environments are made there, every time that collection is started. The learner's thread calls the methods without
+    an underscore; all others are the thread's.
+    """
+
+    num_envs: int | None = None
+    restarts = 0
+    _failure: Exception | None = None
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self._spec, self._cfg = spec, spec.cfg
+        self._seed: int | None = None
+        self._state: Mapping[str, Any] | None = None
+        self._lock = threading.RLock()
+
+    @property
+    @abstractmethod
+    def num_workers(self) -> int:
+        """How many workers have an environment at present."""
+
+    @abstractmethod
+    def send(self, instruction: Instruction) -> None:
+        """Give an instruction."""
+
+    @abstractmethod
+    def _open(self) -> None:
+        """Prepare to start workers."""
+
+    @abstractmethod
+    def _watch(self) -> None:
+        """Start workers that are missing, wait for something to happen, and deal with it."""
+
+    @abstractmethod
+    def _close(self) -> None:
+        """End the workers, however they are."""
+
+    def start(self, num_steps: int, learner: Learner) -> None:
+        """Start workers, and wait until an environment is there."""
+        self._spec, self._learner = replace(self._spec, num_steps=num_steps), learner
+        self.restarts, self._failure = 0, None
+        self._ready, self._stopping = threading.Event(), threading.Event()
+        self._reports = PauseReports(self.check)
+        self._thread = threading.Thread(target=self._run, name="embodichain-collector", daemon=True)
+        self._thread.start()
+        try:
+            while not self._ready.wait(POLL_SECONDS):
+                self.check()
+        except BaseException:  # Ctrl-C included: nothing may be left running
+            self.stop()
+            raise
+        self._state = None
+
+    def check(self) -> None:
+        """Raise what keeps it from continuing."""
+        if self._failure is not None:
+            raise self._failure
+
+    def wait_until_paused(self, timeout: float) -> dict[str, Any] | None:
+        """Wait until nothing is delivered any more; return the state after ``save``."""
+        return self._reports.wait(timeout)
+
+    def stop(self) -> None:
+        """End the workers, and the thread."""
+        self._stopping.set()
+        self._thread.join()
+
+    def reset(self, seed: int | None) -> None:
+        """Begin with new episodes, once started."""
+        self._seed = seed
+
+    def state(self) -> dict[str, Any]:
+        """Return what the first rollout depends on: nothing has happened yet, or is gone with its process."""
+        return {"collector": {}, "env": None, "generator": None, "requests": [], "seed": self._seed}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state, once started."""
+        self._state, self._seed = state, state.get("seed", self._seed)
+
+    def _run(self) -> None:
+        try:
+            self._open()
+            while not self._stopping.is_set():
+                self._watch()
+        except Exception as error:  # noqa: BLE001 - it is raised in the learner's thread
+            drop_locals(error)
+            self._failure = error
+            self._stopping.set()
+        finally:
+            self._close()
+
+    def _deliver(self, result: RolloutResult) -> None:
+        """Hand over a rollout, waiting for room if somebody else took it."""
+        while not self._stopping.is_set():
+            try:
+                return self._learner.on_result(result, ROOM_SECONDS)
+            except BufferWaitError:
+                continue
+
+
+def collector_error(report: FailureReport, who: str, replacements: int = 0) -> EmbodiChainError:
+    """Return the error that ends a run, of a worker that cannot be replaced."""
+    return report.as_error(who, replacements, EnvironmentHungError if report.hung else CollectorError)
 
 
 class ProcessBackend(SupervisedBackend):

@@ -24,15 +24,17 @@ from embodichain.agents.processes.failure import FailureReport
 from embodichain.agents.processes.pool import Restarts
 from embodichain.agents.processes.ray_backend import ActorHandle, ActorPool, load_ray
 from embodichain.agents.processes.shared_memory import tensor_of
-from embodichain.agents.rl.collector.backends.base import (
+from embodichain.agents.rl.collector.backends.process import SupervisedBackend, collector_error
+from embodichain.agents.rl.collector.backends.ray_actor import CONCURRENCY, Event, RolloutActor, Weights
+from embodichain.agents.rl.collector.rollout_worker import (
     POLL_SECONDS,
     ROOM_SECONDS,
+    Instruction,
     Learner,
-    SupervisedBackend,
-    collector_error,
+    NewWeights,
+    RolloutRequest,
+    RolloutResult,
 )
-from embodichain.agents.rl.collector.backends.ray_actor import CONCURRENCY, Event, RolloutActor, Weights
-from embodichain.agents.rl.collector.rollout_worker import Instruction, NewWeights, RolloutRequest, RolloutResult
 from embodichain.agents.rl.collector.weights import WeightSnapshot
 from embodichain.envs.random import combine
 from embodichain.errors import BufferWaitError

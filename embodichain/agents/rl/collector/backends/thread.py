@@ -12,10 +12,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from embodichain.agents.processes.pool import FIRST_STEPS, Heartbeat
-from embodichain.agents.rl.collector.backends.base import ROOM_SECONDS, STOP_SECONDS, Learner, PauseReports
 from embodichain.agents.rl.collector.rollout_worker import (
+    ROOM_SECONDS,
+    STOP_SECONDS,
     Command,
     Instruction,
+    Learner,
+    PauseReports,
     RolloutResult,
     RolloutWorker,
     Stopped,
