@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import imageio.v2 as imageio
 import mujoco
@@ -143,13 +143,12 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Marker:
-    """A region of the table: a disc or a square of the given radius (half side) in metres."""
+    """A round region of the table, in metres."""
 
     name: str
     position: tuple[float, float]
     radius: float
     color: str = GREEN
-    shape: Literal["disc", "square"] = "disc"
 
 
 def plot_trajectories(
@@ -165,7 +164,7 @@ def plot_trajectories(
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # takes half a second to import
     from matplotlib.collections import LineCollection
     from matplotlib.figure import Figure
-    from matplotlib.patches import Circle, Rectangle
+    from matplotlib.patches import Circle
 
     figure = Figure((size[1] / _DPI, size[0] / _DPI), dpi=_DPI, layout="constrained")
     canvas = FigureCanvasAgg(figure)
@@ -177,19 +176,17 @@ def plot_trajectories(
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     for marker in markers:
-        x, y, r = *marker.position, marker.radius
-        patch = Circle((x, y), r) if marker.shape == "disc" else Rectangle((x - r, y - r), 2 * r, 2 * r)
-        patch.set(facecolor=(marker.color, 0.25), edgecolor=marker.color, linewidth=1.5, label=marker.name)
-        axes.add_patch(patch)
+        style = {"facecolor": (marker.color, 0.25), "edgecolor": marker.color, "linewidth": 1.5, "label": marker.name}
+        axes.add_patch(Circle(marker.position, marker.radius, **style))
     for trajectory in trajectories:
         points = np.asarray(trajectory.points, dtype=np.float64).reshape(-1, 2)
         points = points[np.isfinite(points).all(axis=1)]
         segments = np.stack((points[:-1], points[1:]), axis=1)
         faded = [(trajectory.color, strength) for strength in np.linspace(0.3, 1.0, len(segments))]
         axes.add_collection(LineCollection(list(segments), colors=faded, linewidth=2.5))
-        style: dict[str, Any] = {"color": trajectory.color, "linestyle": "none", "marker": "o", "markersize": 9}
-        axes.plot(*points[:1].T, markerfacecolor="white", markeredgewidth=2, **style)
-        axes.plot(*points[-1:].T, label=trajectory.name, **style)
+        dot: dict[str, Any] = {"color": trajectory.color, "linestyle": "none", "marker": "o", "markersize": 9}
+        axes.plot(*points[:1].T, markerfacecolor="white", markeredgewidth=2, **dot)
+        axes.plot(*points[-1:].T, label=trajectory.name, **dot)
     if trajectories or markers:
         figure.legend(loc="outside right upper", frameon=False, title="ring: start, dot: end" if trajectories else None)
     canvas.draw()

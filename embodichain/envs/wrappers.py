@@ -321,17 +321,12 @@ class RemoteGroups(GroupedEnv, StepsInHalves):
         parts = self.split(action)
         try:
             for group, part in zip(self.groups, parts, strict=True):
-                self._begin(group, part)
-        except BaseException:
+                self._under_way.append(group)  # before it is: an interruption may come in between
+                group.begin_step(part)
+        except BaseException as error:
+            if isinstance(error, Exception):  # then the last group did not begin
+                self._under_way.pop()
             self._settle()
-            raise
-
-    def _begin(self, group: StepsInHalves, part: Tensor) -> None:
-        self._under_way.append(group)  # before it is: an interruption may come in between
-        try:
-            group.begin_step(part)
-        except Exception:
-            self._under_way.pop()
             raise
 
     def finish_step(self) -> StepResult:

@@ -60,6 +60,9 @@ class _ClassicControl:
         kind = 2 if isinstance(values, tuple) else int(values.dtype == np.float32)
         return [np.asarray(values, dtype=np.float64), np.array([kind], dtype=np.int64)]
 
+    def memory(self, env: Any) -> list[np.ndarray]:
+        return [_bytes(array) for array in self.arrays(env)]
+
     def restore(self, env: Any, arrays: list[np.ndarray]) -> None:
         values, kind = arrays[0].copy(), int(arrays[1][0])
         env.state = tuple(values.tolist()) if kind == 2 else values.astype(np.float32 if kind else np.float64)
@@ -80,16 +83,19 @@ class _Mujoco:
         self._views: dict[int, tuple[Any, list[np.ndarray]]] = {}
 
     def arrays(self, env: Any) -> list[np.ndarray]:
+        return [np.array([env.data.time]), *(getattr(env.data, name) for name in self._names)]
+
+    def memory(self, env: Any) -> list[np.ndarray]:
         data, views = self._views.get(id(env), (None, []))
         if data is not env.data:  # its arrays stay where they are, so they are looked up once
-            data, views = env.data, [getattr(env.data, name) for name in self._names]
+            data, views = env.data, [_bytes(getattr(env.data, name)) for name in self._names]
             self._views[id(env)] = data, views
-        return [np.array([data.time]), *views]
+        return [_bytes(np.array([data.time])), *views]
 
     def restore(self, env: Any, arrays: list[np.ndarray]) -> None:
         env.data.time = float(arrays[0][0])
-        for view, value in zip(self.arrays(env)[1:], arrays[1:], strict=True):
-            view[...] = value
+        for name, value in zip(self._names, arrays[1:], strict=True):
+            getattr(env.data, name)[...] = value
 
 
 class SubEnvStates:
@@ -119,14 +125,14 @@ class SubEnvStates:
 
     def read(self) -> np.ndarray:
         """Return the states of all envs."""
-        as_bytes = lambda array: np.ascontiguousarray(array).reshape(-1).view(np.uint8)  # noqa: E731
-        return np.stack([np.concatenate([as_bytes(array) for array in self._arrays(env)]) for env in self._envs])
+        kept = [[_bytes(array) for array in _bookkeeping(env)] + self._kind.memory(env.unwrapped) for env in self._envs]
+        return np.stack([np.concatenate(row) for row in kept])
 
     def write(self, env_ids: np.ndarray, states: np.ndarray) -> None:
         """Put the rows of ``states`` into these envs, which were reset at least once."""
         for i, row in zip(env_ids.tolist(), states, strict=True):
             env, offset, parts = self._envs[i], 0, []
-            for like in self._arrays(env):
+            for like in [*_bookkeeping(env), *self._kind.arrays(env.unwrapped)]:
                 parts.append(row[offset : offset + like.nbytes].copy().view(like.dtype).reshape(like.shape))
                 offset += like.nbytes
             _set_generator(env.unwrapped, parts[0])
@@ -134,9 +140,15 @@ class SubEnvStates:
                 limit._elapsed_steps = int(parts[1][0])
             self._kind.restore(env.unwrapped, parts[2:])
 
-    def _arrays(self, env: gym.Env) -> list[np.ndarray]:
-        elapsed = max((limit._elapsed_steps or 0 for limit in _limits(env)), default=0)
-        return [_generator(env.unwrapped), np.array([elapsed]), *self._kind.arrays(env.unwrapped)]
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def _bookkeeping(env: gym.Env) -> list[np.ndarray]:
+    """Return the random generator and the step counter of an env."""
+    elapsed = max((limit._elapsed_steps or 0 for limit in _limits(env)), default=0)
+    return [_generator(env.unwrapped), np.array([elapsed])]
 
 
 def _wrappers(env: gym.Env) -> list[Any]:

@@ -71,7 +71,7 @@ class Physics(ABC):
     @property
     @abstractmethod
     def diverged(self) -> Tensor | None:
-        """Which envs ``[num_envs]`` became unstable in the last ``step`` (MuJoCo then restarts them from scratch).
+        """Which envs ``[num_envs]`` became unstable in the last ``step`` (MuJoCo then resets them).
 
         ``None`` if that is known of none of them without waiting for the device.
         """
