@@ -49,7 +49,7 @@ def test_no_rollout_becomes_older_than_the_bound(lag: int) -> None:
     """Workers of random speed, a learner of random speed: every rollout within the bound, and never a standstill."""
     chance = random.Random(lag)
     settled, taken, highest, number, now = 0, 0, lag, 0, 0.0
-    tickets, idle = list(range(lag + 1)), list(range(lag + 1))
+    requests, idle = list(range(lag + 1)), list(range(lag + 1))
     running: dict[int, int] = {}
     arrived: dict[int, int] = {}
     begun: dict[int, int] = {}
@@ -57,11 +57,11 @@ def test_no_rollout_becomes_older_than_the_bound(lag: int) -> None:
     learning = False
     waiting: list[int] = []
     while settled < 300:
-        while tickets and idle:
-            ticket, worker = tickets.pop(0), idle.pop(0)
-            running[ticket], begun[ticket] = highest, settled
+        while requests and idle:
+            request, worker = requests.pop(0), idle.pop(0)
+            running[request], begun[request] = highest, settled
             seconds = chance.expovariate(1.0) * (8 if worker == 0 else 1)
-            heapq.heappush(agenda, (now + seconds, f"collected {worker}", ticket))
+            heapq.heappush(agenda, (now + seconds, f"collected {worker}", request))
         while (chosen := choose(arrived, running.values(), number)) is not None:
             assert number <= arrived.pop(chosen)
             assert number - begun[chosen] <= lag
@@ -73,14 +73,14 @@ def test_no_rollout_becomes_older_than_the_bound(lag: int) -> None:
             taken += 1
             heapq.heappush(agenda, (now + chance.random(), "learned", 0))
         assert agenda, "everybody waits for everybody"
-        now, what, ticket = heapq.heappop(agenda)
+        now, what, request = heapq.heappop(agenda)
         if what == "learned":
             learning = False
             settled += 1
             highest += 1
-            tickets.append(highest)
+            requests.append(highest)
         else:
-            arrived[ticket] = running.pop(ticket)
+            arrived[request] = running.pop(request)
             idle.append(int(what.split()[1]))
     assert taken == 300
 
