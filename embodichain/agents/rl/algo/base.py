@@ -73,14 +73,15 @@ class BaseAlgorithm(ABC):
         Without an argument, by the one that ``collect_rollout`` collected.
         """
 
-    def start_rollout(self, env: VecEnv) -> Observation | None:
-        """Prepare the environment for a rollout; collectors call it before each. By default episodes continue."""
-        return None
-
     @property
     def rollout_start(self) -> RolloutStart | None:
-        """What ``start_rollout`` does, as something that can be sent to a collecting process; ``None`` if nothing."""
+        """What resets the environment before each rollout, if anything does; it can be sent to a collecting process."""
         return None
+
+    def start_rollout(self, env: VecEnv) -> Observation | None:
+        """Prepare the environment for a rollout; collectors call it before each. By default episodes continue."""
+        self.check_num_envs(env.num_envs)
+        return None if self.rollout_start is None else self.rollout_start(env)
 
     def check_num_envs(self, num_envs: int) -> None:
         """Raise ``ConfigError`` if the algorithm cannot work with this number of envs; by default any will do."""
@@ -263,20 +264,11 @@ class Meter:
         self.epoch_sums: dict[str, Tensor] = {}
         """Sums over the steps of the epoch under way."""
 
-    def add(self, measures: dict[str, Tensor], weight: float = 1.0) -> None:
-        """Take in the scalars of a minibatch, or of a piece of it with its weight."""
+    def add(self, measures: dict[str, Tensor], weight: float = 1.0, steps: int = 0) -> None:
+        """Take in scalars of a piece of a minibatch with its weight, or the sums of whole ``steps``."""
         for name, value in measures.items():
             part = value.detach().float() if weight == 1.0 else value.detach().float() * weight
             self.epoch_sums[name] = self.epoch_sums[name] + part if name in self.epoch_sums else part
-
-    def end_step(self, grad_norm: Tensor) -> None:
-        """Count a gradient step."""
-        self.add({"grad_norm": grad_norm})
-        self._epoch_steps += 1
-
-    def add_steps(self, sums: dict[str, Tensor], steps: int) -> None:
-        """Take in what several gradient steps add up to."""
-        self.add(sums)
         self._epoch_steps += steps
 
     def end_epoch(self, name: str) -> Tensor:

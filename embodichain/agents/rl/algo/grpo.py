@@ -13,15 +13,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from embodichain.agents.rl.algo.advantages import (
-    compute_gae,
-    decision_entropy,
-    like,
-    log_ratio,
-    loss_keys,
-    per_decision,
-    reward_and_discount,
-)
+from embodichain.agents.rl.algo.advantages import compute_gae, reward_and_discount
 from embodichain.agents.rl.algo.base import Meter, MinibatchAlgorithm
 from embodichain.agents.rl.algo.off_policy import Proximal
 from embodichain.agents.rl.buffer.rollout import evaluate_rollout
@@ -30,12 +22,22 @@ from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils.config import AlgorithmCfg, Count, MinibatchCfg, NotNegative, Positive
 from embodichain.agents.rl.utils.distributed import Ranks
 from embodichain.agents.rl.utils.observations import Observation
-from embodichain.agents.rl.utils.ratios import clipped_gain, is_clipped, kl_estimate
+from embodichain.agents.rl.utils.ratios import (
+    clipped_gain,
+    decision_entropy,
+    is_clipped,
+    kl_estimate,
+    like,
+    log_ratio,
+    per_decision,
+)
 from embodichain.config.classes import configclass
 from embodichain.envs.vec_env import VecEnv
 from embodichain.errors import ConfigError
 
 KEYS = ("observation", "action", "reward", "done", "sample_log_prob")
+LOSS_KEYS = ("observation", "action", "sample_log_prob", "advantage", "num_actions")
+"""The last one is there for chunks only."""
 
 
 @configclass
@@ -81,14 +83,9 @@ class GRPO(MinibatchAlgorithm):
             problem = f"num_envs {num_envs} is no multiple of group_size {self.cfg.group_size}"
             raise ConfigError(f"{problem}; choose a num_envs that is", "algorithm")
 
-    def start_rollout(self, env: VecEnv) -> Observation | None:
-        """Reset to new episodes, the same one in all envs of a group."""
-        self.check_num_envs(env.num_envs)
-        return GroupReset(self.cfg.group_size)(env) if self.cfg.reset_every_rollout else None
-
     @property
     def rollout_start(self) -> RolloutStart | None:
-        """What ``start_rollout`` does, without the algorithm: a collecting process can be sent this."""
+        """What resets to new episodes, the same one in all envs of a group, before each rollout."""
         return GroupReset(self.cfg.group_size) if self.cfg.reset_every_rollout else None
 
     def update(self, rollout: TensorDictBase | None = None) -> dict[str, float]:
@@ -108,7 +105,7 @@ class GRPO(MinibatchAlgorithm):
         valid = valid & spread.repeat_interleave(cfg.group_size).unsqueeze(1)
 
         # What the loss needs; for rollouts older than the policy also log-probabilities of the present one
-        data = rollout.select("observation", "action", "sample_log_prob", "advantage", *loss_keys(rollout))
+        data = rollout.select(*LOSS_KEYS, strict=False)
         data["valid"] = valid
         if self.reference is not None:
             data["reference_log_prob"] = evaluate_rollout(self.reference, rollout)[0]
@@ -123,7 +120,8 @@ class GRPO(MinibatchAlgorithm):
         for _ in range(cfg.n_epochs if len(minibatches) else 0):
             with self.optimizer.matmul_precision():
                 if self.graphs is not None:
-                    meter.add_steps(*self.graphs.run_epoch(minibatches))
+                    sums, steps = self.graphs.run_epoch(minibatches)
+                    meter.add(sums, steps=steps)
                 else:
                     for chosen, share in self._shuffled(minibatches):
                         self._step(minibatches.gather(chosen), meter, share)
@@ -142,7 +140,7 @@ class GRPO(MinibatchAlgorithm):
                 loss, measures = self._loss(part)
                 self.optimizer.backward(loss, weight)
                 own.add(measures, weight)
-        meter.end_step(self.optimizer.step())
+        meter.add({"grad_norm": self.optimizer.step()}, steps=1)
 
     def _loss(self, batch: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of a minibatch and what is to be logged about it."""

@@ -59,20 +59,13 @@ def _walk_back(  # type: ignore[no-untyped-def]  # noqa: ANN202
         tl.store(returns + at, following + v, mask=here)
 
 
-def accumulate_gae(
-    rewards: Tensor,
-    values: Tensor,
-    next_values: Tensor,
-    terminations: Tensor,
-    dones: Tensor,
-    gamma: float | Tensor,
-    decay: float | Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Return advantages and returns for contiguous rows ``[num_steps, num_envs]`` on a GPU.
+def accumulate_gae(rows: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """Return advantages and returns of a ``TimeMajor`` on a GPU.
 
     Each thread walks back through the steps of one env. It does the CPU's operations in the CPU's order, each rounded
     on its own, so its numbers are the CPU's to the bit.
     """
+    rewards, values, next_values, terminations, dones, gamma, decay = rows
     num_steps, num_envs = rewards.shape
     advantage, returns = torch.empty_like(rewards), torch.empty_like(rewards)
     per_step = isinstance(gamma, Tensor)

@@ -26,7 +26,7 @@ from embodichain.agents.rl.buffer.rollout import evaluate_rollout
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils.config import Level
 from embodichain.agents.rl.utils.distributed import Ranks
-from embodichain.agents.rl.utils.ratios import bounded, kl_estimate, log_importance
+from embodichain.agents.rl.utils.ratios import bounded, kl_estimate, log_ratio
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ class Proximal:
     def of(cls, policy: Policy, rollout: TensorDictBase, rows: int) -> Self:
         """Evaluate a rollout, ``rows`` transitions at a time."""
         log_prob, value = evaluate_rollout(policy, rollout, rows)
-        return cls(log_prob.float(), value.float(), log_importance(log_prob.float(), rollout))
+        log_importance = log_ratio(log_prob.float(), rollout["sample_log_prob"], rollout, "chunk")
+        return cls(log_prob.float(), value.float(), log_importance)
 
     def values(self, rollout: TensorDictBase, version: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``value`` and ``next_value`` of a rollout by the present critic, ``[num_envs, num_steps]`` each.

@@ -11,27 +11,27 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from embodichain.agents.rl.algo.advantages import (
-    compute_gae,
-    compute_vtrace,
-    decision_entropy,
-    like,
-    log_ratio,
-    loss_keys,
-    per_decision,
-    reward_and_discount,
-)
+from embodichain.agents.rl.algo.advantages import compute_gae, compute_vtrace, reward_and_discount
 from embodichain.agents.rl.algo.base import Meter, MinibatchAlgorithm
 from embodichain.agents.rl.algo.off_policy import Proximal
 from embodichain.agents.rl.buffer.rollout import ROLLOUT_KEYS
 from embodichain.agents.rl.utils.config import AlgorithmCfg, MinibatchCfg, NotNegative, Positive
 from embodichain.agents.rl.utils.distributed import Ranks
-from embodichain.agents.rl.utils.ratios import clipped_gain, is_clipped, kl_estimate
+from embodichain.agents.rl.utils.ratios import (
+    clipped_gain,
+    decision_entropy,
+    is_clipped,
+    kl_estimate,
+    like,
+    log_ratio,
+    per_decision,
+)
 from embodichain.config.classes import configclass
 from embodichain.utils.cuda_graphs import kernels_work
 
 GAE_KEYS = ("value", "next_value", "terminated", "done")
-LOSS_KEYS = ("observation", "action", "sample_log_prob", "value", "advantage", "return")
+LOSS_KEYS = ("observation", "action", "sample_log_prob", "value", "advantage", "return", "num_actions")
+"""The last one is there for chunks only."""
 
 
 @configclass
@@ -88,7 +88,7 @@ class PPO(MinibatchAlgorithm):
         self.policy.update_value_normalizer(rollout["return"])
 
         # What the loss needs, with advantages normalised over the rollouts of all ranks
-        data = rollout.select(*LOSS_KEYS, *loss_keys(rollout))
+        data = rollout.select(*LOSS_KEYS, strict=False)
         if cfg.normalize_advantage:
             [(mean, std)] = self.ranks.mean_and_std(rollout["advantage"])
             data["advantage"] = (rollout["advantage"] - mean) / (std + 1e-8)
@@ -102,7 +102,8 @@ class PPO(MinibatchAlgorithm):
         for _ in range(cfg.n_epochs):
             with self.optimizer.matmul_precision():
                 if self.graphs is not None:
-                    meter.add_steps(*self.graphs.run_epoch(minibatches))
+                    sums, steps = self.graphs.run_epoch(minibatches)
+                    meter.add(sums, steps=steps)
                 else:
                     for chosen, share in self._shuffled(minibatches):
                         self._step(minibatches.gather(chosen), meter, share)
@@ -121,7 +122,7 @@ class PPO(MinibatchAlgorithm):
                 loss, measures = self._loss(part)
                 self.optimizer.backward(loss, weight)
                 own.add(measures, weight)
-        meter.end_step(self.optimizer.step())
+        meter.add({"grad_norm": self.optimizer.step()}, steps=1)
 
     def _loss(self, batch: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of a minibatch and what is to be logged about it."""

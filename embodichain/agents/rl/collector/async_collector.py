@@ -36,7 +36,7 @@ from embodichain.agents.rl.collector.sync_collector import RolloutStart
 from embodichain.agents.rl.collector.weights import WeightStore
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils.random_state import get_random_state, set_random_state
-from embodichain.agents.rl.utils.ratios import kl_estimate, log_importance
+from embodichain.agents.rl.utils.ratios import kl_estimate, log_ratio
 from embodichain.envs.vec_env import StepsInHalves, VecEnv
 from embodichain.errors import BufferWaitError, CollectorError, ConfigError, RolloutError, WeightsError
 
@@ -433,7 +433,8 @@ class AsyncCollector(BaseCollector):
 def behaviour_kl(policy: Policy, rollout: TensorDictBase, rows: int) -> float:
     """Return ``KL(mu || pi) = E[pi/mu - 1 - log pi/mu]`` on the trajectories of as many envs as make up ``rows``."""
     part = rollout[: max(1, rows // rollout.batch_size[1])].to(policy.device)
-    return float(kl_estimate(log_importance(evaluate_rollout(policy, part)[0], part)).mean())
+    log_importance = log_ratio(evaluate_rollout(policy, part)[0], part["sample_log_prob"], part, "chunk")
+    return float(kl_estimate(log_importance).mean())
 
 
 def _make_backend(spec: WorkerSpec, is_made: bool) -> Backend:

@@ -24,7 +24,7 @@ from embodichain.agents.rl.collector.base import (
 )
 from embodichain.agents.rl.collector.pipeline import Pipeline
 from embodichain.agents.rl.models.policy import Policy
-from embodichain.agents.rl.utils.observations import Observation, sorted_leaves, zeros_in
+from embodichain.agents.rl.utils.observations import Observation, zeros_in
 from embodichain.envs.vec_env import StepResult, VecEnv
 from embodichain.errors import RolloutError
 from embodichain.utils.threads import torch_threads
@@ -138,9 +138,7 @@ class SyncCollector(BaseCollector):
         state = {"episode_return": self.tracker.episode_return, "episode_length": self.tracker.episode_length}
         if self.state is not None:
             state["hidden"] = self.state
-        if isinstance(self.obs, Tensor):
-            return state | {"observation": self.obs}
-        return state | {"/".join(("observation", *path)): leaf for path, leaf in sorted_leaves(self.obs)}
+        return state | dict(TensorDict({"observation": self.obs}, [self.env.num_envs]).flatten_keys("/").items())
 
     def env_state(self) -> TensorDict | None:
         """Return the environment's state, ``None`` where it cannot be saved."""
@@ -156,14 +154,8 @@ class SyncCollector(BaseCollector):
         self.tracker.episode_return = state["episode_return"].to(self.device, copy=True)
         self.tracker.episode_length = state["episode_length"].to(self.device, copy=True)
         self.state = state["hidden"].to(self.device, copy=True) if "hidden" in state else None
-        if "observation" in state:
-            self.obs = state["observation"].to(self.device, copy=True)
-            return
-        obs = TensorDict({}, batch_size=[self.env.num_envs], device=self.device)
-        for name, leaf in state.items():
-            if name.startswith("observation/"):
-                obs.set(tuple(name.split("/")[1:]), leaf.to(self.device, copy=True))
-        self.obs = obs
+        obs = {name: leaf.to(self.device, copy=True) for name, leaf in state.items() if name.startswith("observation")}
+        self.obs = TensorDict(obs, [self.env.num_envs], device=self.device).unflatten_keys("/")["observation"]
 
     def next_version(self) -> Tensor:
         """Call ``before_step``; return the version ``[]`` of the policy that decides next."""

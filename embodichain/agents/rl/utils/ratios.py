@@ -1,4 +1,8 @@
-"""Ratios of the probabilities that two policies give the same actions."""
+"""Ratios of the probabilities that two policies give the same decisions.
+
+A decision is one action, or a chunk of them (``ChunkedEnv``). Log-probabilities of chunks are ``[..., chunk_size]``,
+one per action, and ``num_actions`` ``[...]`` tells how many were really taken. Single actions are left as they are.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ import math
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
+
+from embodichain.agents.rl.utils.config import Level
 
 MAX_LOG_RATIO = 20.0
 """Two policies whose ratio is beyond ``e**20`` have nothing in common there, and how much further apart they are says
@@ -29,18 +35,6 @@ def clipped_gain(log_ratio: Tensor, gain: Tensor, clip: float) -> Tensor:
     return log_ratio.clamp(low, high).exp() * gain
 
 
-def log_importance(log_prob: Tensor, rollout: TensorDictBase) -> Tensor:
-    """Return ``log pi(a|s) / mu(a|s)`` of every decision ``[num_envs, num_steps]``; mu is what collected them.
-
-    Of a chunk it is the sum over the actions that were really taken.
-    """
-    difference = log_prob - rollout["sample_log_prob"]
-    if difference.ndim == 2:
-        return difference
-    order = torch.arange(difference.shape[-1], device=difference.device)
-    return torch.where(order < rollout["num_actions"].unsqueeze(-1), difference, 0.0).sum(-1)
-
-
 def kl_estimate(log_ratio: Tensor) -> Tensor:
     """Return ``r - 1 - log r`` of ``log r = log q / p``: on samples of p its mean is ``KL(p || q)``, never negative."""
     log_r = bounded(log_ratio)
@@ -56,3 +50,45 @@ def is_clipped(log_ratio: Tensor, clip: float) -> Tensor:
 def _edges(clip: float) -> tuple[float, float]:
     """Return the logarithms of ``1 - c`` and ``1 + c``."""
     return math.log(1.0 - clip) if clip < 1.0 else -math.inf, math.log(1.0 + clip)
+
+
+def log_ratio(log_prob: Tensor, old_log_prob: Tensor, batch: TensorDictBase, level: Level) -> Tensor:
+    """Return ``log pi / pi_old`` ``[...]`` of a batch ``[...]``, or ``[..., chunk_size]`` at the level of actions.
+
+    Actions of a chunk that were never taken do not count: their ratio is 1.
+    """
+    difference = log_prob - old_log_prob
+    if difference.ndim == batch.batch_dims:
+        return difference
+    difference = torch.where(_taken(difference, batch), difference, 0.0)
+    return difference if level == "action" else difference.sum(-1)
+
+
+def per_decision(values: Tensor, batch: TensorDictBase) -> Tensor:
+    """Return ``[rows]``: the mean over the actions taken, where there is a value for each of them."""
+    if values.ndim == batch.batch_dims:
+        return values
+    taken = _taken(values, batch)
+    return torch.where(taken, values, 0.0).sum(-1) / taken.sum(-1)
+
+
+def decision_entropy(entropy: Tensor, batch: TensorDictBase, level: Level) -> Tensor:
+    """Return the entropy ``[rows]`` of decisions: of a chunk the sum over its actions taken, or their mean."""
+    if entropy.ndim == batch.batch_dims:
+        return entropy
+    if level == "action":
+        return per_decision(entropy, batch)
+    return torch.where(_taken(entropy, batch), entropy, 0.0).sum(-1)
+
+
+def like(values: Tensor, ratio: Tensor) -> Tensor:
+    """Return ``values`` ``[rows]`` so that they broadcast against a ratio ``[rows]`` or ``[rows, chunk_size]``."""
+    return values.unsqueeze(-1) if ratio.ndim > values.ndim else values
+
+
+def _taken(values: Tensor, batch: TensorDictBase) -> Tensor:
+    """Tell which actions were taken, ``[rows, chunk_size]``."""
+    if "num_actions" not in batch.keys():  # noqa: SIM118
+        return torch.ones_like(values, dtype=torch.bool)
+    order = torch.arange(values.shape[-1], device=values.device)
+    return order < batch["num_actions"].unsqueeze(-1)
