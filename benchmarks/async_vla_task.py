@@ -18,7 +18,7 @@ from embodichain.config import load_config
 from embodichain.envs.env_cfg import LanguageCfg
 from embodichain.envs.registration import make
 from embodichain.envs.task_env import TaskEnv
-from embodichain.envs.tasks.push_cube_language import named_goal
+from embodichain.envs.tasks.push_cube import named_goal
 from embodichain.envs.vec_env import VecEnv
 from embodichain.envs.wrappers import chunked
 

@@ -22,6 +22,7 @@ ALIASES = {
     f"{_ENVS}.episodes": f"{_ENVS}.recording",
     f"{_ENVS}.footage": f"{_ENVS}.recording",
     f"{_ENVS}.groups": f"{_ENVS}.wrappers",
+    f"{_ENVS}.tasks.push_cube_language": f"{_ENVS}.tasks.push_cube",
 }
 """Former path and the module that replaces it; an empty one stands for a package that is gone."""
 

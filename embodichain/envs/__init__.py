@@ -11,7 +11,7 @@ import gymnasium as gym
 TASKS = {
     "CartPoleRL": "embodichain.envs.tasks.cart_pole:CartPole",
     "PickCubeRL": "embodichain.envs.tasks.pick_cube:PickCube",
-    "PushCubeLanguageRL": "embodichain.envs.tasks.push_cube_language:PushCubeLanguage",
+    "PushCubeLanguageRL": "embodichain.envs.tasks.push_cube:PushCubeLanguage",
     "PushCubeRL": "embodichain.envs.tasks.push_cube:PushCube",
     "ReachRL": "embodichain.envs.tasks.reach:Reach",
 }

@@ -92,17 +92,24 @@ def run_checks(env: VecEnv, factory: Callable[[int], VecEnv] | None = None, max_
 
 def _run(name: str, what: str, check: Check, probe: Probe) -> CheckResult:
     found: list[Finding] = []
-    try:
-        for finding in check(probe):
-            found.append(finding)
-    except NotApplicable as reason:
+    error = _error_of(lambda: found.extend(check(probe)))
+    if isinstance(error, NotApplicable):
         if not found:
-            return CheckResult(name, what, skipped=str(reason))
-    except Exception as error:  # noqa: BLE001 - an environment may fail in any way; that is what is reported
+            return CheckResult(name, what, skipped=str(error))
+    elif error is not None:
         last = traceback.extract_tb(error.__traceback__)[-1]
         got = f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
         found.append(Finding("no exception", got, "make it work, or raise it where the cause is"))
     return CheckResult(name, what, tuple(Problem(name, *finding) for finding in found))
+
+
+def _error_of(call: Callable[[], object]) -> Exception | None:
+    """Return what a call raised, if anything."""
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001 - an environment may fail in any way; that is what is reported
+        return error
+    return None
 
 
 def _check(name: str) -> Callable[[Check], Check]:
@@ -406,15 +413,12 @@ def check_actions(probe: Probe) -> Iterator[Finding]:
     expected = probe.play(2 * SHORT)
     played, advice = probe.extend(probe.start(), actions[:SHORT]), "check it with action_manager.unwrap"
     for what, action in _wrong(env, actions[0]).items():
-        try:
-            env.step(action)
-        except ActionError:
-            continue
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is reported
-            yield Finding(f"ActionError for {what}", f"{type(error).__name__}: {error}", advice)
-        else:
+        error = _error_of(lambda action=action: env.step(action))  # type: ignore[misc]
+        if error is None:
             yield Finding(f"ActionError for {what}", "no error", advice)
             return
+        if not isinstance(error, ActionError):
+            yield Finding(f"ActionError for {what}", f"{type(error).__name__}: {error}", advice)
     where = first_difference(expected, probe.extend(played, actions[SHORT:]))
     if probe.nondeterminism is not None:
         return
@@ -476,7 +480,6 @@ def check_expert(probe: Probe) -> Iterator[Finding]:
 def check_close(probe: Probe) -> Iterator[Finding]:
     """Closing twice is fine."""
     probe.env.close()
-    try:
-        probe.env.close()
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is reported
+    error = _error_of(probe.env.close)
+    if error is not None:
         yield Finding("close() twice is fine", f"{type(error).__name__}: {error}", "remember that it is closed")

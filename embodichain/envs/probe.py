@@ -39,11 +39,7 @@ class NotApplicable(Exception):  # noqa: N818 - it is no error
 
 def leaves(value: TensorDictBase) -> dict[str, Tensor]:
     """Return the tensors of an observation by their path, ``robot/qpos``."""
-    found: dict[str, Tensor] = {}
-    for key, item in value.items():
-        nested = leaves(item) if isinstance(item, TensorDictBase) else {"": item}
-        found.update({f"{key}/{name}" if name else str(key): tensor for name, tensor in nested.items()})
-    return found
+    return dict(value.flatten_keys("/").items())
 
 
 def rows_differ(a: Tensor, b: Tensor) -> Tensor:

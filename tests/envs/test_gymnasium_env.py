@@ -589,6 +589,7 @@ def test_closing_twice_is_fine():
         env.reset()
         env.close()
         env.close()
+        assert env.vector_env.closed
 
 
 def test_the_adapter_costs_little_beyond_gymnasium():

@@ -185,7 +185,7 @@ def test_listing_the_tasks_imports_none_of_them():
         "assert len(ids) == 5; assert not any(m.startswith('embodichain.envs.tasks') for m in sys.modules); "
         "assert 'matplotlib' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", script], check=True)
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
 def test_a_task_without_a_docstring_has_none_to_show(registry):

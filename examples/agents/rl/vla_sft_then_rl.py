@@ -34,7 +34,7 @@ from embodichain.agents.rl.runs import RunFolder
 from embodichain.agents.rl.train import build_trainer
 from embodichain.config import load_config, merge
 from embodichain.envs.registration import load_gym_config, make
-from embodichain.envs.tasks.push_cube_language import named_goal
+from embodichain.envs.tasks.push_cube import named_goal
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "agents" / "rl" / "push_cube"
 CHUNK, LOG_STD = 4, -1.8  # actions per decision, and how far reinforcement strays from what was imitated
