@@ -57,6 +57,10 @@ class FrameLayout:
         """Return the shape stored under a key, or None if there is no such key."""
         return next((leaf.shape for leaf in self.leaves if leaf.key == key), None)
 
+    def empty(self, *batch_size: int, **options: Any) -> Frames:
+        """Return new memory ``[*batch_size, ...]`` for every array; ``options`` are those of ``torch.empty``."""
+        return {leaf.key: torch.empty(*batch_size, *leaf.shape, dtype=leaf.dtype, **options) for leaf in self.leaves}
+
     def to_json(self) -> list[list[Any]]:
         """Return plain data that ``from_json`` turns back into this layout."""
         return [[list(leaf.key), str(leaf.dtype).removeprefix("torch."), list(leaf.shape)] for leaf in self.leaves]

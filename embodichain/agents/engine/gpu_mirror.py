@@ -24,7 +24,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from embodichain.agents.datasets.frames import Key, Leaf
+from embodichain.agents.datasets.frames import FrameLayout, Key
 from embodichain.agents.engine.sampling import Output, OutputRing
 from embodichain.agents.engine.shared_buffer import Control, Ints, SharedBuffer, State
 from embodichain.agents.processes.shared_memory import fence
@@ -93,17 +93,16 @@ class DeviceOutput(Output):
 class WindowCopier:
     """Copies drawn windows of all keys on a device: by one kernel per key on a GPU, else by ``index_select``."""
 
-    def __init__(self, frames: dict[Key, Tensor], leaves: tuple[Leaf, ...], device: torch.device) -> None:
-        self._frames, self._leaves, self._device = frames, leaves, device
+    def __init__(self, frames: dict[Key, Tensor], layout: FrameLayout, device: torch.device) -> None:
+        self._frames, self._layout, self._device = frames, layout, device
         self._key = torch.zeros(1, dtype=torch.int64, device=device)
         # In kernels the draws, too, happen on the device: what is launched depends on no number of the host.
-        self._kernels = _kernels(frames, leaves) if kernels_work(device) else {}
+        self._kernels = _kernels(frames, layout) if kernels_work(device) else {}
         self._recorder = Recorder("batches are drawn")
 
     def new_output(self, batch_size: int, chunk_size: int) -> DeviceOutput:
         """Return fresh memory for a batch."""
-        kind = {leaf.key: ((batch_size, chunk_size, *leaf.shape), leaf.dtype) for leaf in self._leaves}
-        tensors = {key: torch.empty(shape, dtype=dtype, device=self._device) for key, (shape, dtype) in kind.items()}
+        tensors = self._layout.empty(batch_size, chunk_size, device=self._device)
         return DeviceOutput(tensors, batch_size, chunk_size, self._device)
 
     def fill(self, key: int, table: Table, out: DeviceOutput) -> None:
@@ -132,16 +131,16 @@ class WindowCopier:
         max_steps = next(iter(self._frames.values())).shape[1]
         index = torch.from_numpy(rows * max_steps + starts).to(self._device)
         count = len(table.length) * max_steps - table.chunk_size + 1
-        for leaf in self._leaves:  # all windows of a key, overlapping in memory; see ``sampling``
+        for leaf in self._layout.leaves:  # all windows of a key, overlapping in memory; see ``sampling``
             size = table.chunk_size * leaf.elements
             windows = self._frames[leaf.key].as_strided((count, size), (leaf.elements, 1))
             torch.index_select(windows, 0, index, out=out.tensors[leaf.key].view(batch_size, size))
 
 
-def _kernels(frames: dict[Key, Tensor], leaves: tuple[Leaf, ...]) -> dict[Key, WindowKernel]:
+def _kernels(frames: dict[Key, Tensor], layout: FrameLayout) -> dict[Key, WindowKernel]:
     from embodichain.agents.engine.mirror_kernel import WindowKernel  # Triton is not there without a GPU
 
-    return {leaf.key: WindowKernel(frames[leaf.key], leaf.nbytes) for leaf in leaves if leaf.elements}
+    return {leaf.key: WindowKernel(frames[leaf.key], leaf.nbytes) for leaf in layout.leaves if leaf.elements}
 
 
 @dataclass
@@ -168,14 +167,15 @@ class DeviceMirror:
         self._is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._is_cuda else None
         self._last_stream: torch.cuda.Stream | None = None
-        self._copier = WindowCopier(self._frames, buffer.layout.leaves, device)
+        self._copier = WindowCopier(self._frames, buffer.layout, device)
         self._tables: dict[int, Table] = {}
         self._local = threading.local()
         self._complete = False
         self._empty: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
         self._arrived: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
         for _ in range(_SLOTS):
-            self._empty.put(self._new_slot())
+            host = buffer.layout.empty(buffer.max_steps, pin_memory=self._is_cuda)
+            self._empty.put(_Slot(host, buffer.layout.empty(buffer.max_steps, device=device)))
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._error: Exception | None = None
@@ -299,9 +299,3 @@ class DeviceMirror:
             self._stream.synchronize()
         self._taken[row] = sequence
         return True
-
-    def _new_slot(self) -> _Slot:
-        kind = {leaf.key: ((self._buffer.max_steps, *leaf.shape), leaf.dtype) for leaf in self._buffer.layout.leaves}
-        host = {k: torch.empty(shape, dtype=dtype, pin_memory=self._is_cuda) for k, (shape, dtype) in kind.items()}
-        device = {k: torch.empty(shape, dtype=dtype, device=self._device) for k, (shape, dtype) in kind.items()}
-        return _Slot(host, device)

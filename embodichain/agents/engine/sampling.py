@@ -35,8 +35,8 @@ left half-written, and takes its time to start."""
 _POOL_SIZE, _QUICK_TRIES = 8, 16
 _NONE: Ints = np.zeros(0, np.int64)
 
-# How many tensors share a storage. torch has the number but no public name for it; without it nothing is recycled.
-_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+# How many tensors share a storage; torch has no public name for it.
+_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 
 
 class Output:
@@ -66,14 +66,11 @@ class _Block:
         self._leaf = leaf
         self._base = torch.empty(frames * leaf.elements, dtype=leaf.dtype)
         self._storage = self._base.untyped_storage()
-        self._own_count = self._count()
-
-    def _count(self) -> int:
-        return -1 if _use_count is None else _use_count(self._storage._cdata)
+        self._own_count = _use_count(self._storage._cdata)
 
     def is_free(self) -> bool:
         """Tell whether no tensor but our own uses this memory."""
-        return _use_count is not None and self._count() == self._own_count
+        return _use_count(self._storage._cdata) == self._own_count
 
     def is_shared(self) -> bool:
         """Tell whether the memory went to another process (a DataLoader does that), whose holders cannot be counted."""
@@ -132,16 +129,6 @@ class OutputRing(Generic[AnyOutput]):
 
 
 @dataclass
-class Windows:
-    """All windows of one key, overlapping in memory."""
-
-    tensor: Tensor
-    """``[num_windows, chunk_size, ...]``, for copying many."""
-    bytes: NDArray[np.uint8]
-    """``[num_windows, chunk_size * bytes_per_frame]``, for copying one: numpy has the smaller overhead."""
-
-
-@dataclass
 class Candidates:
     """A snapshot of the rows: all sequence numbers, and where long enough episodes are."""
 
@@ -175,7 +162,10 @@ class WindowSampler:
         """``check_state`` is called while the sampler waits, to end the waiting by an exception if it is in vain."""
         self.buffer = buffer
         self._check_state = check_state
-        self._windows: dict[int, dict[Key, Windows]] = {}
+        self._windows: dict[int, tuple[list[Tensor], list[NDArray[np.uint8]]]] = {}
+        """All windows of a chunk size, overlapping in memory, for every key: ``[num_windows, chunk_size, ...]`` for
+        copying many, and as bytes ``[num_windows, chunk_size * bytes_per_frame]`` for copying one, in numpy, which has
+        the smaller overhead."""
         self._known = Candidates(b"", b"", 0, _NONE, _NONE, np.zeros(0))
 
     def draw(self, generator: np.random.Generator, out: Output, batch_size: int, chunk_size: int) -> tuple[Ints, int]:
@@ -185,8 +175,8 @@ class WindowSampler:
         """
         known, chosen, picks = self.pick(generator, batch_size, chunk_size)
         index = torch.from_numpy(picks)
-        for key, windows in self._windows_of(chunk_size).items():
-            torch.index_select(windows.tensor, 0, index, out=out.tensors[key])
+        for windows, target in zip(self._windows_of(chunk_size)[0], out.tensors.values(), strict=True):
+            torch.index_select(windows, 0, index, out=target)
         changed = self._changed(known, chosen)
         return picks, self._redraw(generator, out, picks, changed, chunk_size) if len(changed) else 0
 
@@ -235,8 +225,7 @@ class WindowSampler:
 
     def _redraw(self, generator: np.random.Generator, out: Output, picks: Ints, changed: Ints, chunk_size: int) -> int:
         """Replace the windows whose row changed while it was copied, and only those, one by one; return how often."""
-        sources = [windows.bytes for windows in self._windows_of(chunk_size).values()]
-        pairs = list(zip(out.bytes, sources, strict=True))
+        pairs = list(zip(out.bytes, self._windows_of(chunk_size)[1], strict=True))
         redrawn, deadline = 0, time.monotonic() + STALL_SECONDS
         for slot in changed.tolist():
             while True:
@@ -272,17 +261,17 @@ class WindowSampler:
                 return row, start, int(known.sequence[row])
             deadline = self._wait_for_writers(deadline)
 
-    def _windows_of(self, chunk_size: int) -> dict[Key, Windows]:
-        windows = self._windows.get(chunk_size)
-        if windows is None:
+    def _windows_of(self, chunk_size: int) -> tuple[list[Tensor], list[NDArray[np.uint8]]]:
+        if chunk_size not in self._windows:
             count = self.buffer.num_rows * self.buffer.max_steps - chunk_size + 1
-            windows = self._windows[chunk_size] = {}
+            many, single = [], []
             for leaf in self.buffer.layout.leaves:
                 frames = self.buffer.frames[leaf.key]
-                tensor = frames.as_strided((count, chunk_size, *leaf.shape), (leaf.elements, *leaf.strides))
+                many.append(frames.as_strided((count, chunk_size, *leaf.shape), (leaf.elements, *leaf.strides)))
                 flat = frames.as_strided((count, chunk_size * leaf.elements), (leaf.elements, 1))
-                windows[leaf.key] = Windows(tensor, flat.view(torch.uint8).numpy())
-        return windows
+                single.append(flat.view(torch.uint8).numpy())
+            self._windows[chunk_size] = many, single
+        return self._windows[chunk_size]
 
     @staticmethod
     def _explain_nothing_long_enough(known: Candidates, chunk_size: int) -> None:

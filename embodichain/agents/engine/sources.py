@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from embodichain.agents.datasets.frames import Episode, EpisodeSource, FrameLayout, Key, flatten
+from embodichain.agents.datasets.frames import Episode, EpisodeSource, FrameLayout, flatten
 from embodichain.agents.engine.config import ACTORS, ActionSourceCfg, OnlineDataEngineCfg
 from embodichain.envs.vec_env import HasExpert, VecEnv
 from embodichain.errors import ConfigError, EnvContractError, nearest
@@ -117,10 +117,7 @@ class SimulatedEpisodes:
         self._observation, info = env.reset(seed=seed)
         self._seeds = _episode_seeds(info, env.num_envs)
         self.layout = FrameLayout.of_step(self._observation, actor(self._observation))
-        self._ring: dict[Key, Tensor] = {
-            leaf.key: torch.empty((self.max_steps, env.num_envs, *leaf.shape), dtype=leaf.dtype)
-            for leaf in self.layout.leaves
-        }
+        self._ring = self.layout.empty(self.max_steps, env.num_envs)
         self._begin = [0] * env.num_envs
         self._step = 0
 
