@@ -301,14 +301,19 @@ def _at_limit(trajectory: list[Frame], limit: int) -> tuple[bool, Finding | None
 @_check("seed")
 def check_seed(probe: Probe) -> Iterator[Finding]:
     """The same seed and actions give the same trajectory, bitwise; without a seed the streams continue."""
-    where = first_difference(probe.play(SHORT), probe.play(SHORT))
-    if where is not None:
-        expected = "reset(seed) and the same actions give the same"
-        yield Finding(expected, f"different: {where}", "draw from seeded streams")
+    expected = "reset(seed) and the same actions give the same"
+    yield from _same(expected, probe.play(SHORT), probe.play(SHORT), "draw from seeded streams")
     probe.need_episode_seeds()
     first, second = (probe.start(None)[0].copies["info[episode_seed]"] for _ in range(2))
     if bool((first == second).any()):
         yield Finding("reset() without a seed starts new episodes", "the same episode_seed", "advance the streams")
+
+
+def _same(expected: str, a: list[Frame], b: list[Frame], advice: str) -> Iterator[Finding]:
+    """Report where two trajectories differ that should be the same, bitwise."""
+    where = first_difference(a, b)
+    if where is not None:
+        yield Finding(expected, f"different: {where}", advice)
 
 
 @_check("num_envs")
@@ -419,13 +424,10 @@ def check_actions(probe: Probe) -> Iterator[Finding]:
             return
         if not isinstance(error, ActionError):
             yield Finding(f"ActionError for {what}", f"{type(error).__name__}: {error}", advice)
-    where = first_difference(expected, probe.extend(played, actions[SHORT:]))
+    again = probe.extend(played, actions[SHORT:])
     if probe.nondeterminism is not None:
         return
-    if where is not None:
-        advice = "check the action before anything moves"
-        yield Finding("a refused action changes nothing", f"different: {where}", advice)
-        return
+    yield from _same("a refused action changes nothing", expected, again, "check the action before anything moves")
     probe.start()
     key = env.action_manager.action_type
     obs, *_ = env.step({key: actions[0]})
@@ -471,9 +473,9 @@ def check_expert(probe: Probe) -> Iterator[Finding]:
             if not bool(((action >= low) & (action <= high)).all()):  # NaN is in no interval
                 got = f"{action.min():.4g} to {action.max():.4g}"
                 yield Finding(f"{what} lies in the action space", got, "clip it")
-    where = first_difference(expected, probe.extend(played, actions[SHORT:]))
-    if where is not None and probe.nondeterminism is None:
-        yield Finding("asking the expert changes nothing", f"different: {where}", "restore the state afterwards")
+    again = probe.extend(played, actions[SHORT:])
+    if probe.nondeterminism is None:
+        yield from _same("asking the expert changes nothing", expected, again, "restore the state afterwards")
 
 
 @_check("close")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, Self, runtime_checkable
 
 import gymnasium as gym
@@ -228,10 +228,9 @@ class GroupedEnv(VecEnv):
         ids = self.resolve_ids(env_ids)
         checked = self.resolve_seed(seed, ids.numel())
         infos, number = [], 0
-        for index, (group, rows) in enumerate(zip(self.groups, self.slices, strict=True)):
-            mine = (ids >= rows.start) & (ids < rows.stop)
+        for index, (group, mine, local) in enumerate(self._rows_of(ids)):
             given = checked[mine] if isinstance(checked, Tensor) else _part_seed(checked, number)
-            self._obs[index], info = group.reset(given, ids[mine] - rows.start)
+            self._obs[index], info = group.reset(given, local)
             infos.append(info)
             number += _num_parts(group)
         return self._joined_obs(), join_parts(infos, self._sizes)
@@ -272,20 +271,19 @@ class GroupedEnv(VecEnv):
         return torch.cat([group.get_state() for group in self.groups])
 
     def set_state(self, state: TensorDictBase, env_ids: EnvIds = None) -> TensorDict:
-        ids = self.resolve_ids(env_ids)
-        for index, (group, rows) in enumerate(zip(self.groups, self.slices, strict=True)):
-            mine = (ids >= rows.start) & (ids < rows.stop)
-            self._obs[index] = group.set_state(state[mine.to(state.device or "cpu")], ids[mine] - rows.start)
+        for index, (group, mine, local) in enumerate(self._rows_of(self.resolve_ids(env_ids))):
+            self._obs[index] = group.set_state(state[mine.to(state.device or "cpu")], local)
         return self._joined_obs()
 
     def render(
         self, env_ids: EnvIds = None, camera: str | None = None, size: tuple[int, int] = (240, 320)
     ) -> np.ndarray:
-        frames = []
-        for env in self.resolve_ids(env_ids).tolist():
-            index = next(i for i, rows in enumerate(self.slices) if rows.start <= env < rows.stop)
-            frames.append(self.groups[index].render([env - self.slices[index].start], camera, size))
-        return np.concatenate(frames)
+        ids = self.resolve_ids(env_ids)
+        images = np.empty((len(ids), *size, 3), dtype=np.uint8)
+        for group, mine, local in self._rows_of(ids):
+            if local.numel():
+                images[mine.cpu().numpy()] = group.render(local, camera, size)
+        return images
 
     def prepare(self) -> None:
         for group in self.groups:
@@ -294,6 +292,12 @@ class GroupedEnv(VecEnv):
     def close(self) -> None:
         for group in self.groups:
             group.close()
+
+    def _rows_of(self, ids: Tensor) -> Iterator[tuple[VecEnv, Tensor, Tensor]]:
+        """Yield each group, which of ``ids`` are its own, as a mask, and their indices inside the group."""
+        for group, rows in zip(self.groups, self.slices, strict=True):
+            mine = (ids >= rows.start) & (ids < rows.stop)
+            yield group, mine, ids[mine] - rows.start
 
     def _joined_obs(self) -> TensorDict:
         return torch.cat([obs for obs in self._obs if obs is not None])
