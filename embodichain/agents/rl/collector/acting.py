@@ -13,7 +13,7 @@ from embodichain.agents.rl.buffer.rollout_buffer import RolloutBuffer
 from embodichain.agents.rl.collector.base import Decision
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils.observations import Observation, sorted_leaves
-from embodichain.errors import RolloutError
+from embodichain.errors import EmbodiChainError, RolloutError
 from embodichain.utils.cuda_graphs import WARM_UP, Recorded, Recorder, copy_together, record
 
 Result = TypeVar("Result")
@@ -116,7 +116,7 @@ class _Replayed(Generic[Result]):
                 return self.recorder.warm_up(lambda: self._function(obs))
             self.record(obs)
         leaves = _leaves(obs)
-        if self._recorded is None or not _alike(leaves, self._inputs):
+        if self._recorded is None or _shapes(leaves) != _shapes(self._inputs):
             return self._function(obs)
         copy_together(self._inputs, leaves)
         return self._recorded.replay()
@@ -127,7 +127,8 @@ class _Replayed(Generic[Result]):
         try:
             for _ in range(WARM_UP):
                 self.recorder.warm_up(lambda: self._function(obs))
-        except Exception as error:  # noqa: BLE001 - the observation may be none that it would ever see
+        except (EmbodiChainError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            # The observation may be none that the policy would ever be given.
             self.recorder.give_up(f"{type(error).__name__}: {error}")
 
     def record(self, obs: Observation, stream: torch.cuda.Stream | None = None) -> None:
@@ -147,11 +148,8 @@ def _addresses_of(policy: Policy) -> list[int]:
     return [tensor.data_ptr() for tensor in (*policy.parameters(), *policy.buffers())]
 
 
-def _alike(leaves: list[Tensor], others: list[Tensor]) -> bool:
-    if len(leaves) != len(others):
-        return False
-    pairs = zip(leaves, others, strict=True)
-    return all(leaf.shape == other.shape and leaf.dtype == other.dtype for leaf, other in pairs)
+def _shapes(leaves: list[Tensor]) -> list[tuple[torch.Size, torch.dtype]]:
+    return [(leaf.shape, leaf.dtype) for leaf in leaves]
 
 
 def _leaves(obs: Observation) -> list[Tensor]:

@@ -161,25 +161,20 @@ class InfoAverages:
     def means(self) -> dict[str, Tensor]:
         """Return the mean of every part over steps and envs, and of every metric at the end of finished episodes."""
         rewards: dict[str, list[Tensor]] = defaultdict(list)
-        metrics: dict[str, list[Tensor]] = defaultdict(list)
-        dones: dict[str, list[Tensor]] = defaultdict(list)
-        ended: list[Tensor] = []
+        metrics: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         for reward_parts, measures, done in self._infos:
             for name, part in reward_parts.items():
                 rewards[name].append(part)
             for name, part in measures.items():
-                metrics[name].append(part)
-                dones[name].append(done)
-            ended += [done] if measures else []
+                metrics[name].append((part, done))
         count = len(self._infos) * self._infos[0][2].numel() if self._infos else 1
         means = {f"rewards/{name}": torch.cat(parts).sum() / count for name, parts in rewards.items()}
-        if not ended:
-            return means
-        episodes = torch.cat(ended).sum()
-        for name, parts in metrics.items():
-            measured = torch.cat(parts)
+        ended = [done for _, measures, done in self._infos if measures]
+        episodes = torch.cat(ended).sum() if ended else 0
+        for name, pairs in metrics.items():
+            measured, done = (torch.cat(column) for column in zip(*pairs, strict=True))
             means[f"metrics/{name}"] = measured.sum() / count
-            means[f"episode/{name}"] = torch.where(torch.cat(dones[name]), measured, 0).sum() / episodes
+            means[f"episode/{name}"] = torch.where(done, measured, 0).sum() / episodes
         return means
 
 
