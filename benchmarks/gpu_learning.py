@@ -12,10 +12,10 @@ from embodichain.agents.rl.algo.ppo import PPO, PPOCfg
 from embodichain.agents.rl.collector.sync_collector import SyncCollector
 from embodichain.agents.rl.models import build_policy
 from embodichain.agents.rl.models.policy import Policy
-from embodichain.agents.rl.utils.random_state import seed_everything
 from embodichain.config import load_config
 from embodichain.envs.registration import make
 from embodichain.envs.vec_env import VecEnv
+from embodichain.utils.torch_runtime import seed_everything
 
 CONFIG = Path(__file__).parent.parent / "configs/agents/rl/push_cube/train_config_gpu.json"
 EVAL_EVERY, EVAL_ENVS, LIMIT = 10, 1024, 90.0

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from embodichain.agents.rl.utils.observations import flatten_dict_observation
+from embodichain.agents.rl.utils.tensordicts import flatten_dict_observation
 from embodichain.envs.physics.mujoco_warp import MujocoWarpPhysics
 from embodichain.envs.task_env import TaskEnv
 

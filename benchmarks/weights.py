@@ -25,7 +25,7 @@ from embodichain.agents.processes.channel import Channel
 from embodichain.agents.rl.collector.config import AsyncCfg
 from embodichain.agents.rl.collector.weights import InferenceCopy, WeightSnapshot, WeightStore, without_weights
 from embodichain.agents.rl.models.policy import Policy
-from embodichain.agents.rl.utils.observations import Observation
+from embodichain.agents.rl.utils.tensordicts import Observation
 
 _LAYERS = 24
 _RESULTS = Path(__file__).parent / "results" / "weights.json"

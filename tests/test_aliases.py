@@ -6,7 +6,7 @@ import importlib
 
 import pytest
 
-from embodichain.aliases import ALIASES
+from embodichain import ALIASES
 
 
 @pytest.mark.parametrize(("former", "present"), [(a, b) for a, b in ALIASES.items() if b])

@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
 
     from embodichain.agents.rl.checkpoint import find_checkpoint, load_checkpoint, load_policy
     from embodichain.agents.rl.export import export_onnx
-    from embodichain.agents.rl.utils.observations import space_from_data
+    from embodichain.agents.rl.utils.tensordicts import space_from_data
 
     folder = find_checkpoint(args.run, args.checkpoint)
     spaces = load_checkpoint(folder)["spaces"]

@@ -13,6 +13,10 @@ from pydantic import Field
 from embodichain.config.classes import (
     MISSING,
     Config,
+    Count,
+    Fraction,
+    NotNegative,
+    Positive,
     Shorthand,
     configclass,
     is_config,
@@ -26,7 +30,11 @@ from embodichain.config.files import load_config, merge, save_config
 __all__ = [
     "MISSING",
     "Config",
+    "Count",
     "Field",
+    "Fraction",
+    "NotNegative",
+    "Positive",
     "Shorthand",
     "configclass",
     "field",

@@ -33,7 +33,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, TypeVar, cast, dataclass_transform, overload
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Self, TypeVar, cast, dataclass_transform, overload
 
 import pydantic
 from pydantic import ConfigDict, GetCoreSchemaHandler
@@ -41,6 +41,11 @@ from pydantic.dataclasses import is_pydantic_dataclass
 from pydantic_core import PydanticSerializationError, core_schema, to_jsonable_python
 
 from embodichain.errors import ConfigError, nearest
+
+Count = Annotated[int, pydantic.Field(ge=1)]
+Positive = Annotated[float, pydantic.Field(gt=0.0)]
+NotNegative = Annotated[float, pydantic.Field(ge=0.0)]
+Fraction = Annotated[float, pydantic.Field(ge=0.0, le=1.0)]
 
 _T = TypeVar("_T")
 _SETTINGS = ConfigDict(extra="forbid", allow_inf_nan=False, validate_default=True, validate_assignment=True)

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from embodichain.agents.rl.models import build_policy
 from embodichain.agents.rl.models.policy import Policy
-from embodichain.agents.rl.utils.observations import space_from_data
+from embodichain.agents.rl.utils.tensordicts import space_from_data
 from embodichain.envs.vec_env import VecEnv
 from embodichain.errors import CheckpointError, NotFiniteError, OutputError
 from embodichain.extras import check_trusted, import_trusted

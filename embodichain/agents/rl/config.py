@@ -15,8 +15,17 @@ import torch
 from embodichain.agents.rl.algo import get_algo_class
 from embodichain.agents.rl.collector.config import AsyncCfg, CollectorBlock
 from embodichain.agents.rl.models import get_policy_class
-from embodichain.agents.rl.utils.config import Count, Fraction, Positive
-from embodichain.config import MISSING, Config, Field, configclass, load_config, parse_overrides
+from embodichain.config import (
+    MISSING,
+    Config,
+    Count,
+    Field,
+    Fraction,
+    Positive,
+    configclass,
+    load_config,
+    parse_overrides,
+)
 from embodichain.envs.registration import list_envs, load_gym_config
 from embodichain.errors import ConfigError
 from embodichain.extras import check_trusted, import_trusted

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from embodichain.agents.rl.collector.base import bound_action, collection_threads
 from embodichain.agents.rl.models.policy import Policy
-from embodichain.agents.rl.utils.random_state import get_random_state, set_random_state
 from embodichain.envs.recording import EpisodeRecorder, EpisodeResult, Summary, roll
 from embodichain.envs.vec_env import VecEnv
 from embodichain.envs.wrappers import chunked
 from embodichain.errors import ConfigError
-from embodichain.utils.threads import torch_threads
+from embodichain.utils.torch_runtime import get_random_state, set_random_state, torch_threads
 
 FILM_SIZE = (240, 320)
 

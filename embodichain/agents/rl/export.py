@@ -25,7 +25,7 @@ from embodichain import __version__
 from embodichain.agents.rl.collector.base import bound_action
 from embodichain.agents.rl.models.observation import ObservationEntry, space_entries
 from embodichain.agents.rl.models.policy import Policy
-from embodichain.agents.rl.utils.observations import space_to_data
+from embodichain.agents.rl.utils.tensordicts import space_to_data
 from embodichain.envs.recording import prepare_output
 from embodichain.errors import ExportError
 from embodichain.extras import require

@@ -48,7 +48,6 @@ from embodichain.agents.rl.models import build_policy
 from embodichain.agents.rl.runs import RunFolder
 from embodichain.agents.rl.trainer import Trainer, TrainingResult
 from embodichain.agents.rl.utils.distributed import Ranks
-from embodichain.agents.rl.utils.random_state import seed_everything
 from embodichain.config import merge
 from embodichain.envs.physics.mujoco_cpu import available_cores
 from embodichain.envs.registration import list_envs, make
@@ -58,6 +57,7 @@ from embodichain.envs.wrappers import GroupedEnv, arrange, chunked, make_grouped
 from embodichain.errors import ConfigError, EmbodiChainError, RenderingError, TrainingStateError
 from embodichain.extras import import_trusted, module_folders, module_name
 from embodichain.utils.console import shown_messages
+from embodichain.utils.torch_runtime import seed_everything
 
 PathLike = str | os.PathLike[str]
 EXIT_INTERRUPTED = 130

@@ -29,11 +29,16 @@ from embodichain.agents.rl.config import TrainCfg, TrainerCfg, num_iterations
 from embodichain.agents.rl.evaluation import Evaluation, evaluate
 from embodichain.agents.rl.runs import ProgressView, RunFolder, RunLog, StopSignals
 from embodichain.agents.rl.utils.distributed import Ranks, check_equal
-from embodichain.agents.rl.utils.observations import space_to_data
-from embodichain.agents.rl.utils.random_state import get_random_state, seed_everything, set_random_state
+from embodichain.agents.rl.utils.tensordicts import space_to_data
 from embodichain.envs.vec_env import VecEnv
 from embodichain.errors import CheckpointError
-from embodichain.utils.threads import torch_threads, update_threads
+from embodichain.utils.torch_runtime import (
+    get_random_state,
+    seed_everything,
+    set_random_state,
+    torch_threads,
+    update_threads,
+)
 
 Scalars = Mapping[str, float]
 StopReason = Literal["iterations", "total_steps", "max_seconds", "target", "interrupted"]

@@ -17,7 +17,7 @@ from embodichain.agents.engine.worker import Worker
 from embodichain.agents.rl.checkpoint import load_policy, save_checkpoint
 from embodichain.agents.rl.models import build_policy
 from embodichain.agents.rl.train import train_from_config
-from embodichain.agents.rl.utils.observations import space_to_data
+from embodichain.agents.rl.utils.tensordicts import space_to_data
 from embodichain.envs.registration import make
 from embodichain.errors import CheckpointError, ConfigError
 from tests.agents.rl.training_cases import write_config

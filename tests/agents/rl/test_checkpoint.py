@@ -26,10 +26,10 @@ from embodichain.agents.rl.checkpoint import (
 )
 from embodichain.agents.rl.models import build_policy
 from embodichain.agents.rl.runs import RunFolder
-from embodichain.agents.rl.utils.observations import space_from_data, space_to_data
-from embodichain.agents.rl.utils.random_state import get_random_state, seed_everything, set_random_state
+from embodichain.agents.rl.utils.tensordicts import space_from_data, space_to_data
 from embodichain.errors import CheckpointError, OutputError, UntrustedModuleError
 from embodichain.utils.tensor_tree import flatten, unflatten
+from embodichain.utils.torch_runtime import get_random_state, seed_everything, set_random_state
 
 OBS = gym.spaces.Dict(
     {

@@ -13,11 +13,11 @@ from tensordict import TensorDict
 from embodichain.agents.rl.evaluation import PolicyActor, evaluate
 from embodichain.agents.rl.models import Policy, build_policy
 from embodichain.agents.rl.train import train_from_config
-from embodichain.agents.rl.utils.random_state import get_random_state
 from embodichain.cli.eval import main as eval_command
 from embodichain.config import load_config
 from embodichain.envs.registration import make
 from embodichain.errors import CheckpointError, ConfigError
+from embodichain.utils.torch_runtime import get_random_state
 from tests.agents.rl.test_checkpoint import same
 from tests.agents.rl.training_cases import write_config
 

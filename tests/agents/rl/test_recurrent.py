@@ -8,7 +8,7 @@ import torch
 from embodichain.agents.rl.algo import PPO, PPOCfg
 from embodichain.agents.rl.buffer import Minibatches
 from embodichain.agents.rl.collector import SyncCollector
-from embodichain.agents.rl.models.recurrent import RecurrentCfg, RecurrentLayer
+from embodichain.agents.rl.models.mlp import RecurrentCfg, RecurrentLayer
 from embodichain.errors import RolloutError
 from tests.agents.rl.helpers import ScriptedEnv, make_policy
 

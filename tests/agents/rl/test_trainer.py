@@ -26,7 +26,7 @@ from embodichain.agents.rl.trainer import Counters, Every, Trainer
 from embodichain.envs.registration import load_gym_config, make
 from embodichain.errors import ConfigError, MissingExtraError, NotFiniteError, OutputError, WorkerError
 from embodichain.extras import available
-from embodichain.utils.threads import torch_threads, update_threads
+from embodichain.utils.torch_runtime import torch_threads, update_threads
 from tests.agents.rl.test_checkpoint import same
 from tests.agents.rl.training_cases import GRPO, train_config, write_config
 

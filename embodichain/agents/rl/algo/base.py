@@ -24,9 +24,9 @@ from embodichain.agents.rl.buffer.rollout_buffer import RolloutBuffer
 from embodichain.agents.rl.collector.base import StepCallback
 from embodichain.agents.rl.collector.sync_collector import RolloutStart, SyncCollector
 from embodichain.agents.rl.models.policy import Policy
-from embodichain.agents.rl.utils.config import AlgorithmCfg, MinibatchCfg, Precision
+from embodichain.agents.rl.utils import AlgorithmCfg, MinibatchCfg, Precision
 from embodichain.agents.rl.utils.distributed import Ranks, SharedStatistics
-from embodichain.agents.rl.utils.observations import Observation
+from embodichain.agents.rl.utils.tensordicts import Observation
 from embodichain.envs.vec_env import VecEnv
 from embodichain.errors import ConfigError, RolloutError
 from embodichain.utils.cuda_graphs import Recorded, Recorder, record

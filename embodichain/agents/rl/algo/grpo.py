@@ -19,9 +19,8 @@ from embodichain.agents.rl.algo.off_policy import Proximal
 from embodichain.agents.rl.buffer.rollout import evaluate_rollout
 from embodichain.agents.rl.collector.sync_collector import RolloutStart
 from embodichain.agents.rl.models.policy import Policy
-from embodichain.agents.rl.utils.config import AlgorithmCfg, Count, MinibatchCfg, NotNegative, Positive
+from embodichain.agents.rl.utils import AlgorithmCfg, MinibatchCfg
 from embodichain.agents.rl.utils.distributed import Ranks
-from embodichain.agents.rl.utils.observations import Observation
 from embodichain.agents.rl.utils.ratios import (
     clipped_gain,
     decision_entropy,
@@ -31,7 +30,8 @@ from embodichain.agents.rl.utils.ratios import (
     log_ratio,
     per_decision,
 )
-from embodichain.config.classes import configclass
+from embodichain.agents.rl.utils.tensordicts import Observation
+from embodichain.config.classes import Count, NotNegative, Positive, configclass
 from embodichain.envs.vec_env import VecEnv
 from embodichain.errors import ConfigError
 

@@ -15,8 +15,7 @@ from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.models.vla.loading import only_trained
 from embodichain.agents.rl.models.vla.model import VLAModel
 from embodichain.agents.rl.models.vla_policy import VLAPolicy
-from embodichain.agents.rl.utils.config import Count, NotNegative, Positive
-from embodichain.config.classes import Config, configclass
+from embodichain.config.classes import Config, Count, NotNegative, Positive, configclass
 from embodichain.envs.vec_env import VecEnv
 from embodichain.errors import ConfigError, RolloutError
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from embodichain.agents.rl.buffer.rollout import evaluate_rollout
 from embodichain.agents.rl.models.policy import Policy
-from embodichain.agents.rl.utils.config import Level
+from embodichain.agents.rl.utils import Level
 from embodichain.agents.rl.utils.distributed import Ranks
 from embodichain.agents.rl.utils.ratios import bounded, kl_estimate, log_ratio
 

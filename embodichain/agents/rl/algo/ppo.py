@@ -15,7 +15,7 @@ from embodichain.agents.rl.algo.advantages import compute_gae, compute_vtrace, r
 from embodichain.agents.rl.algo.base import Meter, MinibatchAlgorithm
 from embodichain.agents.rl.algo.off_policy import Proximal
 from embodichain.agents.rl.buffer.rollout import ROLLOUT_KEYS
-from embodichain.agents.rl.utils.config import AlgorithmCfg, MinibatchCfg, NotNegative, Positive
+from embodichain.agents.rl.utils import AlgorithmCfg, MinibatchCfg
 from embodichain.agents.rl.utils.distributed import Ranks
 from embodichain.agents.rl.utils.ratios import (
     clipped_gain,
@@ -26,7 +26,7 @@ from embodichain.agents.rl.utils.ratios import (
     log_ratio,
     per_decision,
 )
-from embodichain.config.classes import configclass
+from embodichain.config.classes import NotNegative, Positive, configclass
 from embodichain.utils.cuda_graphs import kernels_work
 
 GAE_KEYS = ("value", "next_value", "terminated", "done")

@@ -25,7 +25,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from embodichain.agents.rl.models.policy import Policy
-from embodichain.agents.rl.utils.observations import sorted_leaves
+from embodichain.agents.rl.utils.tensordicts import sorted_leaves
 from embodichain.errors import RolloutError, nearest
 
 ROLLOUT_KEYS = (

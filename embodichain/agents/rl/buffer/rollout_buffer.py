@@ -10,7 +10,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from embodichain.agents.rl.buffer.rollout import OPTIONAL_KEYS, Minibatches, check_rollout
-from embodichain.agents.rl.utils.observations import Observation, flatten_dict_observation, sorted_leaves
+from embodichain.agents.rl.utils.tensordicts import Observation, flatten_dict_observation, sorted_leaves
 from embodichain.errors import RolloutError, nearest
 from embodichain.utils.cuda_graphs import copy_together
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from embodichain.agents.rl.buffer.rollout_buffer import RolloutBuffer
 from embodichain.agents.rl.collector.base import Decision
 from embodichain.agents.rl.models.policy import Policy
-from embodichain.agents.rl.utils.observations import Observation, sorted_leaves
+from embodichain.agents.rl.utils.tensordicts import Observation, sorted_leaves
 from embodichain.errors import EmbodiChainError, RolloutError
 from embodichain.utils.cuda_graphs import WARM_UP, Recorded, Recorder, copy_together, record
 

@@ -35,10 +35,10 @@ from embodichain.agents.rl.collector.rollout_worker import (
 from embodichain.agents.rl.collector.sync_collector import RolloutStart
 from embodichain.agents.rl.collector.weights import WeightStore
 from embodichain.agents.rl.models.policy import Policy
-from embodichain.agents.rl.utils.random_state import get_random_state, set_random_state
 from embodichain.agents.rl.utils.ratios import kl_estimate, log_ratio
 from embodichain.envs.vec_env import StepsInHalves, VecEnv
 from embodichain.errors import BufferWaitError, CollectorError, ConfigError, RolloutError, WeightsError
+from embodichain.utils.torch_runtime import get_random_state, set_random_state
 
 EnvSource = VecEnv | Callable[[], VecEnv]
 """An environment, or a function that makes one."""

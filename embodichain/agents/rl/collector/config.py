@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from embodichain.agents.processes.ray_backend import PlacementCfg
-from embodichain.agents.rl.utils.config import Count, Positive
 from embodichain.config import Config, Field, Shorthand, configclass
+from embodichain.config.classes import Count, Positive
 from embodichain.errors import ConfigError
 
 

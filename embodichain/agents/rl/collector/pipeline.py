@@ -23,7 +23,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from embodichain.agents.rl.collector.base import Decision, bound_action, result_to
-from embodichain.agents.rl.utils.observations import Observation
+from embodichain.agents.rl.utils.tensordicts import Observation
 from embodichain.envs.vec_env import StepResult, StepsInHalves, VecEnv
 from embodichain.errors import ConfigError, EmbodiChainError, RolloutError
 

@@ -26,11 +26,11 @@ from torch import Tensor
 from embodichain.agents.processes.channel import Channel, RequestChannel
 from embodichain.agents.processes.failure import FailureReport
 from embodichain.agents.processes.pool import Heartbeat, WorkerProcess
-from embodichain.agents.rl.utils.observations import space_from_data, space_to_data
-from embodichain.agents.rl.utils.random_state import seed_everything
+from embodichain.agents.rl.utils.tensordicts import space_from_data, space_to_data
 from embodichain.envs.vec_env import Action, ActionManager, EnvIds, StepResult, StepsInHalves, VecEnv
 from embodichain.envs.wrappers import chunked
 from embodichain.errors import ActionError, ConfigError, EnvContractError, WorkerError
+from embodichain.utils.torch_runtime import seed_everything
 
 _GRACE_SECONDS = 1.0
 _made = itertools.count()

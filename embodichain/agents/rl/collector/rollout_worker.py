@@ -23,9 +23,9 @@ from embodichain.agents.rl.collector.config import AsyncCfg
 from embodichain.agents.rl.collector.sync_collector import RolloutStart, SyncCollector
 from embodichain.agents.rl.collector.weights import InferenceCopy, WeightSnapshot, without_weights
 from embodichain.agents.rl.models.policy import Policy
-from embodichain.agents.rl.utils.random_state import get_random_state, set_random_state
 from embodichain.envs.vec_env import VecEnv
 from embodichain.errors import CollectorError, WeightsError
+from embodichain.utils.torch_runtime import get_random_state, set_random_state
 
 STOP_SECONDS = 4.0
 """How long a collector may take to end by itself."""

@@ -24,10 +24,10 @@ from embodichain.agents.rl.collector.base import (
 )
 from embodichain.agents.rl.collector.pipeline import Pipeline
 from embodichain.agents.rl.models.policy import Policy
-from embodichain.agents.rl.utils.observations import Observation, zeros_in
+from embodichain.agents.rl.utils.tensordicts import Observation, zeros_in
 from embodichain.envs.vec_env import StepResult, VecEnv
 from embodichain.errors import RolloutError
-from embodichain.utils.threads import torch_threads
+from embodichain.utils.torch_runtime import torch_threads
 
 RolloutStart = Callable[[VecEnv], Observation | None]
 """Called before each rollout; returns the observation if it reset the environment, else ``None``."""

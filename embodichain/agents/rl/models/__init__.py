@@ -11,10 +11,9 @@ from torch import nn
 
 from embodichain.agents.rl.models.actor_critic import ActorCritic, ActorCriticCfg, ActorOnly, PolicyCfg
 from embodichain.agents.rl.models.distributions import DistributionCfg, action_dimension
-from embodichain.agents.rl.models.mlp import MLP, ImageEncoderCfg, NetworkCfg, build_mlp_from_cfg
+from embodichain.agents.rl.models.mlp import MLP, ImageEncoderCfg, NetworkCfg, RecurrentCfg, build_mlp_from_cfg
 from embodichain.agents.rl.models.observation import RunningNormalizer
 from embodichain.agents.rl.models.policy import Policy
-from embodichain.agents.rl.models.recurrent import RecurrentCfg
 from embodichain.agents.rl.models.vla import load_vla_model, register_vla_model
 from embodichain.agents.rl.models.vla_policy import VLAPolicy
 from embodichain.errors import ConfigError, UnknownNameError, nearest

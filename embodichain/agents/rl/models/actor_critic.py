@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from embodichain.agents.rl.models.distributions import ActionHead, DistributionCfg, build_head
-from embodichain.agents.rl.models.mlp import MLP, ImageEncoderCfg, build_mlp_from_cfg
+from embodichain.agents.rl.models.mlp import MLP, ImageEncoderCfg, RecurrentCfg, RecurrentLayer, build_mlp_from_cfg
 from embodichain.agents.rl.models.observation import FeatureEncoder, ObservationSpace, RunningNormalizer
 from embodichain.agents.rl.models.policy import Evaluation, Policy
-from embodichain.agents.rl.models.recurrent import RecurrentCfg, RecurrentLayer
-from embodichain.agents.rl.utils.observations import Observation
+from embodichain.agents.rl.utils.tensordicts import Observation
 from embodichain.config.classes import Config, configclass
 from embodichain.errors import ConfigError
 

@@ -1,16 +1,16 @@
-"""The networks of policies: multi-layer perceptrons, convolutional image encoders, and how a config describes them."""
+"""The networks of policies: perceptrons, image encoders and recurrent layers, and how configs describe them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from itertools import pairwise
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from embodichain.agents.rl.utils.config import Count, Fraction
-from embodichain.config.classes import Config, configclass
+from embodichain.config.classes import Config, Count, Fraction, configclass
 from embodichain.errors import ConfigError, UnknownNameError, nearest
 
 FEW = 8192
@@ -180,3 +180,50 @@ class ImageEncoder(nn.Module):
         channels_first = scaled.reshape(-1, *(*self.shape, 1)[:3]).permute(0, 3, 1, 2)
         features = self.project(self.convolutions(channels_first).flatten(1))
         return self.activation(features).unflatten(0, batch)
+
+
+@configclass
+class RecurrentCfg(Config):
+    """A recurrent layer between the observation and the actor and critic networks."""
+
+    type: Literal["gru"] = "gru"
+    """Kind of layer."""
+    hidden_size: Count = 128
+    """Width of the recurrent state, and of what actor and critic see."""
+    num_layers: Count = 1
+    """Stacked layers."""
+
+
+class RecurrentLayer(nn.Module):
+    """A GRU with its state as ``[batch, num_layers, hidden_size]``, so that envs are rows as everywhere else."""
+
+    def __init__(self, input_dim: int, cfg: RecurrentCfg) -> None:
+        super().__init__()
+        self.hidden_size, self.num_layers = cfg.hidden_size, cfg.num_layers
+        self.gru = nn.GRU(input_dim, cfg.hidden_size, cfg.num_layers)
+
+    def initial_state(self, batch_size: int) -> Tensor:
+        """Return the state at an episode's start: zeros."""
+        device = next(self.gru.parameters()).device
+        return torch.zeros(batch_size, self.num_layers, self.hidden_size, device=device)
+
+    def step(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Take in one observation ``[batch, input_dim]``; return ``(output [batch, hidden_size], new state)``."""
+        output, new = self.gru(x.unsqueeze(0), state.transpose(0, 1).contiguous())
+        return output.squeeze(0), new.transpose(0, 1)
+
+    def sequence(self, x: Tensor, state: Tensor, start: Tensor) -> Tensor:
+        """Run over ``[num_steps, batch, input_dim]`` from a state; return ``[num_steps, batch, hidden_size]``.
+
+        ``start`` ``[num_steps, batch]`` marks observations that begin an episode: the row's state is reset before them.
+        """
+        # Between two resets of any row the GRU runs in one call; a GPU, which would have to wait for the resets to be
+        # found, runs step by step.
+        starts = range(1, x.shape[0]) if x.is_cuda else (start[1:].any(dim=1).nonzero().flatten() + 1).tolist()
+        hidden = state.transpose(0, 1)
+        outputs = []
+        for begin, end in pairwise([0, *starts, x.shape[0]]):
+            hidden = torch.where(start[begin].unsqueeze(-1), 0.0, hidden)
+            output, hidden = self.gru(x[begin:end], hidden.contiguous())
+            outputs.append(output)
+        return torch.cat(outputs)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from embodichain.agents.rl.models.mlp import ImageEncoder, ImageEncoderCfg
 from embodichain.agents.rl.utils.distributed import SharedStatistics, batch_moments, merge_moments
-from embodichain.agents.rl.utils.observations import Observation, sorted_leaves
+from embodichain.agents.rl.utils.tensordicts import Observation, sorted_leaves
 from embodichain.errors import ConfigError, ObservationError, nearest
 
 ObservationSpace = gym.Space[Any] | int

@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from embodichain.agents.rl.utils.observations import Observation
+from embodichain.agents.rl.utils.tensordicts import Observation
 
 Evaluation = tuple[Tensor, Tensor, Tensor]
 """``(log_prob, entropy, value)``."""

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from embodichain.agents.rl.models.policy import Evaluation, Policy
 from embodichain.agents.rl.models.vla.loading import LoRACfg, apply_lora, freeze_but, load_vla_model, saved_config
 from embodichain.agents.rl.models.vla.model import ActsOnObservations, VLAModel, get_vla_model_class
-from embodichain.agents.rl.utils.config import Count
-from embodichain.agents.rl.utils.observations import Observation
-from embodichain.config.classes import Config, configclass
+from embodichain.agents.rl.utils.tensordicts import Observation
+from embodichain.config.classes import Config, Count, configclass
 from embodichain.errors import ConfigError
 
 __all__ = ["VLACfg", "VLAPolicy", "VLAPolicyCfg", "load_vla_model"]

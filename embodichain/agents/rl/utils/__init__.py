@@ -1,9 +1,60 @@
-"""What algorithms, collectors and policies share: the base config, observations, thread counts."""
+"""What algorithms, collectors and policies share: the settings of algorithms here, observations and ranks beside it."""
 
 from __future__ import annotations
 
-from embodichain.agents.rl.utils.config import AlgorithmCfg
-from embodichain.agents.rl.utils.observations import dict_to_tensordict, flatten_dict_observation, sorted_leaves
-from embodichain.utils.threads import torch_threads
+from dataclasses import KW_ONLY
+from typing import Literal
 
-__all__ = ["AlgorithmCfg", "dict_to_tensordict", "flatten_dict_observation", "sorted_leaves", "torch_threads"]
+from embodichain.agents.rl.utils.tensordicts import dict_to_tensordict, flatten_dict_observation
+from embodichain.config.classes import Config, Count, Fraction, NotNegative, Positive, configclass
+from embodichain.utils.torch_runtime import torch_threads
+
+__all__ = ["AlgorithmCfg", "MinibatchCfg", "dict_to_tensordict", "flatten_dict_observation", "torch_threads"]
+
+Precision = Literal["off", "tf32", "bf16", "fp16"]
+Level = Literal["chunk", "action"]
+"""Whether the probability ratio is that of a whole chunk, or one for each action in it."""
+
+
+@configclass
+class AlgorithmCfg(Config):
+    """Minimal algorithm configuration shared across RL algorithms."""
+
+    device: str = "cpu"
+    """Where the rollout is stored and the policy is trained."""
+    learning_rate: Positive = 3e-4
+    """Step size of Adam (the first one, where a schedule changes it)."""
+    batch_size: Count = 64
+    """Transitions per gradient step; the last minibatches share what is left evenly."""
+    gamma: Fraction = 0.99
+    """Discount per environment step."""
+    gae_lambda: Fraction = 0.95
+    """Weight of longer returns in generalised advantage estimation."""
+    max_grad_norm: Positive = 0.5
+    """The gradient is scaled down to this norm when it is longer."""
+
+
+@configclass
+class MinibatchCfg(AlgorithmCfg):
+    """The settings of algorithms that clip probability ratios in gradient steps on minibatches."""
+
+    n_epochs: Count = 10
+    """Passes over each rollout."""
+    clip_coef: Positive = 0.2
+    """The probability ratio counts inside [1 - clip_coef, 1 + clip_coef] only."""
+    ent_coef: NotNegative = 0.0
+    """Weight of the entropy bonus."""
+    _: KW_ONLY
+    mixed_precision: Precision = "off"
+    """Precision of the networks in the update: off (float32), tf32 (float32, faster on a GPU), bf16 or fp16."""
+    sequence_length: Count | None = None
+    """For recurrent policies: steps per training sequence, a divisor of the rollout's; default: all of them."""
+    log_prob_per: Level = "chunk"
+    """For policies that choose chunks of actions: one probability ratio per chunk, or one for each action in it."""
+    cuda_graphs: bool = True
+    """On a GPU: record the gradient step once as a CUDA graph and replay it; the log says where that cannot be."""
+    correction: Literal["none", "decoupled"] = "none"
+    """For rollouts older than the policy: the plain loss, or the decoupled one, which weighs them by their probability
+    under the present policy. PPO then also takes advantages and returns by the present critic."""
+    max_importance_weight: Positive = 5.0
+    """Bound of that weight."""

@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from embodichain.agents.rl.utils.config import Level
+from embodichain.agents.rl.utils import Level
 
 MAX_LOG_RATIO = 20.0
 """Two policies whose ratio is beyond ``e**20`` have nothing in common there, and how much further apart they are says

@@ -22,8 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from embodichain.agents.rl.models.vla.model import VLAModel, get_vla_model_class, registered_name
-from embodichain.agents.rl.utils.config import Count, Fraction, Positive
-from embodichain.config.classes import Config, configclass
+from embodichain.config.classes import Config, Count, Fraction, Positive, configclass
 from embodichain.errors import CheckpointError, ConfigError
 from embodichain.extras import require
 

@@ -21,9 +21,8 @@ from torch import Generator, Tensor, nn
 
 from embodichain.agents.rl.models.distributions import DistributionCfg, GaussianHead
 from embodichain.agents.rl.models.observation import ObservationEntry, RunningNormalizer, entry_of, space_entries
-from embodichain.agents.rl.utils.config import Count
-from embodichain.agents.rl.utils.observations import Observation
-from embodichain.config.classes import MISSING, Config, configclass
+from embodichain.agents.rl.utils.tensordicts import Observation
+from embodichain.config.classes import MISSING, Config, Count, configclass
 from embodichain.errors import ConfigError, ObservationError, UnknownNameError, nearest
 from embodichain.extras import allowed_modules, check_trusted
 

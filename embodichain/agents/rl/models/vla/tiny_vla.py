@@ -16,8 +16,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from embodichain.agents.rl.models.vla.model import Decoded, VLAModel, VLAModelCfg, register_vla_model
-from embodichain.agents.rl.utils.config import Count
-from embodichain.config.classes import configclass
+from embodichain.config.classes import Count, configclass
 from embodichain.errors import ConfigError
 
 PAD = 0
