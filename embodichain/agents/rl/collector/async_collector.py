@@ -330,7 +330,7 @@ class AsyncCollector(BaseCollector):
 
     # --- called by the backend, in its thread ---------------------------------------------------------------------
 
-    def on_adopted(self, version: int, digest: int | None) -> None:
+    def on_adopted(self, version: int, digest: str | None) -> None:
         """Check which weights are in use."""
         self._store.acknowledge(version, digest)
 

@@ -106,7 +106,7 @@ class Endpoint(Protocol):
     def beat(self, busy: bool) -> None:
         """Show a sign of life: a step begins, or there is nothing to do."""
 
-    def adopted(self, version: int, digest: int | None) -> None:
+    def adopted(self, version: int, digest: str | None) -> None:
         """Acknowledge weights."""
 
     def deliver(self, result: RolloutResult) -> None:
@@ -119,7 +119,7 @@ class Endpoint(Protocol):
 class Learner(Protocol):
     """What a backend tells the learner's side; called from the backend's thread."""
 
-    def on_adopted(self, version: int, digest: int | None) -> None:
+    def on_adopted(self, version: int, digest: str | None) -> None:
         """Weights are in use."""
 
     def on_result(self, result: RolloutResult, timeout: float) -> None:

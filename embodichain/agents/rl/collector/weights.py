@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import copy
 import fcntl
+import hashlib
 import os
 import threading
 import time
@@ -33,7 +34,6 @@ from torch import Tensor, nn
 from embodichain.agents.processes.shared_memory import Segment
 from embodichain.agents.rl.collector.config import AsyncCfg
 from embodichain.agents.rl.models.policy import Policy
-from embodichain.envs.random import mix
 from embodichain.errors import WeightsError
 from embodichain.utils.cuda_graphs import copy_together
 from embodichain.utils.tensor_tree import BlockLayout
@@ -42,12 +42,6 @@ _HEADER = 64
 """Bytes of a shared slot before the weights; they begin with the version."""
 _INCOMPLETE = -1
 _WAIT_SECONDS = 0.001
-_STRIDE = -7046029254386353131
-"""An odd number: its multiples differ for all indices, so equal words in different places hash differently."""
-_PIECE = 1 << 15
-"""Words hashed at a time on a CPU: what is computed on the way stays in the cache, and on one thread."""
-_PIECE_ON_GPU = 1 << 23
-"""The same on a GPU: few launches, beside which a learner launches its own, for 256 MiB meanwhile."""
 
 
 class WeightLayout:
@@ -86,31 +80,13 @@ class WeightLayout:
             else:
                 tensor.copy_(view)
 
-    def hash(self, module: nn.Module) -> int:
-        """Return the hash of what a module holds."""
-        device = next(iter(module.state_dict().values())).device
-        data = torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
-        self.pack(module, data)
-        return content_hash(data)
 
-
-def content_hash(data: Tensor) -> int:
-    """Return a 64-bit hash of flat memory, uint8 ``[8 * n]``; the same on every device.
-
-    ``sum_i mix(word_i + (i + 1) * stride)`` modulo 2**64, with SplitMix64's finaliser for ``mix``: one changed word
-    always changes the sum, and several hide each other once in 2**64 times.
-    """
-    words = data.view(torch.int64)
-    piece = _PIECE if data.device.type == "cpu" else _PIECE_ON_GPU
-    total = torch.zeros((), dtype=torch.int64, device=data.device)
-    for first in range(0, words.numel(), piece):
-        part = words[first : first + piece]
-        index = torch.arange(first + 1, first + 1 + part.numel(), device=data.device)
-        total += mix(part + index * _STRIDE).sum()
-    return int(total)
-
-
-# --- slots --------------------------------------------------------------------------------------------------------
+def content_digest(module: nn.Module) -> str:
+    """Return a hash of all parameters and buffers of a module, the same on every device."""
+    digest = hashlib.blake2b(digest_size=8)
+    for tensor in module.state_dict().values():
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 class Slot(Protocol):
@@ -157,7 +133,6 @@ class SharedSlot:
         self._version[0] = version
 
     def acquire(self, wait: bool) -> bool:
-        """Begin to write; return whether nobody has leased it, or wait for that."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
@@ -165,11 +140,9 @@ class SharedSlot:
         return True
 
     def lease(self) -> None:
-        """Begin to read; wait while it is written to."""
         fcntl.flock(self._file, fcntl.LOCK_SH)
 
     def release(self) -> None:
-        """End reading."""
         fcntl.flock(self._file, fcntl.LOCK_UN)
 
     publish = release
@@ -190,19 +163,16 @@ class DeviceSlot:
         """When the last access that was launched is complete."""
 
     def acquire(self, wait: bool) -> bool:
-        """Begin to write; return whether nobody has leased it, or wait for that."""
         acquired = self._lock.acquire(blocking=wait)
         if acquired:
             self._follow()
         return acquired
 
     def lease(self) -> None:
-        """Begin to read; wait while it is written to."""
         self._lock.acquire()
         self._follow()
 
     def release(self) -> None:
-        """End reading."""
         self._last = torch.cuda.current_stream(self.data.device).record_event()
         self._lock.release()
 
@@ -222,7 +192,6 @@ class OwnSlot:
         self.data, self.version = data, version
 
     def acquire(self, wait: bool) -> bool:
-        """Begin to write, if nobody has yet."""
         return self.version == _INCOMPLETE
 
     def publish(self) -> None:
@@ -237,8 +206,8 @@ class WeightSnapshot:
 
     version: int
     """``policy.version`` at the time: how many updates shaped these weights."""
-    digest: int | None
-    """Hash of ``data``, if weights are verified."""
+    digest: str | None
+    """Hash of the weights, if they are verified."""
     data: Tensor
     """Flat memory, uint8, laid out by ``WeightLayout``."""
     segment: Segment | None = None
@@ -247,10 +216,7 @@ class WeightSnapshot:
     """The slot that ``data`` lies in, as the learner's process knows it."""
 
     def __str__(self) -> str:
-        return f"version {self.version}" + ("" if self.digest is None else f" ({self.digest & 2**64 - 1:016x})")
-
-
-# --- the learner's side -------------------------------------------------------------------------------------------
+        return f"version {self.version}" + ("" if self.digest is None else f" ({self.digest})")
 
 
 class WeightStore:
@@ -265,7 +231,7 @@ class WeightStore:
         self._spare = self.cfg.max_policy_lag if self.cfg.num_workers > 1 else 0
         self._slots: list[Slot] = []
         self._kept: dict[int, WeightSnapshot] = {}
-        self._digests: dict[int, int | None] = {}
+        self._digests: dict[int, str | None] = {}
         """Hashes of the versions that were published, if weights are verified."""
         self._acknowledged: set[int] = set()
         self._lock = threading.Lock()
@@ -274,7 +240,7 @@ class WeightStore:
         """Copy the policy's present weights into a snapshot; the learner calls it, between two updates."""
         version, latest = int(self.policy.version), self.latest
         if latest is not None and version == latest.version:
-            if latest.digest is not None and self.layout.hash(self.policy) != latest.digest:
+            if latest.digest is not None and content_digest(self.policy) != latest.digest:
                 raise WeightsError(
                     f"the weights changed, but policy.version is still {version}: whatever updates a policy has to "
                     "count it with policy.version += 1"
@@ -299,7 +265,7 @@ class WeightStore:
                 raise WeightsError(f"there is no snapshot of version {version}; kept are {sorted(self._kept)}")
             return self._kept[version]
 
-    def digest_of(self, version: int) -> int | None:
+    def digest_of(self, version: int) -> str | None:
         """Return the hash of a version that was published, if weights are verified."""
         with self._lock:
             return self._digests[version]
@@ -319,7 +285,7 @@ class WeightStore:
         """Take back a snapshot of an older version, when a run is resumed."""
         self._write(version, data)
 
-    def acknowledge(self, version: int, digest: int | None) -> None:
+    def acknowledge(self, version: int, digest: str | None) -> None:
         """Check what a collector says it has adopted."""
         with self._lock:
             if version not in self._digests:
@@ -327,8 +293,8 @@ class WeightStore:
             published = self._digests[version]
             if published is not None and digest != published:
                 raise WeightsError(
-                    f"a collector uses other weights than were published: expected {published & 2**64 - 1:016x} for "
-                    f"version {version}, it has {'no hash' if digest is None else f'{digest & 2**64 - 1:016x}'}"
+                    f"a collector uses other weights than were published: expected {published} for version {version}, "
+                    f"it has {digest}"
                 )
             self._acknowledged.add(version)
 
@@ -357,7 +323,7 @@ class WeightStore:
                 self.layout.pack(self.policy, slot.data)
             else:
                 slot.data.copy_(data)
-            digest = content_hash(slot.data) if self.cfg.verify_weights else None
+            digest = content_digest(self.policy) if self.cfg.verify_weights and data is None else None
             segment = slot.segment if isinstance(slot, SharedSlot) else None
             snapshot = WeightSnapshot(version, digest, slot.data, segment, slot)
             with self._lock:
@@ -394,9 +360,6 @@ class WeightStore:
         return torch.zeros(self.layout.nbytes, dtype=torch.uint8, device=self.policy.version.device)
 
 
-# --- the collector's side -----------------------------------------------------------------------------------------
-
-
 class InferenceCopy:
     """The collector's side: a policy of its own, whose weights change only when it adopts a snapshot."""
 
@@ -418,7 +381,7 @@ class InferenceCopy:
         """Number of the weights in use."""
         return int(self.policy.version)
 
-    def adopt(self, snapshot: WeightSnapshot) -> tuple[int, int | None]:
+    def adopt(self, snapshot: WeightSnapshot) -> tuple[int, str | None]:
         """Use a snapshot from now on, or a newer one that has taken its slot.
 
         Return the version, and, if weights are verified, the hash of what the policy really holds then.
@@ -438,11 +401,7 @@ class InferenceCopy:
             if done_with is not self._leased:
                 done_with.release()
         self.has_weights = True
-        return version, None if snapshot.digest is None else self.digest()
-
-    def digest(self) -> int:
-        """Return the hash of the weights in use, read from the policy itself."""
-        return self.layout.hash(self.policy)
+        return version, None if snapshot.digest is None else content_digest(self.policy)
 
     def _slot_of(self, snapshot: WeightSnapshot) -> Slot:
         if snapshot.segment is None:

@@ -296,7 +296,7 @@ class ProcessEndpoint:
             return NewWeights(WeightSnapshot(**message.content(), data=message.segment.bytes, segment=message.segment))
         return (RolloutRequest if message.kind == "request" else Command)(**message.content())
 
-    def adopted(self, version: int, digest: int | None) -> None:
+    def adopted(self, version: int, digest: str | None) -> None:
         """Acknowledge weights."""
         self._channel.send("adopted", {"version": version, "digest": digest})
 

@@ -34,7 +34,7 @@ Event = dict[str, Any]
 Bytes = NDArray[np.uint8]
 Encoded = tuple[dict[str, Any], Bytes]
 """Nested data with tensors in it: its description, and one block of memory."""
-Weights = tuple[int, int | None]
+Weights = tuple[int, str | None]
 """Version and hash of a snapshot, the bytes of which travel beside it."""
 
 CONCURRENCY = {"control": 1}
@@ -112,7 +112,7 @@ class ActorEndpoint:
     def __init__(self) -> None:
         self.sequence = self.interrupted = -1
         self.result: RolloutResult | None = None
-        self.adoptions: dict[int, int | None] = {}
+        self.adoptions: dict[int, str | None] = {}
         """Hashes of the weights that are used in the present rollout, by version."""
         self.heartbeat = Heartbeat()
         self.beat = self.heartbeat.beat
@@ -144,7 +144,7 @@ class ActorEndpoint:
         except queue.Empty:
             return None
 
-    def adopted(self, version: int, digest: int | None) -> None:
+    def adopted(self, version: int, digest: str | None) -> None:
         """Acknowledge weights."""
         self.adoptions[version] = digest
 

@@ -126,7 +126,7 @@ class ThreadBackend:
         """Show a sign of life."""
         self._heartbeat.beat(busy)
 
-    def adopted(self, version: int, digest: int | None) -> None:
+    def adopted(self, version: int, digest: str | None) -> None:
         """Acknowledge weights."""
         self._learner.on_adopted(version, digest)
 
