@@ -56,6 +56,7 @@ class ForkServer:
 
     def serve(self) -> None:
         """Fork workers until the program ends; return in every worker, with its descriptors in ``self.job``."""
+        signal.signal(signal.SIGTERM, lambda *_: self._end_all())
         program = os.pidfd_open(self._program)  # tells of its end however many of its children hold our socket
         self._inherited.append(program)
         events = select.poll()
@@ -82,6 +83,7 @@ class ForkServer:
         if pid == 0:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.setpgid(0, 0)  # whatever it starts can be ended together with it
             die_with_parent(server)
             for descriptor in (*self._inherited, *self._statuses.values(), status):

@@ -358,7 +358,7 @@ class _Server:
         self.control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with other:
             settings = json.dumps([self.program, other.fileno(), [module], sys.path])
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, "-P", fork_server.__file__, settings],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[other.fileno()],
@@ -368,11 +368,22 @@ class _Server:
 
     def is_alive(self) -> bool:
         """Tell whether it is there, and is this process's own."""
-        return self.program == os.getpid() and self._process.poll() is None
+        return self.program == os.getpid() and self.process.poll() is None
 
 
 _server: _Server | None = None
 _server_lock = threading.Lock()
+
+
+def _end_server() -> None:
+    """End the server and all workers with the program."""
+    if _server is not None and _server.is_alive():
+        _server.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            _server.process.wait(_END_SECONDS)
+
+
+weakref.finalize(log, _end_server)  # the first one of this package: at exit, whatever uses workers ends before them
 
 
 def _request_fork(module: str, descriptors: list[int]) -> None:
