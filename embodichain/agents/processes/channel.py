@@ -102,7 +102,10 @@ class Channel:
         if not self._arrivals.poll(None if timeout is None else 1000.0 * timeout):
             return None
         try:
-            packet, descriptors, flags, _ = socket.recv_fds(self.socket, _LARGEST, 1)
+            try:
+                packet, descriptors, flags, _ = socket.recv_fds(self.socket, _LARGEST, 1)
+            except ConnectionResetError:  # closed there, with something unread; what was sent before is still here
+                packet, descriptors, flags, _ = socket.recv_fds(self.socket, _LARGEST, 1)
         except (ConnectionResetError, ValueError):  # closed there, or here
             packet, descriptors, flags = b"", [], 0
         except OSError as error:

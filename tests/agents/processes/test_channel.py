@@ -139,6 +139,19 @@ def test_who_is_gone_is_told_by_receive() -> None:
         mine.receive()
 
 
+def test_the_last_message_arrives_from_who_did_not_read_all() -> None:
+    mine, other = Channel.pair()
+    mine.send("never read", 1)
+    other.send("failed", "why")
+    other.close()
+    message = mine.receive()
+    assert message is not None
+    assert (message.kind, message.content()) == ("failed", "why")
+    with pytest.raises(EOFError):
+        mine.receive()
+    mine.close()
+
+
 def test_memory_goes_along() -> None:
     mine, other = Channel.pair()
     segment = Segment.create(64, "a test")
