@@ -9,6 +9,7 @@ import sys
 import textwrap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import TextIO
 
 from embodichain.errors import ConfigError
 
@@ -44,25 +45,25 @@ def shown_messages(rank: int = 0) -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-class _TerminalHandler(logging.Handler):
+class _TerminalHandler(logging.StreamHandler[TextIO]):
     """Prints to what ``sys.stderr`` is at the time: a progress bar or a live table replaces it."""
 
     def __init__(self, rank: int) -> None:
-        super().__init__(logging.WARNING if rank else logging.INFO)
+        super().__init__()
+        self.setLevel(logging.WARNING if rank else logging.INFO)
         self._rank = rank
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a message; on a terminal its first line is broken between words."""
-        try:
-            self._print(record)
-        except Exception:  # noqa: BLE001 - a message that cannot be printed must not end the program
-            self.handleError(record)
+        """Print a message."""
+        self.setStream(sys.stderr)
+        super().emit(record)
 
-    def _print(self, record: logging.LogRecord) -> None:
+    def format(self, record: logging.LogRecord) -> str:
+        """Return a message with its rank and level; on a terminal its first line is broken between words."""
         origin = f"rank {self._rank}: " if self._rank else ""
         kind = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
-        first, *rest = self.format(record).rstrip().split("\n")
+        first, *rest = super().format(record).rstrip().split("\n")
         text = f"{origin}{kind}{first}"
         if sys.stderr.isatty():
             text = textwrap.fill(text, shutil.get_terminal_size().columns - 1, subsequent_indent="  ")
-        print(text, *rest, sep="\n", file=sys.stderr)
+        return "\n".join([text, *rest])

@@ -17,7 +17,7 @@ import math
 import os
 import shutil
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -117,18 +117,17 @@ def _final_name(checkpoint: Path) -> str:
 
 def load_weights(module: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
     """Load weights into a module; ``CheckpointError`` names the first parameter that does not fit."""
-    own = module.state_dict()
-    for name, tensor in own.items():
-        if name not in weights:
-            raise CheckpointError(f"{source} is of another architecture: it lacks {name} {list(tensor.shape)}")
-        if weights[name].shape != tensor.shape:
-            raise CheckpointError(
-                f"{source} is of another architecture: {name} is {list(weights[name].shape)} there and "
-                f"{list(tensor.shape)} here"
-            )
-    extra = next((name for name in weights if name not in own), None)
-    if extra is not None:
-        raise CheckpointError(f"{source} is of another architecture: it has {extra}, which does not exist here")
+    here, there = ({name: list(tensor.shape) for name, tensor in w.items()} for w in (module.state_dict(), weights))
+    for name in here | there:
+        if name not in there:
+            problem = f"it lacks {name} {here[name]}"
+        elif name not in here:
+            problem = f"it has {name}, which does not exist here"
+        elif there[name] != here[name]:
+            problem = f"{name} is {there[name]} there and {here[name]} here"
+        else:
+            continue
+        raise CheckpointError(f"{source} is of another architecture: {problem}")
     module.load_state_dict(weights)
 
 
@@ -253,26 +252,22 @@ class NanGuard:
 
     def check_rollout(self, rollout: TensorDictBase, step: int) -> None:
         """Raise ``NotFiniteError`` if anything in a rollout is not finite."""
-        leaves = list(_floating(rollout))
-        if not leaves or bool(_sums([leaf for _, leaf in leaves]).isfinite().all()):
-            return
-        for name, leaf in leaves:
-            wrong = ~leaf.isfinite()
-            if bool(wrong.any()):  # a sum may overflow without any number being infinite
-                env, when = wrong.reshape(*leaf.shape[:2], -1).any(-1).nonzero()[0].tolist()
-                where = f"{name} of env {env} in step {when} of the rollout that began at step {step}"
-                self._fail(f"{where} is {leaf[env, when].flatten()[:8].tolist()}", rollout)
+        leaves = rollout.items(include_nested=True, leaves_only=True)
+        found = _not_finite(("/".join(key) if isinstance(key, tuple) else key, leaf) for key, leaf in leaves)
+        if found is not None:
+            name, leaf = found
+            env, when = (~leaf.isfinite()).reshape(*leaf.shape[:2], -1).any(-1).nonzero()[0].tolist()
+            where = f"{name} of env {env} in step {when} of the rollout that began at step {step}"
+            self._fail(f"{where} is {leaf[env, when].flatten()[:8].tolist()}", rollout)
 
     def check_update(self, measures: Mapping[str, float], rollout: TensorDictBase, step: int) -> None:
         """Raise ``NotFiniteError`` if an update gave a loss or a parameter that is not finite."""
         bad = next((name for name, value in measures.items() if not math.isfinite(value)), None)
         if bad is not None:
             self._fail(f"{bad} is {measures[bad]} after the update at step {step}", rollout)
-        named = [(name, p.detach()) for name, p in self.policy.named_parameters() if p.is_floating_point()]
-        if named and not bool(_sums([p for _, p in named]).isfinite().all()):
-            for name, parameter in named:
-                if not bool(parameter.isfinite().all()):
-                    self._fail(f"the parameter {name} is not finite after the update at step {step}", rollout)
+        found = _not_finite((name, parameter.detach()) for name, parameter in self.policy.named_parameters())
+        if found is not None:
+            self._fail(f"the parameter {found[0]} is not finite after the update at step {step}", rollout)
 
     def _simulation(self) -> TensorDict | None:
         return self.env.get_state() if self.env is not None and self.env.supports_state else None
@@ -292,13 +287,12 @@ class NanGuard:
         )
 
 
-def _floating(rollout: TensorDictBase) -> Iterator[tuple[str, Tensor]]:
-    """Yield the floating-point leaves of a rollout with their names."""
-    for key, leaf in rollout.items(include_nested=True, leaves_only=True):
-        if leaf.is_floating_point():
-            yield "/".join(key) if isinstance(key, tuple) else key, leaf
+def _not_finite(named: Iterable[tuple[str, Tensor]]) -> tuple[str, Tensor] | None:
+    """Return the first floating-point tensor with a NaN or an infinity in it, and its name.
 
-
-def _sums(tensors: list[Tensor]) -> Tensor:
-    """Return one number per tensor that is finite only if all of its numbers are; nothing is allocated for it."""
-    return torch.stack([tensor.sum(dtype=torch.float64) for tensor in tensors])
+    One sum per tensor, for which nothing is allocated, finds out whether there is any. It may overflow without one.
+    """
+    floating = [(name, tensor) for name, tensor in named if tensor.is_floating_point()]
+    if not floating or bool(torch.stack([t.sum(dtype=torch.float64) for _, t in floating]).isfinite().all()):
+        return None
+    return next(((name, tensor) for name, tensor in floating if not bool(tensor.isfinite().all())), None)

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -77,22 +77,11 @@ Train a policy as a train_config.json (or .yaml) says, or continue a run as if i
 # --- the command --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class TrainArgs:
-    """The command line, taken apart: either ``config`` or ``resume`` is given."""
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse command line arguments to either ``config`` or ``resume`` (paths), ``trust`` and ``overrides``.
 
-    config: Path | None
-    """File of the config."""
-    resume: Path | None
-    """Run or checkpoint to continue."""
-    trust: tuple[str, ...]
-    """Modules that may be imported."""
-    overrides: list[str]
-    """Words that change fields of the config."""
-
-
-def parse_args(argv: Sequence[str] | None = None) -> TrainArgs:
-    """Parse command line arguments; what belongs to no option of this command is left for the config."""
+    Overrides are the words that belong to no option of this command; they change fields of the config.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     leading = words.pop(0) if words and not words[0].startswith("-") else None
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage=_USAGE, exit_on_error=False)
@@ -100,16 +89,17 @@ def parse_args(argv: Sequence[str] | None = None) -> TrainArgs:
     parser.add_argument("--resume", type=Path)
     parser.add_argument("--trust", action="append", default=[])
     try:
-        known, rest = parser.parse_known_args(words)
+        args, overrides = parser.parse_known_args(words)
     except argparse.ArgumentError as error:
         raise ConfigError(str(error), "command line") from None
-    config = known.config if leading is None else Path(leading)
-    if config is None and known.resume is None and {"-h", "--help"} & set(rest):
+    given = [*([] if leading is None else [leading]), *filter(None, (args.config, args.resume))]
+    if not given and {"-h", "--help"} & set(overrides):
         print(_USAGE, end="")
         raise SystemExit(0)
-    if (config is None) == (known.resume is None) or (leading is not None and known.config is not None):
+    if len(given) != 1:
         raise ConfigError(f"expected either a config or --resume RUN\n\n{_USAGE}", "command line")
-    return TrainArgs(config, known.resume, tuple(known.trust), rest)
+    args.config, args.overrides = args.config if leading is None else Path(leading), overrides
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -120,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.resume is not None:
             result = resume_training(args.resume, args.overrides, args.trust, console)
         else:
-            result = train_from_config(cast("Path", args.config), args.overrides, args.trust, console)
+            result = train_from_config(args.config, args.overrides, args.trust, console)
     console.print(report(result), highlight=False, markup=False, soft_wrap=True)
     return EXIT_INTERRUPTED if result.reason == "interrupted" else 0
 

@@ -425,12 +425,10 @@ class StopCriteria:
         return None if seconds is None else min(1.0, now.seconds / seconds)
 
     def _is_reached(self, evaluation: Evaluation) -> bool:
-        wanted_return, wanted_success = self.trainer.target_return, self.trainer.target_success
-        if wanted_return is None and wanted_success is None:
-            return False
-        summary = evaluation.summary
-        enough = wanted_return is None or summary.mean_return >= wanted_return
-        return enough and (wanted_success is None or (summary.success_rate or 0.0) >= wanted_success)
+        trainer, summary = self.trainer, evaluation.summary
+        pairs = ((trainer.target_return, summary.mean_return), (trainer.target_success, summary.success_rate or 0.0))
+        reached = [value >= target for target, value in pairs if target is not None]
+        return bool(reached) and all(reached)
 
 
 def gather_statistics(ranks: Ranks, steps: int, statistics: Scalars) -> tuple[int, dict[str, float]]:

@@ -37,10 +37,10 @@ def loaded(tmp_path, words=(), **changes) -> TrainCfg:
 
 def test_command_line_is_taken_apart():
     args = parse_args(["c.json", "--trainer.num_envs", "128", "--trust", "mine", "--algorithm.cfg.gamma", "0.9"])
-    assert (args.config, args.resume, args.trust) == (Path("c.json"), None, ("mine",))
+    assert (args.config, args.resume, args.trust) == (Path("c.json"), None, ["mine"])
     assert args.overrides == ["--trainer.num_envs", "128", "--algorithm.cfg.gamma", "0.9"]
     assert parse_args(["--config", "c.json"]).config == Path("c.json")
-    assert parse_args(["--resume", "run", "--trust", "a", "--trust", "b"]).trust == ("a", "b")
+    assert parse_args(["--resume", "run", "--trust", "a", "--trust", "b"]).trust == ["a", "b"]
 
 
 @pytest.mark.parametrize("words", [[], ["c.json", "--resume", "run"], ["c.json", "--config", "d.json"], ["--config"]])
