@@ -158,7 +158,7 @@ def test_an_interrupted_run_saves_its_queue_and_leaves_no_thread(tmp_path):
     assert set(threading.enumerate()) - before == set()
     saved = load_checkpoint(find_checkpoint(tmp_path / "run"))
     assert saved["trainer"]["global_step"] == result.global_step > 0
-    waiting = len(saved["collector"]["queue"]["entries"]) + len(saved["collector"]["tickets"])
+    waiting = len(saved["collector"]["queue"]["entries"]) + len(saved["collector"]["requests"])
     assert waiting == 2  # with a lag of 1, one rollout is waiting or under way, and one more may be begun
     trainer.env.close()
 
