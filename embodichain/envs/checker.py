@@ -14,36 +14,26 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor
 
-from embodichain.envs.actions import ActionManager
-from embodichain.envs.probe import (
-    SEED,
-    SHORT,
-    Finding,
-    Frame,
-    NotApplicable,
-    Probe,
-    check_observation,
-    check_vector,
-    first_difference,
-    frame,
-    leaves,
-    rows_differ,
-)
-from embodichain.envs.vec_env import HasExpert, VecEnv
+from embodichain.envs.vec_env import ActionManager, HasExpert, VecEnv
 from embodichain.errors import ActionError, EnvContractError
 
-Check = Callable[[Probe], Iterator[Finding]]
-CHECKS: dict[str, Check] = {}
-"""All checks in the order they are made; each one's docstring says what it is about."""
+Factory = Callable[[int], VecEnv]
+Finding = tuple[str, str, str]
+"""What was expected, what came, and what to do about it."""
 
+_SEED = 20_000  # checks reset with it; any other would do
+_SHORT = 12  # steps of a trajectory that is played several times
 _BASIC = ("spaces", "reset", "step")  # nothing else makes sense where one of these fails
+_SEEDS = "info[episode_seed]"
 
 
 @dataclass(frozen=True)
@@ -69,38 +59,34 @@ class CheckResult:
     skipped: str | None = None
 
 
-def check_env(env: VecEnv, factory: Callable[[int], VecEnv] | None = None, max_steps: int = 1000) -> list[Problem]:
+class NotApplicable(Exception):  # noqa: N818 - it is no error
+    """Raised by a check that does not apply to this environment; the message gives the reason."""
+
+
+def check_env(env: VecEnv, factory: Factory | None = None, max_steps: int = 1000) -> list[Problem]:
     """Return everything that is wrong with an environment, which is closed afterwards."""
     return [problem for result in run_checks(env, factory, max_steps) for problem in result.problems]
 
 
-def run_checks(env: VecEnv, factory: Callable[[int], VecEnv] | None = None, max_steps: int = 1000) -> list[CheckResult]:
+def run_checks(env: VecEnv, factory: Factory | None = None, max_steps: int = 1000) -> list[CheckResult]:
     """Make all checks and return a result for each; the environment is closed afterwards."""
-    probe = Probe(env, factory, max_steps)
+    play, broken = Play(env, factory, max_steps), ""
     results: list[CheckResult] = []
-    broken: str | None = None
     for name, check in CHECKS.items():
-        what = (check.__doc__ or "").strip()
-        if broken is not None and name != "close":
-            results.append(CheckResult(name, what, skipped=f"not tried, because {broken!r} failed"))
-            continue
-        results.append(_run(name, what, check, probe))
-        if results[-1].problems and name in _BASIC:
+        skipped = f"not tried, because {broken!r} failed" if broken and name != "close" else None
+        found: list[Finding] = []
+        error = None if skipped else _error_of(lambda: found.extend(check(play)))  # noqa: B023 - called at once
+        if isinstance(error, NotApplicable):
+            skipped = None if found else str(error)
+        elif error is not None:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            got = f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
+            found.append(("no exception", got, "make it work, or raise it where the cause is"))
+        problems = tuple(Problem(name, *finding) for finding in found)
+        results.append(CheckResult(name, (check.__doc__ or "").strip(), problems, skipped))
+        if problems and name in _BASIC:
             broken = name
     return results
-
-
-def _run(name: str, what: str, check: Check, probe: Probe) -> CheckResult:
-    found: list[Finding] = []
-    error = _error_of(lambda: found.extend(check(probe)))
-    if isinstance(error, NotApplicable):
-        if not found:
-            return CheckResult(name, what, skipped=str(error))
-    elif error is not None:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        got = f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
-        found.append(Finding("no exception", got, "make it work, or raise it where the cause is"))
-    return CheckResult(name, what, tuple(Problem(name, *finding) for finding in found))
 
 
 def _error_of(call: Callable[[], object]) -> Exception | None:
@@ -112,79 +98,240 @@ def _error_of(call: Callable[[], object]) -> Exception | None:
     return None
 
 
-def _check(name: str) -> Callable[[Check], Check]:
-    def register(check: Check) -> Check:
-        CHECKS[name] = check
-        return check
-
-    return register
+def _need(condition: bool, otherwise: str) -> None:
+    if not condition:
+        raise NotApplicable(otherwise)
 
 
-@_check("spaces")
-def check_spaces(probe: Probe) -> Iterator[Finding]:
+class Frame:
+    """What one reset or step returned, by name: the tensors themselves, and copies made at once."""
+
+    def __init__(self, obs: TensorDictBase, *result: Any) -> None:
+        *scores, info = result
+        self.returned = {f"obs[{name}]": value for name, value in _leaves(obs).items()}
+        self.observed = list(self.returned)
+        self.returned[_SEEDS] = info["episode_seed"]
+        if scores:
+            self.returned.update(zip(("reward", "terminated", "truncated"), scores, strict=True))
+            final = _leaves(info["final_observation"])
+            self.returned.update({f"info[final_observation][{name}]": value for name, value in final.items()})
+        self.copies = {name: value.clone() for name, value in self.returned.items()}
+
+    @property
+    def done(self) -> Tensor:
+        """The envs whose episode ended with this step, ``[num_envs]``."""
+        return self.copies["terminated"] | self.copies["truncated"]
+
+
+class Play:
+    """An environment under test and ways to play it; everything is made from fixed seeds."""
+
+    def __init__(self, env: VecEnv, factory: Factory | None, max_steps: int) -> None:
+        self.env, self.factory, self.max_steps = env, factory, max_steps
+
+    def actions(self, steps: int, num_envs: int | None = None) -> Tensor:
+        """Return valid random actions ``[steps, num_envs, ...]``; those of env i do not depend on ``num_envs``."""
+        space, columns = self.env.action_space, []
+        for i in range(num_envs or self.env.num_envs):
+            generator = torch.Generator().manual_seed(i)
+            if isinstance(space, gym.spaces.Box):
+                low, high = (torch.from_numpy(bound).clamp(-1.0, 1.0) for bound in (space.low, space.high))
+                columns.append(low + (high - low) * torch.rand(steps, *space.shape, generator=generator))
+            else:
+                columns.append(torch.randint(0, int(space.n), (steps,), generator=generator))  # type: ignore[attr-defined]
+        return torch.stack(columns, dim=1).to(self.env.device)
+
+    def start(self, seed: int | Tensor | None = _SEED, env: VecEnv | None = None) -> list[Frame]:
+        """Reset and return the trajectory so far: one frame."""
+        return [Frame(*(env or self.env).reset(seed=seed))]
+
+    def extend(self, trajectory: list[Frame], actions: Tensor, env: VecEnv | None = None) -> list[Frame]:
+        """Apply actions and add the frames to the trajectory."""
+        trajectory.extend(Frame(*(env or self.env).step(action)) for action in actions)
+        return trajectory
+
+    def random(self, steps: int) -> list[Frame]:
+        """Reset and take the first ``steps`` of the random actions."""
+        return self.extend(self.start(), self.actions(steps))
+
+    def expert(self, steps: int) -> list[Frame]:
+        """Reset and take the actions of the environment's expert, if it has one."""
+        trajectory = self.start()
+        for _ in range(steps if isinstance(self.env, HasExpert) else 0):
+            self.extend(trajectory, self.env.expert_action().unsqueeze(0))  # type: ignore[attr-defined]
+        return trajectory
+
+    @property
+    def long_steps(self) -> int:
+        """Number of steps of ``long``."""
+        return min(self.env.max_episode_steps + 5, self.max_steps)
+
+    @cached_property
+    def long(self) -> list[Frame]:
+        """One trajectory beyond the time limit, or of ``max_steps`` if that is less."""
+        return self.random(self.long_steps)
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """The steps of ``long`` at which episodes ended."""
+        return [t for t, frame in enumerate(self.long) if t and bool(frame.done.any())]
+
+    @cached_property
+    def deterministic(self) -> bool:
+        """Whether the same seed and actions give the same trajectory."""
+        return first_difference(self.random(_SHORT), self.random(_SHORT)) is None
+
+    def need_determinism(self) -> None:
+        """Raise ``NotApplicable`` if the same seed does not give the same trajectory."""
+        _need(self.deterministic, "the same seed does not give the same trajectory")
+
+    def need_episode_seeds(self) -> None:
+        """Raise ``NotApplicable`` if the environment does not name its episodes."""
+        named = bool((self.long[0].copies[_SEEDS] >= 0).any())
+        _need(named, "the environment does not name its episodes: episode_seed is -1")
+
+
+def _leaves(value: TensorDictBase) -> dict[str, Tensor]:
+    """Return the tensors of an observation by their path, ``robot/qpos``."""
+    return dict(value.flatten_keys("/").items())
+
+
+def rows_differ(a: Tensor, b: Tensor) -> Tensor:
+    """Return bool ``[num_envs]``: the rows that are not bitwise the same (NaN equals NaN)."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return torch.ones(len(a), dtype=torch.bool, device=a.device)
+    same = (a == b) | ((a != a) & (b != b))
+    return ~same.reshape(len(a), -1).all(dim=1)
+
+
+def first_difference(a: list[Frame], b: list[Frame], rows: slice = slice(None)) -> str | None:
+    """Return where two trajectories first differ (in some rows), or return ``None`` if they do not."""
+    for step, (left, right) in enumerate(zip(a, b, strict=True)):
+        if left.copies.keys() != right.copies.keys():
+            return f"after {step} steps, the keys {sorted(left.copies.keys() ^ right.copies.keys())}"
+        for name, value in left.copies.items():
+            differ = torch.nonzero(rows_differ(value[rows], right.copies[name][rows])).reshape(-1)
+            if differ.numel():
+                return f"after {step} steps, {name} of env row {int(differ[0])}"
+    return None
+
+
+def _same(expected: str, a: list[Frame], b: list[Frame], advice: str, rows: slice = slice(None)) -> Iterator[Finding]:
+    """Report where two trajectories differ that should be the same, bitwise."""
+    where = first_difference(a, b, rows)
+    if where is not None:
+        yield expected, f"different: {where}", advice
+
+
+def _tensor(env: VecEnv, name: str, value: Any, dtype: torch.dtype | None, *shape: int) -> Iterator[Finding]:
+    """Find out what is wrong with a tensor ``[num_envs, *shape]``; without a dtype any will do."""
+    expected = [env.num_envs, *shape]
+    if not isinstance(value, Tensor):
+        yield f"{name} is a tensor {expected}", type(value).__name__, "return tensors"
+        return
+    if list(value.shape) != expected:
+        advice = "one row per env; spaces are those of one env"
+        yield f"{name} has shape {expected}", str(list(value.shape)), advice
+        return
+    if dtype is not None and value.dtype != dtype:
+        yield f"{name} is {dtype}", str(value.dtype), f"convert it: .to({dtype})"
+    if value.device.type != env.device.type:
+        yield f"{name} is on {env.device}", str(value.device), "make it on env.device"
+    bad = torch.nonzero(~torch.isfinite(value))
+    if bad.numel():
+        got = f"env {int(bad[0, 0])} has NaN or infinity"
+        yield f"{name} is finite", got, "find out which term diverges, or guard the simulation"
+
+
+def _observation(env: VecEnv, obs: Any, name: str) -> Iterator[Finding]:
+    """Find out what is wrong with an observation: type, keys, shapes, dtypes, devices, values."""
+    if not isinstance(obs, TensorDictBase):
+        yield f"{name} is a TensorDict", type(obs).__name__, "TensorDict({...}, batch_size=[num_envs])"
+        return
+    if list(obs.batch_size) != [env.num_envs]:
+        yield f"{name} has batch size [{env.num_envs}]", str(list(obs.batch_size)), "batch_size=[num_envs]"
+    spaces, found = _flat(env.observation_space), _leaves(obs)
+    if spaces.keys() != found.keys():
+        yield f"{name} has the keys {sorted(spaces)}", str(sorted(found)), "match observation_space"
+    for key in sorted(spaces.keys() & found.keys()):
+        space, value, what = spaces[key], found[key], f"{name}[{key}]"
+        dtype = torch.from_numpy(np.empty(0, space.dtype)).dtype
+        problems = list(_tensor(env, what, value, dtype, *(space.shape or ())))
+        yield from problems
+        if isinstance(space, gym.spaces.Box) and not problems:
+            low, high = (torch.as_tensor(bound, device=value.device).double() for bound in (space.low, space.high))
+            slack = 1e-5 * (1.0 + value.double().abs())  # rounding, not a violation
+            if bool(((value < low - slack) | (value > high + slack)).any()):
+                got = f"values in [{float(value.min()):.6g}, {float(value.max()):.6g}]"
+                yield f"{what} lies within {space}", got, "widen the space, or clip the observation"
+
+
+def _flat(space: gym.Space[Any], path: str = "") -> dict[str, gym.Space[Any]]:
+    """Return the leaves of nested spaces by their path."""
+    if not isinstance(space, gym.spaces.Dict):
+        return {path: space}
+    children = ((f"{path}/{key}" if path else str(key), child) for key, child in space.spaces.items())
+    return {name: leaf for key, child in children for name, leaf in _flat(child, key).items()}
+
+
+def check_spaces(play: Play) -> Iterator[Finding]:
     """The attributes that every environment has, and spaces of one env."""
-    env = probe.env
+    env = play.env
     for name in ("num_envs", "max_episode_steps"):
         value = getattr(env, name, None)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            yield Finding(f"{name} is an int of at least 1", repr(value), "set it in __init__")
-    device, observed = getattr(env, "device", None), getattr(env, "observation_space", None)
+        if type(value) is not int or value < 1:
+            yield f"{name} is an int of at least 1", repr(value), "set it in __init__"
+    device, observed, manager = (getattr(env, name, None) for name in ("device", "observation_space", "action_manager"))
     if not isinstance(device, torch.device):
-        yield Finding("device is a torch.device", repr(device), "torch.device('cpu'), not 'cpu'")
+        yield "device is a torch.device", repr(device), "torch.device('cpu'), not 'cpu'"
     if not isinstance(observed, gym.spaces.Dict):
         advice = "name the observation: Dict({'state': Box(...)})"
-        yield Finding("observation_space is a gymnasium Dict", repr(observed), advice)
-    yield from _action_space(env.action_space)
-    manager = getattr(env, "action_manager", None)
-    if not isinstance(manager, ActionManager):
-        advice = "ActionManager('action', action_space, num_envs, device)"
-        yield Finding("action_manager is an ActionManager", type(manager).__name__, advice)
-    elif manager.space != env.action_space:
-        yield Finding(f"action_manager.space is {env.action_space}", str(manager.space), "use the same space")
-
-
-def _action_space(space: Any) -> Iterator[Finding]:
+        yield "observation_space is a gymnasium Dict", repr(observed), advice
+    space: Any = env.action_space
     if isinstance(space, gym.spaces.Discrete):
         if int(space.start) != 0:
-            yield Finding("discrete actions count from 0", f"start={space.start}", "shift them inside the environment")
+            yield "discrete actions count from 0", f"start={space.start}", "shift them inside the environment"
     elif isinstance(space, gym.spaces.Box):
         bounded = np.isfinite(space.low) & np.isfinite(space.high)
         if len(space.shape) != 1:
-            yield Finding("a Box of shape (action_dim,)", f"shape {space.shape}", "flatten the action")
+            yield "a Box of shape (action_dim,)", f"shape {space.shape}", "flatten the action"
         if np.any(space.low[bounded] != -1.0) or np.any(space.high[bounded] != 1.0):
-            yield Finding("bounds -1 and 1", str(space), "scale actions inside the environment")
+            yield "bounds -1 and 1", str(space), "scale actions inside the environment"
     else:
-        yield Finding("action_space is Box or Discrete", repr(space), "see ActionManager for what an action can be")
+        yield "action_space is Box or Discrete", repr(space), "see ActionManager for what an action can be"
+    if not isinstance(manager, ActionManager):
+        advice = "ActionManager('action', action_space, num_envs, device)"
+        yield "action_manager is an ActionManager", type(manager).__name__, advice
+    elif manager.space != space:
+        yield f"action_manager.space is {space}", str(manager.space), "use the same space"
 
 
-@_check("reset")
-def check_reset(probe: Probe) -> Iterator[Finding]:
+def check_reset(play: Play) -> Iterator[Finding]:
     """``reset`` returns an observation that fits its space, and the episodes' seeds."""
-    result = probe.env.reset(seed=SEED)
+    result = play.env.reset(seed=_SEED)
     if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], dict):
-        yield Finding("reset returns (obs, info)", type(result).__name__, "return a TensorDict and a dict")
+        yield "reset returns (obs, info)", type(result).__name__, "return a TensorDict and a dict"
         return
-    yield from check_observation(probe.env, result[0], "obs")
-    yield from _episode_seed(probe.env, result[1])
+    yield from _observation(play.env, result[0], "obs")
+    yield from _episode_seed(play.env, result[1])
 
 
-@_check("step")
-def check_step(probe: Probe) -> Iterator[Finding]:
+def check_step(play: Play) -> Iterator[Finding]:
     """``step`` returns reward, flags and info of the promised types and shapes."""
-    env = probe.env
-    env.reset(seed=SEED)
-    for action in probe.actions(3):
+    env = play.env
+    env.reset(seed=_SEED)
+    for action in play.actions(3):
         result = env.step(action)
         if not isinstance(result, tuple) or len(result) != 5 or not isinstance(result[4], dict):
             got = f"{type(result).__name__} of {len(result) if isinstance(result, tuple) else 1}"
-            yield Finding("step returns (obs, reward, terminated, truncated, info)", got, "return all five")
+            yield "step returns (obs, reward, terminated, truncated, info)", got, "return all five"
             return
         obs, reward, terminated, truncated, info = result
         problems = [
-            *check_observation(env, obs, "obs"),
-            *check_vector(env, "reward", reward, torch.float32),
-            *check_vector(env, "terminated", terminated, torch.bool),
-            *check_vector(env, "truncated", truncated, torch.bool),
+            *_observation(env, obs, "obs"),
+            *_tensor(env, "reward", reward, torch.float32),
+            *_tensor(env, "terminated", terminated, torch.bool),
+            *_tensor(env, "truncated", truncated, torch.bool),
             *_info(env, info, reward),
         ]
         yield from problems
@@ -194,294 +341,253 @@ def check_step(probe: Probe) -> Iterator[Finding]:
 
 def _info(env: VecEnv, info: dict[str, Any], reward: Any) -> Iterator[Finding]:
     if "final_observation" not in info:
-        yield Finding("info has final_observation", f"keys {sorted(info)}", "give what was reached, before any reset")
+        yield "info has final_observation", f"keys {sorted(info)}", "give what was reached, before any reset"
     else:
-        yield from check_observation(env, info["final_observation"], "info[final_observation]")
+        yield from _observation(env, info["final_observation"], "info[final_observation]")
+    yield from _episode_seed(env, info)
     for group in ("rewards", "metrics"):
         values = info.get(group)
         if not isinstance(values, Mapping):
-            yield Finding(f"info[{group}] is a dict of tensors", repr(values), "an empty dict will do")
+            yield f"info[{group}] is a dict of tensors", repr(values), "an empty dict will do"
             continue
         for name, value in values.items():
-            yield from check_vector(env, f"info[{group}][{name}]", value, None)
-    yield from _episode_seed(env, info)
-    parts = info.get("rewards")
-    if isinstance(parts, Mapping) and parts and all(isinstance(p, Tensor) for p in (*parts.values(), reward)):
-        total = torch.stack([p.double() for p in parts.values()]).sum(dim=0)
+            yield from _tensor(env, f"info[{group}][{name}]", value, None)
+    parts = list(dict(info.get("rewards") or {}).values())
+    if parts and all(isinstance(part, Tensor) for part in (*parts, reward)):
+        total = torch.stack([part.double() for part in parts]).sum(dim=0)
         if total.shape == reward.shape and not torch.allclose(total, reward.double(), rtol=1e-4, atol=1e-5):
             got = f"sum {total.tolist()[:3]}, reward {reward.tolist()[:3]}"
-            yield Finding("info[rewards] sum to the reward", got, "report parts after weighting, and all of them")
+            yield "info[rewards] sum to the reward", got, "report parts after weighting, and all of them"
 
 
 def _episode_seed(env: VecEnv, info: dict[str, Any]) -> Iterator[Finding]:
     if "episode_seed" not in info:
-        advice = "name the episode each env is in; -1 if you cannot"
-        yield Finding("info has episode_seed", f"keys {sorted(info)}", advice)
+        yield "info has episode_seed", f"keys {sorted(info)}", "name the episode each env is in; -1 if you cannot"
     else:
-        yield from check_vector(env, "info[episode_seed]", info["episode_seed"], torch.int64)
+        yield from _tensor(env, _SEEDS, info["episode_seed"], torch.int64)
 
 
-def _final_key(name: str) -> str:
-    return f"info[final_observation]{name.removeprefix('obs')}"
-
-
-@_check("final observation")
-def check_final_observation(probe: Probe) -> Iterator[Finding]:
+def check_final_observation(play: Play) -> Iterator[Finding]:
     """Rows of ``final_observation`` equal ``obs``, but for envs that are done: there it is what they reached."""
-    env = probe.env
-    env.reset(seed=SEED)
-    for action in probe.actions(3):
-        obs, _, terminated, truncated, info = env.step(action)
+    play.env.reset(seed=_SEED)
+    for action in play.actions(3):
+        obs, _, terminated, truncated, info = play.env.step(action)
         if not bool((terminated | truncated).any()) and info["final_observation"] is not obs:
-            yield Finding("final_observation is obs when no env is done", "another object", "do not copy it")
+            yield "final_observation is obs when no env is done", "another object", "do not copy it"
             break
-    reached_differs = False
-    for t, f in enumerate(probe.long[1:], start=1):
-        done = f.copies["terminated"] | f.copies["truncated"]
-        for name in f.observed:
-            differ = rows_differ(f.copies[name], f.copies[_final_key(name)])
-            reached_differs |= bool((differ & done).any())
-            if bool((differ & ~done).any()):
-                got = f"after {t} steps, {_final_key(name)} differs"
-                yield Finding("final_observation equals obs in envs that are not done", got, "start from a copy of obs")
+    reached_differs = changes = False
+    for t, frame in enumerate(play.long[1:], start=1):
+        for name in frame.observed:
+            final = f"info[final_observation]{name.removeprefix('obs')}"
+            differ = rows_differ(frame.copies[name], frame.copies[final])
+            reached_differs |= bool((differ & frame.done).any())
+            changes |= bool(rows_differ(frame.copies[name], play.long[t - 1].copies[name]).any())
+            if bool((differ & ~frame.done).any()):
+                expected = "final_observation equals obs in envs that are not done"
+                yield expected, f"after {t} steps, {final} differs", "start from a copy of obs"
                 return
-    if probe.ended and not reached_differs and _changes(probe):
-        got = f"it equals obs in all {sum(int(d.sum()) for _, d in probe.ended)} episodes that ended"
+    if play.ends and changes and not reached_differs:
+        got = f"it equals obs in all {sum(int(play.long[t].done.sum()) for t in play.ends)} episodes that ended"
         advice = "keep the observation from before the reset, and reset in the same step"
-        yield Finding("final_observation of a done env is what it reached, obs the first of the next", got, advice)
+        yield "final_observation of a done env is what it reached, obs the first of the next", got, advice
 
 
-def _changes(probe: Probe) -> bool:
-    """Whether observations change from step to step at all."""
-    pairs = zip(probe.long[:-1], probe.long[1:], strict=True)
-    return any(bool(rows_differ(a.copies[name], b.copies[name]).any()) for a, b in pairs for name in a.observed)
-
-
-@_check("kept results")
-def check_kept(probe: Probe) -> Iterator[Finding]:
+def check_kept(play: Play) -> Iterator[Finding]:
     """What was returned once is never written to again."""
-    for t, f in enumerate(probe.long):
-        for name, value in f.returned.items():
-            if bool(rows_differ(value, f.copies[name]).any()):
+    for t, frame in enumerate(play.long):
+        for name, value in frame.returned.items():
+            if bool(rows_differ(value, frame.copies[name]).any()):
                 got = f"{name} of step {t} was changed by later steps"
-                yield Finding("returned tensors stay as they are", got, "return a clone of internal buffers")
+                yield "returned tensors stay as they are", got, "return a clone of internal buffers"
                 return
 
 
-@_check("time limit")
-def check_time_limit(probe: Probe) -> Iterator[Finding]:
+def check_time_limit(play: Play) -> Iterator[Finding]:
     """No episode is longer than ``max_episode_steps``, and one that gets there is truncated."""
-    limit = probe.env.max_episode_steps
-    reached, finding = _at_limit(probe.long, limit)
-    if not reached and isinstance(probe.env, HasExpert):  # an expert may last longer than random actions
-        reached, finding = _at_limit(probe.play_expert(probe.long_steps), limit)
-    if not reached:
-        raise NotApplicable(f"no episode lasted until max_episode_steps={limit} within {probe.long_steps} steps")
-    if finding is not None:
-        yield finding
+    limit = play.env.max_episode_steps
+    for played in (lambda: play.long, lambda: play.expert(play.long_steps)):  # an expert may last longer
+        length, reached = torch.zeros(play.env.num_envs, dtype=torch.int64, device=play.env.device), False
+        for frame in played()[1:]:
+            length += 1
+            wrong = (length >= limit) & ~frame.copies["truncated"]
+            reached |= bool((length >= limit).any())
+            if bool(wrong.any()):
+                got = "terminated instead" if bool((wrong & frame.done).any()) else "it continues"
+                advice = "set truncated, so that the value of the state reached is bootstrapped"
+                yield f"truncated is set at step {limit} of an episode", got, advice
+                return
+            length[frame.done] = 0
+        if reached:
+            return
+    raise NotApplicable(f"no episode lasted until max_episode_steps={limit} within {play.long_steps} steps")
 
 
-def _at_limit(trajectory: list[Frame], limit: int) -> tuple[bool, Finding | None]:
-    """Return whether an episode of the trajectory reached the limit, and what was wrong there."""
-    length = torch.zeros_like(trajectory[1].copies["terminated"], dtype=torch.int64)
-    reached = False
-    for f in trajectory[1:]:
-        length += 1
-        terminated, truncated = f.copies["terminated"], f.copies["truncated"]
-        wrong = (length >= limit) & ~truncated
-        reached |= bool((length >= limit).any())
-        if bool(wrong.any()):
-            got = "terminated instead" if bool((wrong & terminated).any()) else "it continues"
-            advice = "set truncated, so that the value of the state reached is bootstrapped"
-            return True, Finding(f"truncated is set at step {limit} of an episode", got, advice)
-        length[terminated | truncated] = 0
-    return reached, None
-
-
-@_check("seed")
-def check_seed(probe: Probe) -> Iterator[Finding]:
+def check_seed(play: Play) -> Iterator[Finding]:
     """The same seed and actions give the same trajectory, bitwise; without a seed the streams continue."""
     expected = "reset(seed) and the same actions give the same"
-    yield from _same(expected, probe.play(SHORT), probe.play(SHORT), "draw from seeded streams")
-    probe.need_episode_seeds()
-    first, second = (probe.start(None)[0].copies["info[episode_seed]"] for _ in range(2))
+    yield from _same(expected, play.random(_SHORT), play.random(_SHORT), "draw from seeded streams")
+    play.need_episode_seeds()
+    first, second = (play.start(None)[0].copies[_SEEDS] for _ in range(2))
     if bool((first == second).any()):
-        yield Finding("reset() without a seed starts new episodes", "the same episode_seed", "advance the streams")
+        yield "reset() without a seed starts new episodes", "the same episode_seed", "advance the streams"
 
 
-def _same(expected: str, a: list[Frame], b: list[Frame], advice: str) -> Iterator[Finding]:
-    """Report where two trajectories differ that should be the same, bitwise."""
-    where = first_difference(a, b)
-    if where is not None:
-        yield Finding(expected, f"different: {where}", advice)
-
-
-@_check("num_envs")
-def check_num_envs(probe: Probe) -> Iterator[Finding]:
+def check_num_envs(play: Play) -> Iterator[Finding]:
     """Env i of a seed behaves the same whatever ``num_envs`` is."""
-    if probe.factory is None:
+    if play.factory is None:
         raise NotApplicable("no factory was given that makes the environment with another num_envs")
-    probe.need_determinism()
-    count = probe.env.num_envs
-    with probe.factory(count + 1) as other:
-        more = probe.extend(probe.start(env=other), probe.actions(SHORT, count + 1), env=other)
-    where = first_difference(probe.play(SHORT), more, slice(0, count))
-    if where is not None:
-        got = f"with {count} and {count + 1} envs: {where}"
-        yield Finding("env i behaves the same whatever num_envs is", got, "derive each env's stream from (seed, i)")
+    play.need_determinism()
+    count = play.env.num_envs
+    with play.factory(count + 1) as other:
+        more = play.extend(play.start(env=other), play.actions(_SHORT, count + 1), env=other)
+    expected, advice = "env i behaves the same whatever num_envs is", "derive each env's stream from (seed, i)"
+    yield from _same(expected, play.random(_SHORT), more, advice, slice(0, count))
 
 
-@_check("episode seed")
-def check_episode_seed(probe: Probe) -> Iterator[Finding]:
+def check_episode_seed(play: Play) -> Iterator[Finding]:
     """An episode that began by an auto-reset can be played again from its ``episode_seed``."""
-    probe.need_episode_seeds()
-    probe.need_determinism()
-    t, done = next((pair for pair in reversed(probe.need_ends()) if pair[0] < probe.long_steps), (0, None))
-    if done is None:
-        raise NotApplicable("the only episodes that ended did so at the last step")
-    seeds = probe.long[t].copies["info[episode_seed]"]
-    again = probe.start(seeds)
-    if bool(rows_differ(again[0].copies["info[episode_seed]"], seeds).any()):
-        yield Finding("reset(seed=tensor) starts these episodes", "other episode_seed", "take the tensor as it is")
+    play.need_episode_seeds()
+    play.need_determinism()
+    ends = [t for t in play.ends if t < play.long_steps]
+    _need(bool(ends), f"no episode ended within {play.long_steps} random steps, or only with the last one")
+    original = play.long[ends[-1] :][: _SHORT + 1]
+    seeds, alive = original[0].copies[_SEEDS], original[0].done
+    again = play.start(seeds)
+    if bool(rows_differ(again[0].copies[_SEEDS], seeds).any()):
+        yield "reset(seed=tensor) starts these episodes", "other episode_seed", "take the tensor as it is"
         return
-    steps = min(SHORT, probe.long_steps - t)
-    probe.extend(again, probe.actions(probe.long_steps)[t : t + steps])
-    alive = done.clone()
-    for k, f in enumerate(again):
-        original = probe.long[t + k].copies
-        for name in [*f.observed, *(["reward"] if k else [])]:
-            if bool((rows_differ(f.copies[name], original[name]) & alive).any()):
+    play.extend(again, play.actions(play.long_steps)[ends[-1] :][:_SHORT])
+    for k, (frame, was) in enumerate(zip(again, original, strict=True)):
+        for name in [*frame.observed, *(["reward"] if k else [])]:
+            if bool((rows_differ(frame.copies[name], was.copies[name]) & alive).any()):
                 got = f"{k} steps into the episode {name} differs"
                 advice = "after a reset nothing may be left of the last episode, and no step may be made up"
-                yield Finding("reset(seed=episode_seed) repeats the episode", got, advice)
+                yield "reset(seed=episode_seed) repeats the episode", got, advice
                 return
-        if k:
-            alive &= ~(original["terminated"] | original["truncated"])
+        alive = alive & ~was.done if k else alive
 
 
-@_check("partial reset")
-def check_partial_reset(probe: Probe) -> Iterator[Finding]:
+def check_partial_reset(play: Play) -> Iterator[Finding]:
     """``reset(env_ids=...)`` leaves the other envs where they are."""
-    if probe.env.num_envs < 2:
-        raise NotApplicable("it takes two envs to reset one of them")
-    before = probe.play(3)[-1].copies
-    after = frame(*probe.env.reset(env_ids=[0])).copies
+    _need(play.env.num_envs > 1, "it takes two envs to reset one of them")
+    before = play.random(3)[-1].copies
+    after = Frame(*play.env.reset(env_ids=[0])).copies
     if any(bool(rows_differ(value, before[name])[1:].any()) for name, value in after.items()):
-        yield Finding("reset(env_ids=[0]) leaves the others", "their observation changed", "reset only env_ids")
-    seeds = before.get("info[episode_seed]")
-    if seeds is None or bool((seeds < 0).all()):
-        return
-    if not bool(rows_differ(after["info[episode_seed]"], seeds)[0]):
-        advice = "enter the next episode"
-        yield Finding("reset(env_ids=[0]) starts a new episode there", "the same episode_seed", advice)
+        yield "reset(env_ids=[0]) leaves the others", "their observation changed", "reset only env_ids"
+    if bool((before[_SEEDS] >= 0).any()) and not bool(rows_differ(after[_SEEDS], before[_SEEDS])[0]):
+        yield "reset(env_ids=[0]) starts a new episode there", "the same episode_seed", "enter the next episode"
 
 
-@_check("state")
-def check_state(probe: Probe) -> Iterator[Finding]:
+def check_state(play: Play) -> Iterator[Finding]:
     """``set_state(get_state())`` continues bitwise, for all envs or some."""
-    env = probe.env
+    env = play.env
     if not env.supports_state:
-        try:
-            env.get_state()
-        except EnvContractError as error:
-            raise NotApplicable("supports_state is False") from error
+        _need(not isinstance(_error_of(env.get_state), EnvContractError), "supports_state is False")
         expected = "get_state raises EnvContractError where supports_state is False"
-        yield Finding(expected, "a state", "set supports_state")
+        yield expected, "a state", "set supports_state"
         return
-    probe.need_determinism()
-    actions = probe.actions(2 * SHORT)
-    probe.extend(probe.start(), actions[:SHORT])
+    play.need_determinism()
+    actions = play.actions(_SHORT)
+    play.random(_SHORT)
     state = env.get_state()
-    if tuple(state.batch_size) != (env.num_envs,):
-        yield Finding(f"a state of batch size [{env.num_envs}]", str(list(state.batch_size)), "one row per env")
+    if list(state.batch_size) != [env.num_envs]:
+        yield f"a state of batch size [{env.num_envs}]", str(list(state.batch_size)), "one row per env"
         return
-    kept = state.clone()
-    expected_steps = probe.extend([], actions[SHORT:])
+    kept, expected_steps = state.clone(), play.extend([], actions)
     env.set_state(state)
-    where = first_difference(expected_steps, probe.extend([], actions[SHORT:]))
-    if where is not None:
-        advice = "save counters, random streams and warm starts too"
-        yield Finding("set_state(get_state()) continues bitwise", f"different: {where}", advice)
+    advice = "save counters, random streams and warm starts too"
+    problems = list(_same("set_state(get_state()) continues bitwise", expected_steps, play.extend([], actions), advice))
+    yield from problems
     pairs = zip(state.values(True, True), kept.values(True, True), strict=True)
     if any(bool(rows_differ(a, b).any()) for a, b in pairs):
-        yield Finding("a state is a copy", "later steps changed it", "clone what get_state returns")
+        yield "a state is a copy", "later steps changed it", "clone what get_state returns"
     env.set_state(kept[:1], env_ids=[0])
-    again = probe.extend([], actions[SHORT : SHORT + 1])
-    if where is None and first_difference(expected_steps[:1], again, slice(0, 1)) is not None:
-        yield Finding("set_state(state[:1], env_ids=[0]) restores env 0", "it continued otherwise", "honour env_ids")
+    again = play.extend([], actions[:1])
+    if not problems:
+        expected = "set_state(state[:1], env_ids=[0]) restores env 0"
+        yield from _same(expected, expected_steps[:1], again, "honour env_ids", slice(0, 1))
 
 
-@_check("actions")
-def check_actions(probe: Probe) -> Iterator[Finding]:
+def check_actions(play: Play) -> Iterator[Finding]:
     """Wrong actions raise ``ActionError`` and change nothing; a dict with the one key is an action too."""
-    env, actions = probe.env, probe.actions(2 * SHORT)
-    expected = probe.play(2 * SHORT)
-    played, advice = probe.extend(probe.start(), actions[:SHORT]), "check it with action_manager.unwrap"
-    for what, action in _wrong(env, actions[0]).items():
-        error = _error_of(lambda action=action: env.step(action))  # type: ignore[misc]
-        if error is None:
-            yield Finding(f"ActionError for {what}", "no error", advice)
-            return
-        if not isinstance(error, ActionError):
-            yield Finding(f"ActionError for {what}", f"{type(error).__name__}: {error}", advice)
-    again = probe.extend(played, actions[SHORT:])
-    if probe.nondeterminism is not None:
-        return
-    yield from _same("a refused action changes nothing", expected, again, "check the action before anything moves")
-    probe.start()
-    key = env.action_manager.action_type
-    obs, *_ = env.step({key: actions[0]})
-    if any(not torch.equal(value, expected[1].copies[f"obs[{name}]"]) for name, value in leaves(obs).items()):
-        got = "another observation than for the tensor"
-        yield Finding(f"{{{key!r}: action}} is taken as the action", got, "unwrap it")
-
-
-def _wrong(env: VecEnv, action: Tensor) -> dict[str, Any]:
+    env, actions = play.env, play.actions(2 * _SHORT)
+    key, action, expected, played = (
+        env.action_manager.action_type,
+        actions[0],
+        play.random(2 * _SHORT),
+        play.random(_SHORT),
+    )
     wrong: dict[str, Any] = {
         f"an action for {len(action) + 1} envs": torch.cat([action, action[:1]]),
-        "a dict with another key": {f"not_{env.action_manager.action_type}": action},
+        "a dict with another key": {f"not_{key}": action},
     }
-    if env.device.type != "cpu":  # there, looking at the values would wait for the device at every step
-        return wrong
-    if isinstance(env.action_space, gym.spaces.Discrete):
-        wrong["a choice that is none"] = torch.full_like(action, int(env.action_space.n))
-    else:
-        wrong["an action that is not finite"] = action.clone().index_fill_(0, torch.tensor([0]), float("nan"))
-    return wrong
+    if env.device.type == "cpu":  # elsewhere, looking at the values would wait for the device at every step
+        if isinstance(env.action_space, gym.spaces.Discrete):
+            wrong["a choice that is none"] = torch.full_like(action, int(env.action_space.n))
+        else:
+            wrong["an action that is not finite"] = action.clone().index_fill_(0, torch.tensor([0]), float("nan"))
+    for what, value in wrong.items():
+        error = _error_of(lambda: env.step(value))  # noqa: B023 - called at once
+        if not isinstance(error, ActionError):
+            got = "no error" if error is None else f"{type(error).__name__}: {error}"
+            yield f"ActionError for {what}", got, "check it with action_manager.unwrap"
+        if error is None:
+            return
+    play.extend(played, actions[_SHORT:])
+    if not play.deterministic:
+        return
+    yield from _same("a refused action changes nothing", expected, played, "check the action before anything moves")
+    play.start()
+    obs = _leaves(env.step({key: action})[0])
+    if any(not torch.equal(value, expected[1].copies[f"obs[{name}]"]) for name, value in obs.items()):
+        yield f"{{{key!r}: action}} is taken as the action", "another observation than for the tensor", "unwrap it"
 
 
-@_check("expert")
-def check_expert(probe: Probe) -> Iterator[Finding]:
+def check_expert(play: Play) -> Iterator[Finding]:
     """The expert's actions are valid, and asking for them leaves the state as it was."""
-    env = probe.env
+    env, actions = play.env, play.actions(2 * _SHORT)
     if not isinstance(env, HasExpert):
         raise NotApplicable("the environment has no expert")
-    actions = probe.actions(2 * SHORT)
-    expected = probe.play(2 * SHORT)
-    played = probe.extend(probe.start(), actions[:SHORT])
+    expected, played, like = play.random(2 * _SHORT), play.random(_SHORT), actions[0]
     demo = env.create_demo_action_list()
     if not isinstance(demo, list) or not demo:
-        yield Finding("create_demo_action_list returns actions", repr(demo)[:80], "return one tensor per step")
+        yield "create_demo_action_list returns actions", repr(demo)[:80], "return one tensor per step"
         return
     for what, action in (("expert_action()", env.expert_action()), ("create_demo_action_list()[0]", demo[0])):
-        like = actions[0]
         if not isinstance(action, Tensor) or action.shape != like.shape or action.dtype != like.dtype:
-            shape = f"{list(action.shape)} {action.dtype}" if isinstance(action, Tensor) else type(action).__name__
-            yield Finding(f"{what} is {list(like.shape)} {like.dtype}", shape, "return what step takes")
-        elif action.is_floating_point():
-            low, high = probe.action_bounds
+            got = f"{list(action.shape)} {action.dtype}" if isinstance(action, Tensor) else type(action).__name__
+            yield f"{what} is {list(like.shape)} {like.dtype}", got, "return what step takes"
+        elif isinstance(env.action_space, gym.spaces.Box):
+            low, high = (torch.as_tensor(x, device=env.device) for x in (env.action_space.low, env.action_space.high))
             if not bool(((action >= low) & (action <= high)).all()):  # NaN is in no interval
-                got = f"{action.min():.4g} to {action.max():.4g}"
-                yield Finding(f"{what} lies in the action space", got, "clip it")
-    again = probe.extend(played, actions[SHORT:])
-    if probe.nondeterminism is None:
-        yield from _same("asking the expert changes nothing", expected, again, "restore the state afterwards")
+                yield f"{what} lies in the action space", f"{action.min():.4g} to {action.max():.4g}", "clip it"
+    play.extend(played, actions[_SHORT:])
+    if play.deterministic:
+        yield from _same("asking the expert changes nothing", expected, played, "restore the state afterwards")
 
 
-@_check("close")
-def check_close(probe: Probe) -> Iterator[Finding]:
+def check_close(play: Play) -> Iterator[Finding]:
     """Closing twice is fine."""
-    probe.env.close()
-    error = _error_of(probe.env.close)
+    play.env.close()
+    error = _error_of(play.env.close)
     if error is not None:
-        yield Finding("close() twice is fine", f"{type(error).__name__}: {error}", "remember that it is closed")
+        yield "close() twice is fine", f"{type(error).__name__}: {error}", "remember that it is closed"
+
+
+CHECKS: dict[str, Callable[[Play], Iterator[Finding]]] = {
+    "spaces": check_spaces,
+    "reset": check_reset,
+    "step": check_step,
+    "final observation": check_final_observation,
+    "kept results": check_kept,
+    "time limit": check_time_limit,
+    "seed": check_seed,
+    "num_envs": check_num_envs,
+    "episode seed": check_episode_seed,
+    "partial reset": check_partial_reset,
+    "state": check_state,
+    "actions": check_actions,
+    "expert": check_expert,
+    "close": check_close,
+}
+"""All checks in the order they are made; each one's docstring says what it is about."""
