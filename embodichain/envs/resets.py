@@ -179,8 +179,6 @@ class Resets:
             variables[name][env_ids] = value
         state.step[env_ids] = 0
 
-    # --- by index, drawn ahead ------------------------------------------------------------------------------------
-
     def begin_drawn(self, env_ids: Tensor) -> PackedObservation:
         """Begin the next episode in each of these envs, drawn ahead, and return their observation."""
         origins = self._origins().index_select(0, env_ids)
@@ -213,8 +211,6 @@ class Resets:
             return obs
         _assign(self._ahead, used, rows)
         return self._ahead_obs.with_rows(obs, used)
-
-    # --- by mask --------------------------------------------------------------------------------------------------
 
     def draw(self) -> Drawn:
         """Draw the next reset state of every env and leave the streams as they are.

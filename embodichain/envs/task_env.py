@@ -66,8 +66,6 @@ class TaskEnv(VecEnv):
             parts = StepParts(self._act, self._simulate, self._draw_resets, self._conclude)
             self._graphed = GraphedStep(parts, self._keep_recorded)
 
-    # --- a step ---------------------------------------------------------------------------------------------------
-
     def step(self, action: Action) -> StepResult:
         applied = self.action_manager.unwrap(action, self._step)
         if self._graphed is not None:  # on a GPU, the calls below are replayed as CUDA graphs
@@ -122,8 +120,6 @@ class TaskEnv(VecEnv):
         self._scene = None
         return self._show(self._build(self._measurements(), self._all))
 
-    # --- a step in pieces, for action chunks: several actions, one observation ------------------------------------
-
     def advance(self, action: Action) -> StepOutcome:
         """Act, simulate, measure and score; nothing is observed or reset."""
         applied = self.action_manager.unwrap(action, self._step)
@@ -143,8 +139,6 @@ class TaskEnv(VecEnv):
     def reset_done(self, done: Tensor) -> tuple[TensorDict, Tensor]:
         """Reset the envs where ``done`` holds; return the observation and the episode seeds of all envs."""
         return self._reset_done(done), self._streams.episode_seed
-
-    # --- the rest of the contract ---------------------------------------------------------------------------------
 
     def reset(self, seed: int | Tensor | None = None, env_ids: EnvIds = None) -> tuple[TensorDict, dict[str, Any]]:
         ids = self.resolve_ids(env_ids)
@@ -183,8 +177,6 @@ class TaskEnv(VecEnv):
         self._cameras.close()
         self.physics.close()
 
-    # --- the expert -----------------------------------------------------------------------------------------------
-
     def expert_action(self) -> Tensor:
         """Return the scripted expert's action ``[num_envs, action_dim]`` for the present state."""
         return self.task.expert_action(self._measurements(), self.action_manager)
@@ -199,8 +191,6 @@ class TaskEnv(VecEnv):
             running &= ~(terminated | truncated)
         self.set_state(state)
         return actions
-
-    # --- measurements and observations ----------------------------------------------------------------------------
 
     def _measurements(self) -> Scene:
         """Return the measurements of the present state, which are taken once."""

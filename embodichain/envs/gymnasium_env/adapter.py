@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import secrets
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -18,15 +20,17 @@ from embodichain.envs.actions import ActionManager
 from embodichain.envs.gymnasium_env.construct import (
     RowwiseSyncVectorEnv,
     SubEnvStates,
-    env_factory,
+    env_limit,
+    resolve_spec,
+    single_env,
     time_limit,
-    vectorize,
+    vector_limit,
 )
-from embodichain.envs.gymnasium_env.spaces import ActionDecoder, Rows, SpaceEncoder, choose
+from embodichain.envs.gymnasium_env.spaces import Rows, action_decoder, choose, observation_encoder, to_tensordict
 from embodichain.envs.gymnasium_env.tasks import TaskGymnasiumVectorEnv
 from embodichain.envs.random import combine
 from embodichain.envs.vec_env import Action, EnvIds, StepResult, VecEnv
-from embodichain.errors import EnvContractError, RenderingError
+from embodichain.errors import ConfigError, EnvContractError, RenderingError
 
 _SEED_MASK = (1 << 31) - 1  # some simulators behind Gymnasium take 32-bit seeds only
 _OWN = (SyncVectorEnv, AsyncVectorEnv, TaskGymnasiumVectorEnv)
@@ -81,11 +85,9 @@ class GymnasiumVecEnv(VecEnv):
         self.vector_env = vector_env
         self.num_envs = int(vector_env.num_envs)
         self.device = torch.device(device)
-        self.max_episode_steps = time_limit(vector_env, max_episode_steps)
-        self._encoder = SpaceEncoder(vector_env.single_observation_space, self.num_envs, self.device)
-        self._decode = ActionDecoder(vector_env.single_action_space, self.num_envs)
-        self.observation_space = self._encoder.space
-        self.action_space = self._decode.space
+        self.max_episode_steps = time_limit(max_episode_steps, vector_limit(vector_env), vector_env)
+        self.observation_space, self._encode = observation_encoder(vector_env.single_observation_space)
+        self.action_space, self._decode = action_decoder(vector_env.single_action_space, self.num_envs)
         self.action_manager = ActionManager("action", self.action_space, self.num_envs, "cpu")
         self.seed = secrets.randbits(61) if seed is None else seed
         self._seeds = EpisodeSeeds(self.num_envs, self.seed)
@@ -109,10 +111,18 @@ class GymnasiumVecEnv(VecEnv):
         seed: int | None = None,
     ) -> GymnasiumVecEnv:
         """Vectorise ``num_envs`` envs made by a function: in this process, or ``asynchronous`` in one process each."""
-        vector_env, limit = vectorize(make_env, num_envs, asynchronous, max_episode_steps)
-        return cls(vector_env, device=device, max_episode_steps=limit, seed=seed)
-
-    # --- the contract ---------------------------------------------------------------------------------------------
+        if num_envs < 1:
+            raise ConfigError(f"num_envs: expected at least 1, got {num_envs}")
+        makers = [make_env] * num_envs
+        if not asynchronous:
+            vector_env: VectorEnv = RowwiseSyncVectorEnv(makers)
+        else:
+            if max_episode_steps is None:
+                with contextlib.closing(make_env()) as env:
+                    max_episode_steps = time_limit(None, env_limit(env), env)
+            # Only the adapter resets, by mask, each episode from its own seed; and its encoder copies anyway.
+            vector_env = AsyncVectorEnv(makers, copy=False, autoreset_mode=AutoresetMode.DISABLED)
+        return cls(vector_env, device=device, max_episode_steps=max_episode_steps, seed=seed)
 
     def reset(self, seed: int | Tensor | None = None, env_ids: EnvIds = None) -> tuple[TensorDict, dict[str, Any]]:
         ids = self.resolve_ids(env_ids).cpu().numpy()
@@ -121,32 +131,32 @@ class GymnasiumVecEnv(VecEnv):
         if self._rows is None and not mask.all():
             raise EnvContractError("the first reset must be of all envs: call reset() without env_ids once")
         batch, infos = self._reset_envs(mask, seed)
-        rows = self._encoder.encode(batch)
+        rows = self._encode(batch)
         self._rows = rows if self._rows is None or mask.all() else choose(torch.from_numpy(mask), rows, self._rows)
         self._elapsed[ids] = 0
-        return self._encoder.tensordict(self._rows), {"episode_seed": self._episode_seed(), "gymnasium": infos}
+        return self._tensordict(self._rows), {"episode_seed": self._tensor(self._episode), "gymnasium": infos}
 
     def step(self, action: Action) -> StepResult:
         if self._rows is None:
             raise EnvContractError("call reset() before the first step()")
-        native = self._decode(self.action_manager.unwrap(action, torch.from_numpy(self._elapsed)))
+        native = self._decode(self.action_manager.unwrap(action, torch.from_numpy(self._elapsed)).numpy())
         batch, reward, terminated, truncated, infos = self.vector_env.step(native)
         self._elapsed += 1
         terminated, native_end = np.asarray(terminated, np.bool_), np.logical_or(terminated, truncated)
         truncated = np.asarray(truncated, np.bool_) | (self._elapsed >= self.max_episode_steps)
         done = terminated | truncated
 
-        self._rows = rows = reached = self._encoder.encode(batch)
+        self._rows = rows = reached = self._encode(batch)
         if self._mode is AutoresetMode.SAME_STEP and native_end.any():
             reached = self._final_rows(rows, infos, native_end)
         if done.any():
             self._rows = self._reset_done(rows, done, native_end)
-        obs = self._encoder.tensordict(self._rows)
+        obs = self._tensordict(self._rows)
         info = {
-            "final_observation": obs if reached is self._rows else self._encoder.tensordict(reached),
+            "final_observation": obs if reached is self._rows else self._tensordict(reached),
             "rewards": {},
             "metrics": self._metrics(infos, native_end),
-            "episode_seed": self._episode_seed(),
+            "episode_seed": self._tensor(self._episode),
             "gymnasium": infos,
         }
         flags = torch.from_numpy(truncated).to(self.device)  # computed above, so it needs no copy
@@ -160,7 +170,7 @@ class GymnasiumVecEnv(VecEnv):
         counters = {"elapsed": self._elapsed, "episode": self._episode, "streams": self._seeds.state}
         state = {name: torch.from_numpy(value.copy()) for name, value in counters.items()}
         state["sub_envs"] = torch.from_numpy(self._states.read())
-        rows = self._encoder.tensordict(self._rows or {})
+        rows = self._tensordict(self._rows or {})
         return TensorDict({**state, "observation": rows.clone()}, batch_size=[self.num_envs]).to(self.device)
 
     def set_state(self, state: TensorDictBase, env_ids: EnvIds = None) -> TensorDict:
@@ -178,10 +188,10 @@ class GymnasiumVecEnv(VecEnv):
         self._seeds.state[rows] = state["streams"].numpy()
         self._elapsed[rows] = state["elapsed"].numpy()
         self._episode[rows] = state["episode"].numpy()
-        obs = self._encoder.tensordict(self._rows or {}).to("cpu").clone()
+        obs = self._tensordict(self._rows or {}).to("cpu").clone()
         obs[ids] = state["observation"]
         self._rows = obs.to_dict()
-        return self._encoder.tensordict(self._rows)
+        return self._tensordict(self._rows)
 
     def render(
         self, env_ids: EnvIds = None, camera: str | None = None, size: tuple[int, int] = (240, 320)
@@ -208,8 +218,6 @@ class GymnasiumVecEnv(VecEnv):
 
     def close(self) -> None:
         self.vector_env.close()
-
-    # --- inside ---------------------------------------------------------------------------------------------------
 
     def _reset_envs(self, mask: np.ndarray, seed: int | Tensor | None) -> tuple[Any, dict[str, Any]]:
         """Reset the envs of ``mask`` ``[num_envs]``: each from the seed of its episode, or all from one seed."""
@@ -253,7 +261,7 @@ class GymnasiumVecEnv(VecEnv):
             done = done & ~native_end  # the vector env reset the others itself, and takes no seed for them
         if not done.any():
             return rows
-        first: Rows = self._encoder.encode(self._reset_envs(done, None)[0])
+        first: Rows = self._encode(self._reset_envs(done, None)[0])
         # Gymnasium's own in this process returns exactly what the other envs observed before.
         repeats = type(self.vector_env) in (SyncVectorEnv, RowwiseSyncVectorEnv)
         return first if repeats else choose(torch.from_numpy(done), first, rows)
@@ -268,7 +276,7 @@ class GymnasiumVecEnv(VecEnv):
             some = final[np.flatnonzero(ended)[0]]
             rest = [final[i] if ended[i] else some for i in range(self.num_envs)]
             final = concatenate(space, rest, create_empty_array(space, self.num_envs))  # type: ignore[arg-type]
-        return choose(torch.from_numpy(ended), self._encoder.encode(final), rows)
+        return choose(torch.from_numpy(ended), self._encode(final), rows)
 
     def _metrics(self, infos: dict[str, Any], ended: np.ndarray) -> dict[str, Tensor]:
         """Return ``success`` as the envs report it, in SAME_STEP mode in ``final_info`` where they ended."""
@@ -283,8 +291,9 @@ class GymnasiumVecEnv(VecEnv):
             return {"success": self._tensor(success, np.float32)}
         return {}
 
-    def _episode_seed(self) -> Tensor:
-        return self._tensor(self._episode)
+    def _tensordict(self, rows: Rows) -> TensorDict:
+        obs = to_tensordict(rows, torch.Size([self.num_envs]))
+        return obs if self.device.type == "cpu" else obs.to(self.device)
 
     def _tensor(self, values: Any, dtype: Any = None) -> Tensor:
         """Return a tensor on the env's device that shares nothing with ``values``."""
@@ -326,7 +335,15 @@ def make_gymnasium(
     ``"my_module:MyEnv-v0"`` imports ``my_module`` if it is among ``trusted_modules``. ``max_episode_steps`` replaces
     the limit that is registered with the id, and is needed where none is.
     """
-    factory, limit = env_factory(id, kwargs, max_episode_steps, trusted_modules)
+    arguments = dict(kwargs or {})
+    reserved = [name for name in ("id", "max_episode_steps", "disable_env_checker") if name in arguments]
+    if reserved:
+        raise ConfigError(
+            [f"kwargs.{name}: not an argument of the environment itself; give it beside kwargs" for name in reserved]
+        )
+    spec = resolve_spec(id, trusted_modules)
+    limit = spec.max_episode_steps if max_episode_steps is None else time_limit(max_episode_steps, None, spec.id)
+    factory = functools.partial(single_env, spec, arguments, limit)
     return GymnasiumVecEnv.from_factory(
         factory, num_envs, max_episode_steps=limit, asynchronous=asynchronous, device=device, seed=seed
     )

@@ -29,6 +29,8 @@ Rows = dict[str, Any]
 """Encoded observations of all envs: nested dicts of CPU tensors ``[num_envs, ...]``."""
 Encode = Callable[[Any], Any]
 """Turns one batch of a space into a CPU tensor, or into a dict of them."""
+Decode = Callable[[np.ndarray], np.ndarray]
+"""Turns one action of all envs into what a Gymnasium vector env expects, rows first."""
 _CPU = torch.device("cpu")
 
 
@@ -42,55 +44,30 @@ def choose(mask: Tensor, yes: Rows, no: Rows) -> Rows:
     }
 
 
-class SpaceEncoder:
-    """Turns batches of one Gymnasium observation space into tensors ``[num_envs, ...]`` that own their memory."""
-
-    def __init__(self, source: gym.Space[Any], num_envs: int, device: torch.device) -> None:
-        self.num_envs = num_envs
-        self.device = device
-        space, encode = _encoder(source, "observation")
-        if isinstance(space, spaces.Dict):
-            self.space: spaces.Dict = space
-            self.encode: Encode = encode
-        else:
-            self.space = spaces.Dict({"state": space})
-            self.encode = lambda batch: {"state": encode(batch)}
-
-    def tensordict(self, rows: Rows) -> TensorDict:
-        """Return encoded rows as the TensorDict ``[num_envs]`` on the env's device that a user gets."""
-        obs = _to_tensordict(rows, torch.Size([self.num_envs]))
-        return obs if self.device.type == "cpu" else obs.to(self.device)
+def observation_encoder(source: gym.Space[Any]) -> tuple[spaces.Dict, Callable[[Any], Rows]]:
+    """Return the observation space as we offer it, and the function that turns its batches into rows."""
+    space, encode = _encoder(source, "observation")
+    if isinstance(space, spaces.Dict):
+        return space, encode
+    return spaces.Dict({"state": space}), lambda batch: {"state": encode(batch)}
 
 
-def _to_tensordict(rows: Rows, size: torch.Size) -> TensorDict:
+def to_tensordict(rows: Rows, size: torch.Size) -> TensorDict:
     """Build nested TensorDicts; the shapes are ours, so the costly checks of the public constructor are skipped."""
-    source = {key: _to_tensordict(value, size) if isinstance(value, dict) else value for key, value in rows.items()}
+    source = {key: to_tensordict(value, size) if isinstance(value, dict) else value for key, value in rows.items()}
     return TensorDict._new_unsafe(source, batch_size=size, device=_CPU)
 
 
-class ActionDecoder:
-    """Turns a checked action of ours into the batch that a Gymnasium vector env expects."""
-
-    def __init__(self, source: gym.Space[Any], num_envs: int) -> None:
-        self.space: gym.Space[Any]
-        if isinstance(source, spaces.Discrete):
-            self.space = spaces.Discrete(int(source.n))
-            start, dtype = int(source.start), source.dtype
-            self._decode: Callable[[np.ndarray], np.ndarray] = lambda action: (action + start).astype(dtype)
-        elif isinstance(source, spaces.Box):
-            self.space, self._decode = _box_actions(source, num_envs)
-        else:
-            raise EnvContractError(
-                f"actions must be Box or Discrete, got {source}. Wrap the environment so that it takes one of these "
-                "(gymnasium.wrappers.TransformAction)."
-            )
-
-    def __call__(self, action: Tensor) -> np.ndarray:
-        """Return the native actions, rows first."""
-        return self._decode(action.detach().cpu().numpy())
-
-
-def _box_actions(source: spaces.Box, num_envs: int) -> tuple[spaces.Box, Callable[[np.ndarray], np.ndarray]]:
+def action_decoder(source: gym.Space[Any], num_envs: int) -> tuple[gym.Space[Any], Decode]:
+    """Return the action space as we offer it, and the function that turns a checked action into Gymnasium's batch."""
+    if isinstance(source, spaces.Discrete):
+        start, kind = int(source.start), source.dtype
+        return spaces.Discrete(int(source.n)), lambda action: (action + start).astype(kind)
+    if not isinstance(source, spaces.Box):
+        raise EnvContractError(
+            f"actions must be Box or Discrete, got {source}. Wrap the environment so that it takes one of these "
+            "(gymnasium.wrappers.TransformAction)."
+        )
     low, high = source.low.astype(np.float64).reshape(-1), source.high.astype(np.float64).reshape(-1)
     bounded = np.isfinite(low) & np.isfinite(high)
     with np.errstate(invalid="ignore"):  # inf - inf, where there is no bound to map to

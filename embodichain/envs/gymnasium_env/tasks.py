@@ -41,14 +41,12 @@ class TaskGymnasiumEnv(gym.Env[dict[str, Any], Any]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Begin an episode; a seed resets the random stream."""
         super().reset(seed=seed)
         obs, info = self.vec_env.reset(seed=seed)
         self._running = True
         return _numpy(obs[0]), _scalars(info)
 
     def step(self, action: Any) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
-        """Apply one action; the observation is the one that was reached, also when the episode ends with it."""
         if not self._running:
             raise gym.error.ResetNeeded("call reset() before step(): no episode is running")
         _, reward, terminated, truncated, info = self.vec_env.step(torch.as_tensor(np.asarray(action)).unsqueeze(0))
@@ -57,14 +55,10 @@ class TaskGymnasiumEnv(gym.Env[dict[str, Any], Any]):
         return obs, float(reward[0]), bool(terminated[0]), bool(truncated[0]), _scalars(info)
 
     def render(self) -> Any:
-        """Return an image ``[H, W, 3]`` of the present state, if made with ``render_mode="rgb_array"``.
-
-        After an episode has ended, that is the reset state of the next one.
-        """
+        # After an episode has ended, this is the reset state of the next one.
         return None if self.render_mode is None else self.vec_env.render()[0]
 
     def close(self) -> None:
-        """Close the env; twice is fine."""
         self.vec_env.close()
 
 
@@ -90,40 +84,35 @@ class TaskGymnasiumVectorEnv(VectorEnv[dict[str, Any], np.ndarray, np.ndarray]):
     def reset(
         self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Begin episodes in all envs, or in those of ``options["reset_mask"]``; return the observation of all envs."""
         mask = np.asarray((options or {}).get("reset_mask", np.ones(self.num_envs)), dtype=np.bool_)
         if mask.shape != (self.num_envs,) or not mask.any():
             raise ValueError(f"reset_mask must be [{self.num_envs}] with at least one true value, got {mask}")
         super().reset(seed=seed if isinstance(seed, int) else None)
         env_ids = np.flatnonzero(mask)
         obs, info = self.vec_env.reset(_episodes(seed, env_ids, self.num_envs), torch.from_numpy(env_ids))
-        return _numpy(obs), {"episode_seed": info["episode_seed"].cpu().numpy().copy(), "_episode_seed": mask}
+        return _numpy(obs), {"episode_seed": _array(info["episode_seed"]), "_episode_seed": mask}
 
     def step(self, actions: np.ndarray) -> tuple[dict[str, Any], np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
-        """Apply one action per env; those that end are reset at once."""
         obs, reward, terminated, truncated, info = self.vec_env.step(torch.as_tensor(np.asarray(actions)))
-        done = (terminated | truncated).cpu().numpy()
-        running, infos = ~done, {"episode_seed": info["episode_seed"].cpu().numpy().copy()}
-        infos["_episode_seed"] = np.ones(self.num_envs, dtype=np.bool_)
-        measures = {"rewards": info["rewards"], "metrics": info["metrics"]}
-        if running.any():
-            infos.update(_masked(measures, running))
+        done = _array(terminated | truncated)
+        infos: dict[str, Any] = {
+            "episode_seed": _array(info["episode_seed"]),
+            "_episode_seed": np.ones(self.num_envs, dtype=np.bool_),
+        }
+        if not done.all():
+            infos.update(_masked(info, ~done))
         if done.any():
-            final = info["final_observation"]
             infos["final_obs"] = np.full(self.num_envs, None, dtype=object)
-            for i in np.flatnonzero(done):
-                infos["final_obs"][i] = _numpy(final[int(i)])
-            infos["final_info"] = _masked(measures, done)
+            for i in np.flatnonzero(done).tolist():
+                infos["final_obs"][i] = _numpy(info["final_observation"][i])
+            infos["final_info"] = _masked(info, done)
             infos["_final_obs"], infos["_final_info"] = done.copy(), done.copy()
-        flags = terminated.cpu().numpy().copy(), truncated.cpu().numpy().copy()
-        return _numpy(obs), reward.cpu().numpy().copy(), *flags, infos
+        return _numpy(obs), _array(reward), _array(terminated), _array(truncated), infos
 
     def render(self) -> tuple[Any, ...] | None:
-        """Return one image ``[H, W, 3]`` per env, if made with ``render_mode="rgb_array"``."""
         return None if self.render_mode is None else tuple(self.vec_env.render())
 
     def close_extras(self, **kwargs: Any) -> None:
-        """Close the envs."""
         self.vec_env.close()
 
 
@@ -149,12 +138,13 @@ def _episodes(seed: int | list[int | None] | None, env_ids: np.ndarray, num_envs
     return torch.tensor(chosen, dtype=torch.int64)
 
 
+def _array(value: Tensor) -> np.ndarray:
+    """Return a numpy array that owns its memory."""
+    return np.array(value.detach().cpu().numpy())
+
+
 def _numpy(obs: TensorDictBase) -> dict[str, Any]:
-    """Return nested dicts of numpy arrays that own their memory."""
-    return {
-        str(key): _numpy(value) if isinstance(value, TensorDictBase) else value.detach().cpu().numpy().copy()
-        for key, value in obs.items()
-    }
+    return {str(k): _numpy(v) if isinstance(v, TensorDictBase) else _array(v) for k, v in obs.items()}
 
 
 def _scalars(info: Mapping[str, Any]) -> dict[str, Any]:
@@ -165,15 +155,14 @@ def _scalars(info: Mapping[str, Any]) -> dict[str, Any]:
     return {**parts, "episode_seed": int(info["episode_seed"][0])}
 
 
-def _masked(measures: Mapping[str, Mapping[str, Tensor]], mask: np.ndarray) -> dict[str, Any]:
+def _masked(info: Mapping[str, Any], mask: np.ndarray) -> dict[str, Any]:
     """Return named measures with the mask of the envs they are about, as Gymnasium pairs them."""
     found: dict[str, Any] = {}
-    for group, values in measures.items():
-        if values:
-            found[group] = {name: value.cpu().numpy().copy() for name, value in values.items()}
-            found[group].update({f"_{name}": mask.copy() for name in values})
+    for group in ("rewards", "metrics"):
+        if info[group]:
+            found[group] = {name: _array(value) for name, value in info[group].items()}
+            found[group].update({f"_{name}": mask.copy() for name in info[group]})
             found[f"_{group}"] = mask.copy()
-    if "success" in measures["metrics"]:
-        found["is_success"] = measures["metrics"]["success"].cpu().numpy() > 0.5
-        found["_is_success"] = mask.copy()
+    if "success" in info["metrics"]:
+        found["is_success"], found["_is_success"] = _array(info["metrics"]["success"]) > 0.5, mask.copy()
     return found

@@ -271,8 +271,6 @@ class MujocoWarpPhysics(Physics):
         self._workspace = Workspace(self.device)
         self._diverged = torch.zeros(num_envs, dtype=torch.bool, device=self.device)
 
-    # --- simulating -----------------------------------------------------------------------------------------------
-
     def step(self, count: int) -> None:
         """Advance all worlds; :meth:`settle` completes the step."""
         if self.device.type == "cpu":
@@ -343,8 +341,6 @@ class MujocoWarpPhysics(Physics):
         self.set_state(self._all, saved)
         return self._wp.to_torch(self._data.sensordata).clone()
 
-    # --- the state ------------------------------------------------------------------------------------------------
-
     def set(self, env_ids: Tensor, qpos: Tensor, qvel: Tensor) -> None:
         for name, column in self._columns.items():
             column[env_ids] = self._rest[name]
@@ -371,8 +367,6 @@ class MujocoWarpPhysics(Physics):
         data.ctrl[:] = self.ctrl[env].cpu().numpy()
         data.time = float(self._arrays["time"][env])
 
-    # --- images ---------------------------------------------------------------------------------------------------
-
     def open_cameras(self, cfgs: Sequence[CameraCfg]) -> BatchRenderer | None:
         parts = (self._wp, self._mjw, self._model, self._data)
         try:
@@ -380,8 +374,6 @@ class MujocoWarpPhysics(Physics):
         except (NotImplementedError, ValueError) as error:
             _LOG.warning("cameras are rendered on the CPU, which costs speed: %s", error)
             return None
-
-    # --- the model ------------------------------------------------------------------------------------------------
 
     def model_field(self, name: str) -> Tensor:
         if name not in self._fields:
