@@ -18,8 +18,10 @@ from embodichain.agents.rl.models import ActorCritic, build_policy
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.config import load_config
 from embodichain.envs.registration import make
+from embodichain.envs.rendering import choose_backend
 from embodichain.envs.vec_env import VecEnv
 from embodichain.envs.wrappers import chunked, make_grouped
+from embodichain.errors import RenderingError
 from tests.gpu.gpu import on_gpu
 
 pytestmark = on_gpu
@@ -38,7 +40,11 @@ def vectors(num_envs: int) -> VecEnv:
     return make("PushCubeRL", num_envs=num_envs, seed=0, num_threads=1, max_episode_steps=10)
 
 
-def pictures(num_envs: int) -> VecEnv:
+def images(num_envs: int) -> VecEnv:
+    try:
+        choose_backend()
+    except RenderingError as error:
+        pytest.skip(f"needs OpenGL: {error}")
     return chunked(make(load_config(LANGUAGE), num_envs=num_envs, seed=0, num_threads=1), 4)
 
 
@@ -92,7 +98,7 @@ def assert_same(mine: list[TensorDictBase], other: list[TensorDictBase]) -> None
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize(("make_env", "block"), [(vectors, MLP), (pictures, VLA)], ids=["mlp", "vla"])
+@pytest.mark.parametrize(("make_env", "block"), [(vectors, MLP), (images, VLA)], ids=["mlp", "vla"])
 def test_replayed_decisions_are_the_same(
     make_env: Callable[[int], VecEnv],
     block: dict[str, Any],

@@ -268,11 +268,14 @@ class RolloutWorker:
 
     # --- the loop -------------------------------------------------------------------------------------------------
 
+    def prepare(self) -> None:
+        """On a GPU: record the policy as CUDA graphs, while no other thread uses the device; weights must be there."""
+        if self.copy.has_weights:
+            self.collector.record_policy()
+
     def run(self, endpoint: Endpoint, num_steps: int) -> None:
         """Collect rollouts of ``num_steps`` steps until told to stop."""
         self._endpoint = endpoint
-        if self.copy.has_weights:
-            self.collector.record_policy()
         self.collector.before_step = self._between_steps
         stream: AbstractContextManager[Any] = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
         try:

@@ -56,6 +56,7 @@ class ThreadBackend:
         if self._thread is not None and self._thread.is_alive():
             raise CollectorError("the former collection still hangs in its environment: make a new collector")
         self._worker.clear()
+        self._worker.prepare()
         self._learner = learner
         self._instructions: queue.SimpleQueue[Instruction] = queue.SimpleQueue()
         self._reports, self._heartbeat = PauseReports(self.check), Heartbeat()
