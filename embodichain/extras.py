@@ -20,8 +20,8 @@ DISTRIBUTION = "embodichain-agents"
 
 def require(module: str, extra: str) -> ModuleType:
     """Import an optional module, or say which extra of this distribution brings it."""
-    top = module.partition(".")[0]
-    if importlib.util.find_spec(top) is None:
+    if not available(module):
+        top = module.partition(".")[0]
         raise MissingExtraError(f'{top} is not installed. Install it with: pip install "{DISTRIBUTION}[{extra}]"')
     return importlib.import_module(module)
 
@@ -55,28 +55,22 @@ def import_trusted(trusted: Iterable[str], folders: Iterable[Path] = ()) -> None
 
     The folders are searched for these names alone; they do not become part of Python's path.
     """
-    places = list(folders)
+    searched = list(folders)
     for entry in trusted:
         name = module_name(entry)
         top = name.partition(".")[0]
-        if entry.endswith(".py"):
-            _import_from(top, [Path(entry).resolve().parent])
-        elif top not in sys.modules and importlib.util.find_spec(top) is None:
-            _import_from(top, places)
+        if top not in sys.modules and (entry.endswith(".py") or not available(top)):
+            _import_from(top, [Path(entry).resolve().parent] if entry.endswith(".py") else searched)
         importlib.import_module(name)
         _allowed.add(name)
 
 
 def module_folders(trusted: Iterable[str]) -> tuple[str, ...]:
-    """Return the folders from which modules were imported, so that another process finds them, too."""
-    found: dict[str, None] = {}
-    for entry in trusted:
-        module = sys.modules.get(module_name(entry).partition(".")[0])
-        file = None if module is None else module.__file__
-        if file is not None:
-            path = Path(file).resolve()
-            found[str(path.parent.parent if path.name == "__init__.py" else path.parent)] = None
-    return tuple(found)
+    """Return the folders from which modules were imported, for another process to find them."""
+    modules = [sys.modules.get(module_name(entry).partition(".")[0]) for entry in trusted]
+    files = [Path(module.__file__).resolve() for module in modules if module is not None and module.__file__]
+    folders = [file.parents[1] if file.name == "__init__.py" else file.parent for file in files]
+    return tuple(dict.fromkeys(map(str, folders)))
 
 
 def allowed_modules() -> frozenset[str]:
@@ -85,8 +79,6 @@ def allowed_modules() -> frozenset[str]:
 
 
 def _import_from(name: str, folders: list[Path]) -> None:
-    if name in sys.modules:
-        return
     spec = PathFinder.find_spec(name, [str(folder) for folder in folders])
     if spec is None or spec.loader is None:
         looked = ", ".join(dict.fromkeys(map(str, folders))) or "any other folder"

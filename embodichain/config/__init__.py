@@ -1,8 +1,4 @@
-"""Configuration: typed classes, files and command-line overrides, with errors that name the key.
-
-``classes`` holds ``configclass``, ``files`` reads and writes JSON and YAML, ``command_line`` turns
-``--trainer.num_envs 128`` into a changed config.
-"""
+"""Configuration: typed classes, files and command-line overrides, with errors that name the key."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@
 
 What the decorator adds to a pydantic dataclass:
 
-* numbers, booleans and strings are never converted (``"3"`` and ``True`` are no ints, an int is a float); lists are
-  taken for tuples, mappings for nested configs, strings for paths and enums, so that a config can come from a file;
+* numbers, booleans and strings are not converted (``"3"`` and ``True`` are no ints); lists become tuples, mappings
+  nested configs, strings paths and enums, as files need it;
 * NaN and infinity are refused (``Annotated[float, AllowInfNan(True)]`` lets them in), and so are unknown names;
 * a default may be a plain list, dict or config: every instance gets its own copy;
 * ``MISSING`` is a legal value of any field until ``validate`` lists the fields that still hold it;
@@ -31,7 +31,8 @@ import re
 import reprlib
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Self, TypeVar, cast, dataclass_transform, overload
 
@@ -49,12 +50,11 @@ Fraction = Annotated[float, pydantic.Field(ge=0.0, le=1.0)]
 
 _T = TypeVar("_T")
 _SETTINGS = ConfigDict(extra="forbid", allow_inf_nan=False, validate_default=True, validate_assignment=True)
-_STRICT_TYPES = frozenset({"int", "float", "bool", "str"})
 _SHAREABLE_DEFAULTS = (bool, int, float, complex, str, bytes, type(None), dataclasses.Field, property)
 
 
 class _Missing:
-    """The type of ``MISSING``; it stays the one object through copies and pickles."""
+    """The type of ``MISSING``, which stays the one object through copies and pickles."""
 
     def __repr__(self) -> str:
         return "MISSING"
@@ -84,7 +84,8 @@ class Config:
         name = cls.__name__ if source is None else source
         if not isinstance(data, Mapping):
             raise ConfigError(f"expected a mapping of {cls.__name__} fields, got {type(data).__name__}", name)
-        return _checked(cls, name, lambda: pydantic.TypeAdapter(cls).validate_python(dict(data)))
+        with _config_errors(cls, name):
+            return pydantic.TypeAdapter(cls).validate_python(dict(data))
 
     def copy(self, **changes: Any) -> Self:
         """Return an independent, checked copy with some fields changed."""
@@ -92,7 +93,6 @@ class Config:
         return type(self)(**(values | changes))
 
     replace = copy
-    """The same as ``copy``."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return nested dicts and lists that JSON can hold; ``MISSING`` fields are left out."""
@@ -107,8 +107,7 @@ class Config:
 class Shorthand:
     """Marks a config, as in ``Annotated[AsyncCfg, Shorthand("worker")]``: a mere string is the value of that field.
 
-    ``"collector": "ray"`` is then the same as ``"collector": {"worker": "ray"}``. On the command line the config's name
-    is a flag for the field: ``--trainer.collector ray``.
+    ``"collector": "ray"`` is then ``"collector": {"worker": "ray"}``, and ``--trainer.collector ray`` a flag.
     """
 
     field: str
@@ -197,22 +196,24 @@ def _make(cls: type[Any], *, frozen: bool) -> type[Any]:
     if "__get_pydantic_core_schema__" not in cls.__dict__:
         setattr(cls, "__get_pydantic_core_schema__", classmethod(_core_schema))  # noqa: B010 - mypy knows no such name
     made: Any = pydantic.dataclasses.dataclass(cls, config=_SETTINGS, frozen=frozen)
-    made.__init__, made.__setattr__ = _raising_ours(made.__init__), _raising_ours(made.__setattr__)
+    made.__init__, made.__setattr__ = _with_config_errors(made.__init__), _with_config_errors(made.__setattr__)
     return cast(type[Any], made)
 
 
-def _raising_ours(method: Callable[..., None]) -> Callable[..., None]:
+def _with_config_errors(method: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(method)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-        _checked(type(self), type(self).__name__, lambda: method(self, *args, **kwargs))
+        with _config_errors(type(self), type(self).__name__):
+            method(self, *args, **kwargs)
 
     return checked
 
 
-def _checked(cls: type[Any], source: str, action: Callable[[], _T]) -> _T:
-    """Run a validating action; what pydantic finds wrong becomes one ``ConfigError``."""
+@contextmanager
+def _config_errors(cls: type[Any], source: str) -> Iterator[None]:
+    """Turn what pydantic finds wrong into one ``ConfigError``."""
     try:
-        return action()
+        yield
     except pydantic.ValidationError as error:
         raise ConfigError(describe(cls, error), source) from None
 
@@ -232,7 +233,7 @@ def _core_schema(cls: type[Any], source: Any, handler: GetCoreSchemaHandler) -> 
 
 def _make_scalars_strict(schema: Any) -> None:
     if isinstance(schema, dict):
-        if schema.get("type") in _STRICT_TYPES:
+        if schema.get("type") in ("int", "float", "bool", "str"):
             schema.setdefault("strict", True)
         for key, part in schema.items():
             if key not in ("default", "metadata", "cls", "expected"):
@@ -247,10 +248,7 @@ def _allow_missing(value: Any, handler: core_schema.ValidatorFunctionWrapHandler
 
 
 def describe(cls: type[Any], error: pydantic.ValidationError) -> list[str]:
-    """Return one line per problem, in the order of the fields; alternatives of a union share a line.
-
-    A line holds the dotted path, what was expected, what came, and the nearest valid name.
-    """
+    """Return one line per problem: the dotted path, what was expected, what came, and the nearest valid name."""
     expected: dict[str, list[str]] = {}
     got: dict[str, str] = {}
     for entry in error.errors(include_url=False):
@@ -300,8 +298,7 @@ def shorten(value: object) -> str:
 def _locate(cls: Any, location: Sequence[int | str]) -> tuple[str, Any]:
     """Follow pydantic's location through the types; return the dotted path and the type that holds its last key.
 
-    Pydantic also writes which alternative of a union it tried, and ``[key]`` for the key of a mapping; neither is a key
-    of the config, so neither belongs to the path.
+    The alternative of a union that pydantic tried, and ``[key]`` for the key of a mapping, are left out.
     """
     path: list[str] = []
     owner = here = cls

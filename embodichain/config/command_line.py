@@ -1,10 +1,8 @@
 """Command-line overrides: every field of a config, at any depth, is a flag such as ``--trainer.num_envs 128``.
 
-The flags are those of the config at hand: entries of mappings and lists have theirs too (``--weights.reach 2``,
-``--layers.0.width 64``), and so have the fields of an optional config that is ``None``. Tyro parses plain types and
-lists of them (``--hidden 64 64``); anything else is written as YAML (``--events '{push: {force: 3}}'``). A flag that
-holds a mapping adds to it: ``--weights reach 2 lift 1``. Optional fields take ``null`` as well as ``None``.
-A config with a ``Shorthand`` has a flag of its own for that field: ``--collector ray`` is ``--collector.worker ray``.
+Entries of mappings and lists have flags too (``--weights.reach 2``, ``--layers.0.width 64``), and so have the fields of
+an optional config that is ``None``. Tyro parses plain types and lists of them (``--hidden 64 64``); anything else is
+YAML (``--events '{push: {force: 3}}'``). A flag that holds a mapping adds to it: ``--weights reach 2 lift 1``.
 """
 
 from __future__ import annotations
@@ -44,22 +42,17 @@ class Flag:
 
     @property
     def name(self) -> str:
-        """Its name on the command line, without the dashes."""
         return ".".join(map(str, self.path))
 
     @property
     def target(self) -> _Path:
-        """The path of what it sets."""
         return self.path if self.stands_for is None else (*self.path, self.stands_for)
 
 
 def flags_of(
     value: Any, declared: Any, path: _Path = (), owner: type[Any] | None = None, above: tuple[type[Any], ...] = ()
 ) -> Iterator[Flag]:
-    """Yield the entries of a value and of everything below it, by what it is and by what it is declared to be.
-
-    The rest says where the value is: its path, the config whose field it is, and all configs around it.
-    """
+    """Yield the entries of a value and of all below it; ``owner`` has it as a field, ``above`` holds configs around."""
     plain = strip(declared)
     cls = type(value) if is_config(value) else plain
     if not is_config_class(cls):
@@ -112,8 +105,7 @@ def _parse(flags: Mapping[str, Flag], argv: Sequence[str], prog: str | None, des
     for name, flag in flags.items():
         hint = "(unset)" if flag.value is MISSING else f"(now: {shorten(flag.value)})"
         doc = docs.get(flag.owner, {}).get(str(flag.path[-1]), "")
-        text = tyro.conf.arg(help=doc, help_behavior_hint=hint)
-        types[name] = Annotated[_cli_type(flag.annotation), text]
+        types[name] = Annotated[_cli_type(flag.annotation), tyro.conf.arg(help=doc, help_behavior_hint=hint)]
     schema = TypedDict("Overrides", types, total=False)  # type: ignore[misc] # the names are only known here
     settings: Any = {"prog": prog, "description": description, "return_unknown_args": True, "use_underscores": True}
     output = io.StringIO()

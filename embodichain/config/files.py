@@ -34,14 +34,14 @@ class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, Any] = {}
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Build a dict, looking at every key."""
-        known: set[str] = set()
+        known: set[Any] = set()
         for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            problem = f"key {key!r} comes twice"
+            key, problem = self.construct_object(key_node, deep=True), None
             if not isinstance(key, str):
                 problem = f"expected a string as key, got {key!r} ({type(key).__name__}); put it in quotes"
-            if not isinstance(key, str) or key in known:
+            elif key in known:
+                problem = f"key {key!r} comes twice"
+            if problem is not None:
                 raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
             known.add(key)
         return super().construct_mapping(node, deep=True)
@@ -53,8 +53,7 @@ class _Dumper(yaml.SafeDumper):
     yaml_implicit_resolvers: dict[str, Any] = {}
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Write every value out, as JSON does."""
-        return True
+        return True  # every value is written out, as in JSON
 
 
 for _tag, _pattern, _first in _SCALARS:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -29,9 +29,6 @@ _NUMPY_TYPES = {"float64", "float32", "float16", "int64", "int32", "int16", "int
 """Types that numpy and torch both know. Whether numpy knows bfloat16 depends on what else a program imports."""
 
 Name = TypeVar("Name", bound=Hashable)
-
-
-# --- plain data and named tensors ---------------------------------------------------------------------------------
 
 
 def flatten(value: Any, separate: bool = False) -> tuple[Any, dict[str, Tensor]]:
@@ -52,7 +49,21 @@ def unflatten(data: Any, tensors: Mapping[str, Tensor], device: str | None = Non
     mark = next((key for key in data if key.startswith("$")), None)
     if mark is None:
         return {key: unflatten(entry, tensors, device) for key, entry in data.items()}
-    return _decode(mark, data, tensors, device)
+    content = data[mark]
+    if mark == "$tensor":
+        return tensors[content]
+    if mark == "$array":
+        return tensors[content].numpy()
+    if mark == "$float":
+        return float(content)
+    if mark == "$tuple":
+        return tuple(unflatten(content, tensors, device))
+    if mark == "$items":
+        return {unflatten(key, tensors, device): unflatten(entry, tensors, device) for key, entry in content}
+    if mark in ("$tensordict", "$batch"):
+        entries = {key: unflatten(entry, tensors, device) for key, entry in data["$tensordict"].items()}
+        return TensorDict(entries, batch_size=data["$batch"], device=device)
+    raise ValueError(f"unknown mark {mark!r}")
 
 
 def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -82,7 +93,10 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         entries = {key: _encode(value.get(key), f"{path}/{key}", tensors) for key in value.keys()}  # noqa: SIM118
         return {"$tensordict": entries, "$batch": list(value.batch_size)}
     if isinstance(value, Mapping):
-        return _encode_mapping(value, path, tensors)
+        items = [[key, _encode(entry, f"{path}/{key}", tensors)] for key, entry in value.items()]
+        if all(isinstance(key, str) and not key.startswith("$") for key, _ in items):
+            return dict(items)
+        return {"$items": [[_encode(key, path, tensors), entry] for key, entry in items]}
     if isinstance(value, (list, tuple)):
         items = [_encode(entry, f"{path}/{i}", tensors) for i, entry in enumerate(value)]
         return items if isinstance(value, list) else {"$tuple": items}
@@ -90,13 +104,6 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         f"{path.strip('/') or 'the state'}: expected tensors, numbers, strings, lists and dicts of them, got "
         f"{type(value).__name__}; a state_dict() has to turn it into those"
     )
-
-
-def _encode_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, Tensor]) -> Any:
-    entries = [(key, _encode(entry, f"{path}/{key}", tensors)) for key, entry in value.items()]
-    if all(isinstance(key, str) and not key.startswith("$") for key, _ in entries):
-        return dict(entries)
-    return {"$items": [[_encode(key, path, tensors), entry] for key, entry in entries]}
 
 
 def _keep(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
@@ -108,51 +115,16 @@ def _keep(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
     return name
 
 
-def _decode(mark: str, data: dict[str, Any], tensors: Mapping[str, Tensor], device: str | None) -> Any:
-    content = data[mark]
-    if mark == "$tensor":
-        return tensors[content]
-    if mark == "$array":
-        return tensors[content].numpy()
-    if mark == "$float":
-        return float(content)
-    if mark == "$tuple":
-        return tuple(unflatten(entry, tensors, device) for entry in content)
-    if mark == "$items":
-        return {unflatten(key, tensors, device): unflatten(entry, tensors, device) for key, entry in content}
-    if mark in ("$tensordict", "$batch"):
-        entries = {key: unflatten(entry, tensors, device) for key, entry in data["$tensordict"].items()}
-        return TensorDict(entries, batch_size=data["$batch"], device=device)
-    raise ValueError(f"unknown mark {mark!r}")
-
-
-# --- plain data and one block of bytes ----------------------------------------------------------------------------
-
-
-class BlockEntry(NamedTuple, Generic[Name]):
-    """One tensor of a block."""
-
-    name: Name
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it takes."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
 class BlockLayout(Generic[Name]):
     """Where named tensors lie in one block of bytes: one after the other, each on a cache line of its own."""
 
     def __init__(self, tensors: Iterable[tuple[Name, torch.dtype, Sequence[int]]] = ()) -> None:
-        self.entries: list[BlockEntry[Name]] = []
+        self.entries: list[tuple[Name, torch.dtype, list[int], int]] = []
+        """Name, type, shape and offset of each tensor."""
         self.nbytes = 0
         for name, dtype, shape in tensors:
-            entry = BlockEntry(name, dtype, tuple(shape), self.nbytes)
-            self.entries.append(entry)
-            self.nbytes += -(-entry.nbytes // _ALIGNMENT) * _ALIGNMENT
+            self.entries.append((name, dtype, list(shape), self.nbytes))
+            self.nbytes += _aligned(math.prod(shape) * dtype.itemsize)
 
     @classmethod
     def of(cls, tensors: Mapping[Name, Tensor]) -> BlockLayout[Name]:
@@ -161,7 +133,10 @@ class BlockLayout(Generic[Name]):
 
     def views(self, block: Tensor) -> dict[Name, Tensor]:
         """Return the tensors that lie in a block, uint8 ``[nbytes]`` or more; they share its memory."""
-        return {e.name: block[e.offset : e.offset + e.nbytes].view(e.dtype).view(e.shape) for e in self.entries}
+        return {
+            name: block[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            for name, dtype, shape, offset in self.entries
+        }
 
     def write(self, block: Tensor, tensors: Mapping[Name, Tensor]) -> None:
         """Copy tensors, wherever they are, into a block."""
@@ -172,14 +147,14 @@ class BlockLayout(Generic[Name]):
 def encode(value: Any, allocate: Callable[[int], Tensor] | None = None) -> tuple[dict[str, Any], Tensor]:
     """Copy the tensors of nested data into one block of bytes; return a description, which is JSON data, and the block.
 
-    ``allocate`` returns uint8 memory of at least so many bytes; it is called if there are tensors.
+    ``allocate`` returns uint8 memory of at least the size it is given; it is called if there are tensors.
     """
     data, tensors = flatten(value)
     layout = BlockLayout.of(tensors)
-    places = [[e.name, str(e.dtype).removeprefix("torch."), list(e.shape), e.offset] for e in layout.entries]
-    block = _allocate(layout.nbytes) if allocate is None or not tensors else allocate(layout.nbytes)
+    entries = [[name, str(dtype).removeprefix("torch."), shape, at] for name, dtype, shape, at in layout.entries]
+    block = allocate(layout.nbytes) if allocate and tensors else torch.empty(layout.nbytes, dtype=torch.uint8)
     layout.write(block, tensors)
-    return {"data": data, "layout": places}, block
+    return {"data": data, "layout": entries}, block
 
 
 def decode(description: Mapping[str, Any], block: Tensor | None, copy: bool = True, device: str | None = None) -> Any:
@@ -188,41 +163,40 @@ def decode(description: Mapping[str, Any], block: Tensor | None, copy: bool = Tr
     Copies are numpy's: torch would let other threads take the interpreter with every tensor, however small.
     ``device`` is what TensorDicts say of themselves.
     """
-    places = description["layout"]
-    if not places or block is None:
+    entries = description["layout"]
+    if not entries or block is None:
         return unflatten(description["data"], {}, device)
     if copy:
         memory = block.numpy()
-        tensors = {name: _copied(memory, dtype, shape, offset) for name, dtype, shape, offset in places}
+        tensors = {name: _copied(memory, dtype, shape, offset) for name, dtype, shape, offset in entries}
     else:
-        tensors = BlockLayout((name, getattr(torch, dtype), shape) for name, dtype, shape, _ in places).views(block)
+        tensors = BlockLayout((name, getattr(torch, dtype), shape) for name, dtype, shape, _ in entries).views(block)
     return unflatten(description["data"], tensors, device)
 
 
 def _copied(memory: np.ndarray[Any, Any], dtype: str, shape: list[int], offset: int) -> Tensor:
     if dtype in _NUMPY_TYPES:
         return torch.from_numpy(np.frombuffer(memory, dtype, math.prod(shape), offset).reshape(shape).copy())
-    size = math.prod(shape) * getattr(torch, dtype).itemsize
-    if not size:
-        return torch.empty(shape, dtype=getattr(torch, dtype))
-    return torch.from_numpy(memory[offset : offset + size].copy()).view(getattr(torch, dtype)).view(shape)
+    kind = getattr(torch, dtype)
+    copied = torch.empty(shape, dtype=kind)
+    if copied.nbytes:
+        copied = torch.from_numpy(memory[offset : offset + copied.nbytes].copy()).view(kind).view(shape)
+    return copied
 
 
-def _allocate(nbytes: int) -> Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8)
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def to_bytes(value: Any) -> Tensor:
     """Return nested data as one block of bytes: how long its description is, the description, and the tensors."""
     description, tensors = encode(value)
     words = json.dumps(description).encode()
-    head = len(words).to_bytes(8, "little") + words
-    head = head.ljust(-(-len(head) // _ALIGNMENT) * _ALIGNMENT)
+    head = (len(words).to_bytes(8, "little") + words).ljust(_aligned(8 + len(words)))
     return torch.cat([torch.frombuffer(bytearray(head), dtype=torch.uint8), tensors])
 
 
 def from_bytes(message: Tensor) -> Any:
     """Return what ``to_bytes`` was given."""
     end = 8 + int.from_bytes(message[:8].numpy().tobytes(), "little")
-    description = json.loads(message[8:end].numpy().tobytes())
-    return decode(description, message[-(-end // _ALIGNMENT) * _ALIGNMENT :])
+    return decode(json.loads(message[8:end].numpy().tobytes()), message[_aligned(end) :])

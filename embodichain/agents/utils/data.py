@@ -1,15 +1,11 @@
-"""Experience of parallel environments: a step-by-step buffer and minibatches of dictionaries of tensors.
-
-``ExperienceBuffer`` keeps every registered key as ``[num_steps, num_envs, ...]`` and knows which steps were written.
-``make_dict`` hands a complete rollout over as ``[num_envs * num_steps, ...]``, env by env; ``DictDataset`` cuts such a
-dictionary into minibatches.
-"""
+"""Experience of parallel environments: a step-by-step buffer and minibatches of dictionaries of tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import overload
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -53,7 +49,7 @@ class ExperienceBuffer(nn.Module):
         self.num_steps = num_steps
         self.device = torch.device("cpu" if device is None else device)
         self.store_dict: dict[str, int] = {}
-        self._written: dict[str, list[bool]] = {}
+        self._written: dict[str, np.ndarray] = {}
 
     def register_key(self, key: str, shape: Sequence[int] = (), dtype: torch.dtype = torch.float) -> None:
         """Make room for ``[num_steps, num_envs, *shape]`` under a name that must be new."""
@@ -65,33 +61,37 @@ class ExperienceBuffer(nn.Module):
         except KeyError as error:  # a dot, an empty name, or the name of a method
             raise ExperienceError(f"key {key!r} cannot name an attribute of the buffer: {error.args[0]}") from None
         self.store_dict[key] = 0
-        self._written[key] = [False] * self.num_steps
+        self._written[key] = np.zeros(self.num_steps, dtype=bool)
 
     def update_data(
         self, key: str, index: int | None = None, data: Tensor | None = None, *, step: int | None = None
     ) -> None:
         """Write ``data`` ``[num_envs, ...]`` as one step of a key; ``step`` is another name for ``index``."""
-        storage = self._storage(key)
-        if (index is None) == (step is None):
-            raise ExperienceError(f"key {key!r}: give the step as either `index` or `step`")
         at = index if index is not None else step
-        if at is None or not 0 <= at < self.num_steps:
+        if at is None or (index is not None and step is not None):
+            raise ExperienceError(f"key {key!r}: give the step as either `index` or `step`")
+        if not 0 <= at < self.num_steps:
             raise ExperienceError(f"key {key!r}: step {at} lies outside [0, {self.num_steps})")
-        if self._written[key][at]:
-            raise ExperienceError(f"key {key!r}: step {at} was written already; make_dict() starts the next rollout")
-        storage[at].copy_(_checked(key, data, storage.shape[1:]))
-        self._written[key][at] = True
-        self.store_dict[key] += 1
+        self._write(key, at, data)
 
     def batch_update_data(self, key: str, data: Tensor) -> None:
         """Write all steps of a key at once, ``[num_steps, num_envs, ...]``."""
-        storage = self._storage(key)
-        if any(self._written[key]):
-            at = self._written[key].index(True)
+        self._write(key, slice(None), data)
+
+    def _write(self, key: str, steps: int | slice, data: Tensor | None) -> None:
+        if key not in self.store_dict:
+            raise ExperienceError(f"key {key!r} is not registered.{nearest(key, self.store_dict)}")
+        target, written = self.get_buffer(key)[steps], self._written[key]
+        if written[steps].any():
+            at = steps if isinstance(steps, int) else written.argmax()
             raise ExperienceError(f"key {key!r}: step {at} was written already; make_dict() starts the next rollout")
-        storage.copy_(_checked(key, data, storage.shape))
-        self._written[key] = [True] * self.num_steps
-        self.store_dict[key] = self.num_steps
+        if data is None:
+            raise ExperienceError(f"key {key!r}: no data was given")
+        if data.shape != target.shape:
+            raise ExperienceError(f"key {key!r}: expected data of shape {list(target.shape)}, got {list(data.shape)}")
+        target.copy_(data.detach())
+        written[steps] = True
+        self.store_dict[key] = int(written.sum())
 
     def total_sum(self) -> float:
         """Return the sum of all stored values of all keys: a cheap fingerprint of the contents."""
@@ -107,22 +107,16 @@ class ExperienceBuffer(nn.Module):
         A step that was never written is an error that names the key and the step.
         """
         for key, written in self._written.items():
-            if not all(written):
-                at = written.index(False)
+            if not written.all():
                 count = f"{self.store_dict[key]} of {self.num_steps} steps are there"
-                raise ExperienceError(f"key {key!r}: step {at} was not written ({count})")
+                raise ExperienceError(f"key {key!r}: step {written.argmin()} was not written ({count})")
         # With a single step or env, swapping needs no copy; the result must not share memory with the next rollout.
         is_view = self.num_steps == 1 or self.num_envs == 1
         flat = {key: swap_and_flatten01(storage) for key, storage in get_dict(self).items()}
         for key in self.store_dict:
             self.store_dict[key] = 0
-            self._written[key] = [False] * self.num_steps
+            self._written[key][:] = False
         return {key: value.clone() if is_view else value for key, value in flat.items()}
-
-    def _storage(self, key: str) -> Tensor:
-        if key not in self.store_dict:
-            raise ExperienceError(f"key {key!r} is not registered.{nearest(key, self.store_dict)}")
-        return self.get_buffer(key)
 
 
 def get_dict(buffer: ExperienceBuffer) -> dict[str, Tensor]:
@@ -153,9 +147,7 @@ class DictDataset(Dataset[dict[str, Tensor]]):
         self.batch_size = batch_size
         self.tensor_dict = dict(tensor_dict)
         self.do_shuffle = shuffle
-        self._order: Tensor | None = None
-        if shuffle:
-            self.shuffle()
+        self._order = torch.randperm(self.length) if shuffle else None
 
     def shuffle(self) -> None:
         """Draw a new order of the rows from torch's global random state."""
@@ -186,12 +178,3 @@ class DictDataset(Dataset[dict[str, Tensor]]):
             return value[rows]  # a view: nothing to gather
         wanted = torch.arange(rows.start, rows.stop) if self._order is None else self._order[rows]
         return value.index_select(0, (wanted % value.shape[0]).to(value.device))
-
-
-def _checked(key: str, data: Tensor | None, shape: torch.Size) -> Tensor:
-    """Return the data without its graph, if it has the expected shape."""
-    if data is None:
-        raise ExperienceError(f"key {key!r}: no data was given")
-    if data.shape != shape:
-        raise ExperienceError(f"key {key!r}: expected data of shape {list(shape)}, got {list(data.shape)}")
-    return data.detach()

@@ -76,11 +76,10 @@ def build_policy(
     actor: nn.Module | None = None,
     critic: nn.Module | None = None,
 ) -> Policy:
-    """Build a policy from its block of a training config.
+    """Build a policy from its block ``{"name": "actor_critic", "action_dim": 6, "actor": {...}, ...}`` of a config.
 
-    The block is ``{"name": "actor_critic", "action_dim": 6, "actor": {...}, "critic": {...}, ...}``; the settings may
-    also stand under ``"cfg"``. ``action_dim`` is optional and checked against the action space. ``actor`` and
-    ``critic`` replace the networks that the block would describe.
+    The settings may also stand under ``"cfg"``. ``action_dim`` is optional and checked against the action space.
+    ``actor`` and ``critic`` replace the networks that the block would describe.
     """
     block = dict(policy_block)
     name, action_dim = block.pop("name", None), block.pop("action_dim", None)
@@ -93,8 +92,9 @@ def build_policy(
         problem = f"action_dim is {action_dim!r}, but the environment's action space {action_space} has {actual}"
         raise ConfigError(f"{problem}; correct the number or leave it out", "policy")
     settings = {**block.pop("cfg", {}), **block}
-    networks = {key: module for key, module in (("actor", actor), ("critic", critic)) if module is not None}
-    if not networks:
+    if actor is None and critic is None:
         return policy_cls.build(settings, obs_space, action_space, torch.device(device))
-    rest = {key: value for key, value in settings.items() if key not in ("actor", "critic")}
-    return policy_cls(obs_space, action_space, torch.device(device), **rest, **networks)  # type: ignore[call-arg]
+    networks = {"actor": actor, "critic": critic}
+    settings = {key: value for key, value in settings.items() if key not in networks}
+    settings |= {key: module for key, module in networks.items() if module is not None}
+    return policy_cls(obs_space, action_space, torch.device(device), **settings)  # type: ignore[call-arg]

@@ -20,9 +20,8 @@ from embodichain.errors import ConfigError
 
 
 class NormalizedCritic(nn.Module):
-    """A critic whose output is shifted and scaled by the running mean and standard deviation of returns.
+    """A critic that learns returns normalised by their running statistics: ``value = mean + std * network(features)``.
 
-    ``value = mean + std * network(features)``. Whatever the rewards' scale is, the network learns numbers of size one.
     When the statistics change, the last layer changes with them, so that no value does.
     """
 
@@ -35,7 +34,6 @@ class NormalizedCritic(nn.Module):
         self.returns = RunningNormalizer(1)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Return values ``[..., 1]`` in the units of rewards."""
         return torch.addcdiv(self.returns.shift, self.network(features).float(), self.returns.scale)
 
     @property
@@ -94,11 +92,11 @@ class NetworkPolicy(Policy):
         head: ActionHead | None = None,
     ) -> None:
         super().__init__()
-        self.encoder = encoder if encoder is not None else FeatureEncoder(obs_space)
+        self.encoder = encoder or FeatureEncoder(obs_space)
         self.memory = memory
         self.is_recurrent = memory is not None
         self.actor = actor
-        self.head = head if head is not None else build_head(action_space)
+        self.head = head or build_head(action_space)
         self.device = torch.device(device)
         self.to(self.device)
 
@@ -113,19 +111,14 @@ class NetworkPolicy(Policy):
         return self.state_value(obs)
 
     def evaluate_actions(self, obs: Observation, actions: Tensor) -> Evaluation:
-        features, privileged, _ = self._perceive(obs, None)
-        return (*self.head.evaluate(self.actor(features), actions), self.value_of(features, privileged))
+        return self._evaluate(*self._perceive(obs, None)[:2], actions)
 
     @property
     def values_apart(self) -> bool:  # type: ignore[override]
-        """Whether actor and critic share neither a recurrent layer nor an image encoder, so that each can run alone.
-
-        A subclass with an ``act`` of its own is asked for values by that, unless it says otherwise.
-        """
+        # Actor and critic share neither a recurrent layer nor an image encoder, and no subclass acts its own way.
         return self.memory is None and not self.encoder.images and type(self).act is NetworkPolicy.act
 
     def initial_state(self, batch_size: int) -> Tensor | None:
-        """Return the recurrent state ``[batch, num_layers, hidden_size]`` at an episode's start."""
         return None if self.memory is None else self.memory.initial_state(batch_size)
 
     def act(
@@ -145,10 +138,13 @@ class NetworkPolicy(Policy):
     def evaluate_sequences(self, obs: Observation, actions: Tensor, state: Tensor, start: Tensor) -> Evaluation:
         public, privileged = self.encoder(obs)
         features = public if self.memory is None else self.memory.sequence(public, state, start)
-        return (*self.head.evaluate(self.actor(features), actions), self.value_of(features, privileged))
+        return self._evaluate(features, privileged, actions)
 
     def update_normalizer(self, obs: Observation) -> None:
         self.encoder.update_normalizer(obs)
+
+    def _evaluate(self, features: Tensor, privileged: Tensor | None, actions: Tensor) -> Evaluation:
+        return (*self.head.evaluate(self.actor(features), actions), self.value_of(features, privileged))
 
     def _perceive(self, obs: Observation, state: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
         public, privileged = self.encoder(obs)
@@ -208,23 +204,19 @@ class ActorCritic(NetworkPolicy):
         self.critic = critic.to(self.device)
 
     def value_of(self, features: Tensor, privileged: Tensor | None) -> Tensor:
-        """Return the critic's value ``[batch]``."""
-        seen = features if privileged is None else torch.cat([features, privileged], dim=-1)
-        return self.critic(seen).squeeze(-1).float()
+        inputs = features if privileged is None else torch.cat([features, privileged], dim=-1)
+        return self.critic(inputs).squeeze(-1).float()
 
     def update_value_normalizer(self, returns: Tensor) -> None:
-        """Let a normalised critic take in the returns of a rollout."""
         if isinstance(self.critic, NormalizedCritic):
             self.critic.update(returns)
 
     @property
     def value_scale(self) -> Tensor | float:
-        """Unit in which errors of the value count."""
         return self.critic.scale if isinstance(self.critic, NormalizedCritic) else 1.0
 
     @classmethod
     def build(cls, cfg: Mapping[str, Any], obs_space: Any, action_space: Any, device: torch.device) -> Self:
-        """Construct the policy from its config block; networks are initialised orthogonally."""
         checked = ActorCriticCfg.from_dict(cfg, source="policy")
         width, parts = _build_parts(checked, obs_space, action_space)
         network = _build_network(checked.critic, width + parts["encoder"].privileged_dim, 1, last_gain=1.0)
@@ -238,11 +230,9 @@ class ActorOnly(NetworkPolicy):
     has_critic = False
 
     def value_of(self, features: Tensor, privileged: Tensor | None) -> Tensor:
-        """Return zeros ``[batch]``."""
         return torch.zeros(features.shape[:-1], device=features.device)
 
     @classmethod
     def build(cls, cfg: Mapping[str, Any], obs_space: Any, action_space: Any, device: torch.device) -> Self:
-        """Construct the policy from its config block; the network is initialised orthogonally."""
         _, parts = _build_parts(PolicyCfg.from_dict(cfg, source="policy"), obs_space, action_space)
         return cls(obs_space, action_space, device, **parts)

@@ -47,7 +47,6 @@ class ActionHead(nn.Module, ABC):
     action_dim: int
     """Numbers per action (continuous), or the number of choices (discrete)."""
     param_dim: int
-    """Width of the actor's output."""
 
     @abstractmethod
     def sample(self, params: Tensor, deterministic: bool = False, generator: Generator | None = None) -> Pair:
@@ -64,9 +63,8 @@ class GaussianHead(ActionHead):
     def __init__(self, action_dim: int, cfg: DistributionCfg | None = None) -> None:
         super().__init__()
         self.cfg = cfg or DistributionCfg()
-        self.action_dim = action_dim
         self.state_dependent = self.cfg.std == "state"
-        self.param_dim = 2 * action_dim if self.state_dependent else action_dim
+        self.action_dim, self.param_dim = action_dim, action_dim * (1 + self.state_dependent)
         if not self.state_dependent:
             self.log_std = nn.Parameter(torch.full((action_dim,), float(self.cfg.init_log_std)))
 
@@ -118,7 +116,6 @@ class SquashedGaussianHead(GaussianHead):
 
     def evaluate(self, params: Tensor, action: Tensor) -> Pair:
         mean, log_std = self.moments(params)
-        # The entropy has no closed form:
         # H[tanh(u)] = H[u] + E log(1 - tanh(u)^2), and log(1 - tanh(u)^2) = 2 (log 2 - u - softplus(-2u))
         raw = mean.unsqueeze(-1) + log_std.exp().unsqueeze(-1) * self.nodes
         log_slope = 2.0 * (math.log(2.0) - raw - F.softplus(-2.0 * raw))
@@ -126,7 +123,7 @@ class SquashedGaussianHead(GaussianHead):
         return self._log_prob_of(action, mean, log_std), entropy
 
     def _log_prob_of(self, action: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
-        # Sampling and evaluating go through the stored action alone, so the ratio of unchanged weights is exactly 1.
+        # Sampling, too, goes through the action alone, so that the ratio of unchanged weights is exactly 1.
         # u = atanh(a) = (log(1 + a) - log(1 - a)) / 2;  log |da/du| = log(1 + a) + log(1 - a)
         above, below = torch.log1p(action), torch.log1p(-action)
         noise = (0.5 * (above - below) - mean) * (-log_std).exp()
@@ -141,10 +138,10 @@ class CategoricalHead(ActionHead):
         self.action_dim = self.param_dim = action_dim
 
     def sample(self, params: Tensor, deterministic: bool = False, generator: Generator | None = None) -> Pair:
-        log_probs = params.float().log_softmax(-1)
-        # argmax of p_i / e_i with e_i ~ Exp(1) is distributed as p
-        waiting = None if deterministic else torch.empty_like(log_probs).exponential_(generator=generator)
-        action = (log_probs if waiting is None else log_probs.exp() / waiting).argmax(-1)
+        log_probs = scores = params.float().log_softmax(-1)
+        if not deterministic:  # argmax of p_i / e_i with e_i ~ Exp(1) is distributed as p
+            scores = log_probs.exp() / torch.empty_like(log_probs).exponential_(generator=generator)
+        action = scores.argmax(-1)
         return action, log_probs.gather(-1, action.unsqueeze(-1)).squeeze(-1)
 
     def evaluate(self, params: Tensor, action: Tensor) -> Pair:

@@ -27,8 +27,7 @@ class _SigmoidTanh(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (y,) = ctx.saved_tensors
-        return torch.ops.aten.tanh_backward(grads[0], y)
+        return torch.ops.aten.tanh_backward(grads[0], ctx.saved_tensors[0])
 
 
 def _tanh(x: Tensor) -> Tensor:
@@ -40,12 +39,10 @@ def _tanh(x: Tensor) -> Tensor:
 class Tanh(nn.Module):
     """tanh; in float32 on a CPU mostly by way of the sigmoid, exact to 2e-7.
 
-    The vectorised sigmoid is several times faster there than ``torch.tanh`` on processors for which its library has no
-    tuned version, and ``torch.tanh`` would take half the time of updating a small network.
+    ``torch.tanh`` would take half the time of updating a small network on many processors.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return tanh of ``x``."""
         if not x.is_cpu or x.dtype != torch.float32 or torch.compiler.is_compiling():
             return torch.tanh(x)
         if not (torch.is_grad_enabled() and x.requires_grad):
@@ -79,23 +76,20 @@ class MLP(nn.Sequential):
     ) -> None:
         shape = (output_dim,) if isinstance(output_dim, int) else tuple(output_dim)
         layers: list[nn.Module] = []
-        width = input_dim
-        for hidden in hidden_dims:
+        for width, hidden in pairwise([input_dim, *hidden_dims]):
             layers.append(nn.Linear(width, hidden))
             if use_layernorm:
                 layers.append(nn.LayerNorm(hidden))
             layers.append(make_activation(activation))
             if dropout_p > 0.0:
                 layers.append(nn.Dropout(dropout_p))
-            width = hidden
-        layers.append(nn.Linear(width, math.prod(shape)))
+        layers.append(nn.Linear([input_dim, *hidden_dims][-1], math.prod(shape)))
         if last_activation is not None:
             layers.append(make_activation(last_activation))
         if len(shape) != 1:
             layers.append(nn.Unflatten(-1, shape))
         super().__init__(*layers)
-        self.input_dim = input_dim
-        self.output_dim = math.prod(shape)
+        self.input_dim, self.output_dim = input_dim, math.prod(shape)
 
     def init_orthogonal(self, scales: float | Sequence[float] = math.sqrt(2.0)) -> None:
         """Make every weight matrix orthogonal, with one scale for all layers or one for each, and every bias zero."""
@@ -134,8 +128,7 @@ def build_mlp_from_cfg(module_cfg: Mapping[str, Any], in_dim: int, out_dim: int 
         raise UnknownNameError(f"unknown network type {kind!r}.{nearest(str(kind), ['mlp'])}")
     direct = {key: value for key, value in module_cfg.items() if key not in ("type", "network_cfg")}
     nested = module_cfg.get("network_cfg", {})
-    twice = sorted(direct.keys() & nested.keys())
-    if twice:
+    if twice := sorted(direct.keys() & nested.keys()):
         raise ConfigError(f"{', '.join(twice)}: given both beside and inside network_cfg", "network")
     cfg = NetworkCfg.from_dict({**direct, **nested}, source="network").to_dict()
     return MLP(in_dim, out_dim, cfg.pop("hidden_sizes"), **cfg)
@@ -154,10 +147,7 @@ class ImageEncoderCfg(Config):
 
 
 class ImageEncoder(nn.Module):
-    """Maps images ``[..., H, W, C]`` (or ``[..., H, W]``) to features ``[..., feature_dim]``.
-
-    uint8 images are scaled to [0, 1] here, so they are stored and shuffled as bytes.
-    """
+    """Maps images ``[..., H, W, C]`` or ``[..., H, W]`` to features ``[..., feature_dim]``, bytes to [0, 1]."""
 
     def __init__(self, shape: tuple[int, ...], cfg: ImageEncoderCfg) -> None:
         super().__init__()
@@ -174,7 +164,6 @@ class ImageEncoder(nn.Module):
         self.activation = make_activation(cfg.activation)
 
     def forward(self, image: Tensor) -> Tensor:
-        """Return features ``[..., feature_dim]``."""
         batch = image.shape[: image.ndim - len(self.shape)]
         scaled = image.float() / 255.0 if image.dtype == torch.uint8 else image.float()
         channels_first = scaled.reshape(-1, *(*self.shape, 1)[:3]).permute(0, 3, 1, 2)
@@ -199,13 +188,12 @@ class RecurrentLayer(nn.Module):
 
     def __init__(self, input_dim: int, cfg: RecurrentCfg) -> None:
         super().__init__()
-        self.hidden_size, self.num_layers = cfg.hidden_size, cfg.num_layers
+        self.cfg = cfg
         self.gru = nn.GRU(input_dim, cfg.hidden_size, cfg.num_layers)
 
     def initial_state(self, batch_size: int) -> Tensor:
         """Return the state at an episode's start: zeros."""
-        device = next(self.gru.parameters()).device
-        return torch.zeros(batch_size, self.num_layers, self.hidden_size, device=device)
+        return next(self.gru.parameters()).new_zeros(batch_size, self.cfg.num_layers, self.cfg.hidden_size)
 
     def step(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """Take in one observation ``[batch, input_dim]``; return ``(output [batch, hidden_size], new state)``."""
@@ -220,8 +208,7 @@ class RecurrentLayer(nn.Module):
         # Between two resets of any row the GRU runs in one call; a GPU, which would have to wait for the resets to be
         # found, runs step by step.
         starts = range(1, x.shape[0]) if x.is_cuda else (start[1:].any(dim=1).nonzero().flatten() + 1).tolist()
-        hidden = state.transpose(0, 1)
-        outputs = []
+        hidden, outputs = state.transpose(0, 1), []
         for begin, end in pairwise([0, *starts, x.shape[0]]):
             hidden = torch.where(start[begin].unsqueeze(-1), 0.0, hidden)
             output, hidden = self.gru(x[begin:end], hidden.contiguous())

@@ -23,9 +23,9 @@ ObservationSpace = gym.Space[Any] | int
 class RunningNormalizer(SharedStatistics):
     """Shifts and scales ``[..., dim]`` to zero mean and unit variance by running statistics.
 
-    The statistics change in ``update`` alone, and only in training mode: while a rollout is collected and trained on
-    they are constant, so the same observation means the same input in both. They are buffers: saved, moved, resumed and
-    exported with the policy. Before the first update inputs pass as they are.
+    They change in ``update`` alone, and only in training mode: they are constant while a rollout is collected and
+    trained on. They are buffers, saved, moved and exported with the policy. Before the first update inputs pass as
+    they are.
     """
 
     count: Tensor
@@ -45,7 +45,6 @@ class RunningNormalizer(SharedStatistics):
         self.register_buffer("scale", torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the normalised observation, clipped to ``[-clip, clip]``."""
         return ((x - self.shift) * self.scale).clamp(-self.clip, self.clip)
 
     @property
@@ -64,9 +63,8 @@ class RunningNormalizer(SharedStatistics):
         for buffer, value in zip((self.count, self.mean, self.m2), merged, strict=True):
             buffer.copy_(value)
         self.shift.copy_(self.mean)
-        # A column that never changed carries no information: it is shifted to zero and not blown up.
-        constant = self.variance <= self.eps
-        self.scale.copy_(torch.where(constant, 1.0, (self.variance + self.eps).rsqrt()))
+        # A column that never changed is shifted to zero and not scaled up.
+        self.scale.copy_(torch.where(self.variance <= self.eps, 1.0, (self.variance + self.eps).rsqrt()))
 
 
 @dataclass(frozen=True)
@@ -79,17 +77,16 @@ class ObservationEntry:
 
     @property
     def name(self) -> str:
-        """The path as it is written in configs: ``robot/qpos``."""
+        # as configs write it: robot/qpos
         return "/".join(self.path)
 
     @property
     def size(self) -> int:
-        """Numbers in the flattened tensor."""
         return math.prod(self.shape)
 
 
 def space_entries(space: ObservationSpace, path: tuple[str, ...] = ()) -> list[ObservationEntry]:
-    """List the entries of a space in sorted key order; an int is one flat entry of that width."""
+    """Return the entries of a space in sorted key order; an int is one flat entry of that width."""
     if isinstance(space, int):
         return [ObservationEntry(path, (space,), False)]
     if isinstance(space, gym.spaces.Dict):
@@ -149,8 +146,7 @@ class FeatureEncoder(nn.Module):
 
     def forward(self, obs: Observation) -> tuple[Tensor, Tensor | None]:
         """Return ``(public [..., public_dim], privileged [..., privileged_dim] or None)``."""
-        parts: list[Tensor] = []
-        privileged: Tensor | None = None
+        parts, privileged = list[Tensor](), None
         if self.vector_dim:
             vector = self.vector(obs)
             if self.normalizer is not None:
@@ -159,7 +155,8 @@ class FeatureEncoder(nn.Module):
                 vector, privileged = vector.split([self.vector_dim - self.privileged_dim, self.privileged_dim], dim=-1)
             parts.append(vector)
         for entry, encoder in zip(self.images, self.image_encoders, strict=True):
-            parts.append(encoder(self._image(obs, entry)))
+            image = entry_of(obs, entry.path) if not self.is_flat else obs
+            parts.append(encoder(image if isinstance(image, Tensor) else next(sorted_leaves(image))[1]))
         return _join(parts), privileged
 
     def vector(self, obs: Observation) -> Tensor:
@@ -181,11 +178,6 @@ class FeatureEncoder(nn.Module):
         if self.normalizer is not None and self.training:
             self.normalizer.update(self.vector(obs))
 
-    def _image(self, obs: Observation, entry: ObservationEntry) -> Tensor:
-        if not self.is_flat:
-            return entry_of(obs, entry.path)
-        return obs if isinstance(obs, Tensor) else next(value for _, value in sorted_leaves(obs))
-
 
 def _select(entries: list[ObservationEntry], names: Sequence[str]) -> list[ObservationEntry]:
     """Return the entries that are, or lie below, one of the names; each name must match something."""
@@ -203,8 +195,6 @@ def _select(entries: list[ObservationEntry], names: Sequence[str]) -> list[Obser
 
 def _columns(value: Tensor, rank: int) -> Tensor:
     """Flatten the last ``rank`` dimensions to one."""
-    if rank == 1:
-        return value
     return value.unsqueeze(-1) if rank == 0 else value.flatten(value.ndim - rank)
 
 

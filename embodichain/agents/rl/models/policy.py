@@ -19,13 +19,12 @@ Evaluation = tuple[Tensor, Tensor, Tensor]
 class Policy(nn.Module, ABC):
     """Abstract base class that all RL policies must implement.
 
-    An author writes three methods on tensors: ``get_action``, ``get_value`` and ``evaluate_actions``. ``obs`` is what
-    the environment gives, a nested TensorDict of batch size ``[batch]``, or a flat tensor ``[batch, obs_dim]``.
-    Collectors and algorithms go through ``act``, ``state_value``, ``evaluate`` and ``forward``, which this class
-    builds on those three.
+    An author writes ``get_action``, ``get_value`` and ``evaluate_actions``. ``obs`` is what the environment gives, a
+    nested TensorDict of batch size ``[batch]``, or a flat tensor ``[batch, obs_dim]``. Collectors and algorithms call
+    ``act``, ``state_value``, ``evaluate`` and ``forward``, which this class builds on those three.
 
-    A recurrent policy sets ``is_recurrent`` and overrides the methods under "Recurrent state" as well: the state is a
-    tensor ``[batch, ...]`` that the caller keeps, passes in and resets to ``initial_state`` when an episode ends.
+    A recurrent policy sets ``is_recurrent`` and overrides ``initial_state``, ``act``, ``state_value`` and
+    ``evaluate_sequences`` too. Its state is a tensor ``[batch, ...]`` that the caller keeps, passes in and resets.
     """
 
     device: torch.device
@@ -66,8 +65,6 @@ class Policy(nn.Module, ABC):
     def evaluate_actions(self, obs: Observation, actions: Tensor) -> Evaluation:
         """Return ``(log_prob, entropy, value)`` of given actions, each ``[batch]``."""
 
-    # Recurrent state: the defaults are those of a policy without any.
-
     def initial_state(self, batch_size: int) -> Tensor | None:
         """Return the recurrent state ``[batch, ...]`` at an episode's start; ``None`` if there is none."""
         return None
@@ -94,30 +91,23 @@ class Policy(nn.Module, ABC):
         """
         raise TypeError(f"{type(self).__name__} is not recurrent, or lacks evaluate_sequences")
 
-    # What components call.
-
     def forward(self, tensordict: TensorDictBase, deterministic: bool = False) -> TensorDictBase:
         """Read ``observation`` (and ``hidden``), write ``action``, ``sample_log_prob`` and ``value``; in place.
 
-        A recurrent policy replaces ``hidden`` by the state after this observation; it may be absent at an episode's
-        start.
+        A recurrent policy replaces ``hidden`` by the state after this observation.
         """
         state = tensordict.get("hidden", None)
         if state is None:
             state = self.initial_state(tensordict.batch_size[0])
         action, log_prob, value, state = self.act(tensordict["observation"], state, deterministic)
-        tensordict.set("action", action)
-        tensordict.set("sample_log_prob", log_prob)
-        tensordict.set("value", value)
-        if state is not None:
-            tensordict.set("hidden", state)
-        return tensordict
+        written = {"action": action, "sample_log_prob": log_prob, "value": value}
+        return tensordict.update(written if state is None else written | {"hidden": state})
 
     def evaluate(self, batch: TensorDictBase) -> Evaluation:
-        """Return ``(log_prob, entropy, value)`` of a minibatch, each in the minibatch's batch size.
+        """Return ``(log_prob, entropy, value)`` of a minibatch ``[rows]``, each in its batch size.
 
-        A minibatch is ``[rows]``, or ``[num_steps, rows]`` for a recurrent policy: then ``hidden`` holds the states
-        before every step, of which the first counts, and ``start`` the episodes' starts.
+        For a recurrent policy it is ``[num_steps, rows]``, with the states before every step as ``hidden`` and the
+        episodes' starts as ``start``.
         """
         if self.is_recurrent:
             return self.evaluate_sequences(batch["observation"], batch["action"], batch["hidden"][0], batch["start"])

@@ -69,35 +69,29 @@ class VLAPolicy(Policy):
         if not isinstance(model, ActsOnObservations):
             problem = f"{type(model).__name__} lacks get_value(obs) or evaluate_actions(obs, actions)"
             raise ConfigError(f"{problem}: derive it from VLAModel, or add them", "model_class")
-        self.chunk_size = chunk_size or 1
-        action_dim = action_space.shape[-1]
-        if isinstance(model, VLAModel):
-            self.chunk_size = model.chunk_size
-            if chunk_size not in (None, model.chunk_size):
-                problem = f"chunk_size: the model chooses {model.chunk_size} actions at a time, got {chunk_size}"
-                raise ConfigError(problem, "policy")
-            if model.action_dim != action_dim:
-                problem = f"action_dim: the model has {model.action_dim}, the environment {action_dim}"
-                raise ConfigError(problem, "policy")
+        self.chunk_size = model.chunk_size if isinstance(model, VLAModel) else chunk_size or 1
+        problems = []
+        if chunk_size not in (None, self.chunk_size):
+            problems.append(f"chunk_size: the model chooses {self.chunk_size} actions at a time, got {chunk_size}")
+        if isinstance(model, VLAModel) and model.action_dim != action_space.shape[-1]:
+            problems.append(f"action_dim: the model has {model.action_dim}, the environment {action_space.shape[-1]}")
         if len(action_space.shape) == 2 and action_space.shape[0] != self.chunk_size:
-            problem = f"the policy chooses chunks of {self.chunk_size} actions, the environment takes {action_space}"
-            raise ConfigError(problem, "policy")
-        self.model: nn.Module = model
+            problems.append(f"the policy chooses chunks of {self.chunk_size}, the environment takes {action_space}")
+        if problems:
+            raise ConfigError(problems, "policy")
+        self.model: Any = model
         self.device = torch.device(device)
         self.to(self.device)
 
     def get_action(self, obs: Observation, deterministic: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """Choose a chunk: ``(action [batch, chunk_size, action_dim], log_prob [batch, chunk_size], value [batch])``."""
-        if isinstance(self.model, VLAModel):
-            return self.model(obs, deterministic, self.generator)
-        return self.model(obs, deterministic)
+        noise = (self.generator,) if isinstance(self.model, VLAModel) else ()
+        return cast(Evaluation, self.model(obs, deterministic, *noise))
 
     def get_value(self, obs: Observation) -> Tensor:
-        return cast(ActsOnObservations, self.model).get_value(obs)
+        return cast(Tensor, self.model.get_value(obs))
 
     def evaluate_actions(self, obs: Observation, actions: Tensor) -> Evaluation:
-        """Return ``(log_prob, entropy)``, each ``[batch, chunk_size]``, and the value ``[batch]``."""
-        return cast(ActsOnObservations, self.model).evaluate_actions(obs, actions)
+        return cast(Evaluation, self.model.evaluate_actions(obs, actions))
 
     def update_normalizer(self, obs: Observation) -> None:
         if isinstance(self.model, VLAModel):
@@ -105,14 +99,12 @@ class VLAPolicy(Policy):
 
     @classmethod
     def build(cls, cfg: Mapping[str, Any], obs_space: Any, action_space: Any, device: torch.device) -> Self:
-        """Construct the policy from its config block."""
         checked = VLAPolicyCfg.from_dict(cfg, source="policy")
         vla = checked.vla_config
         saved = saved_config(vla.model_path)
         name = vla.model_class or saved.get("model_class") or "tiny_vla"
         settings = {**saved.get("model_config", {}), **vla.model_config}
-        model_cls = get_vla_model_class(name)
-        if issubclass(model_cls, VLAModel):
+        if issubclass(model_cls := get_vla_model_class(name), VLAModel):
             settings = model_cls.complete_config(settings, obs_space, action_space)
         model = load_vla_model(vla.model_path, name, settings, device)
         if vla.lora is not None:

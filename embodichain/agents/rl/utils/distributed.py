@@ -1,9 +1,7 @@
 """Data parallelism: what the processes (ranks) of one training exchange.
 
-``Ranks`` stands for a process that is alone, ``ProcessRanks`` for those of ``torch.distributed``; code that uses them
-need not know which of the two it has. Numbers of the training travel as tensors, on the device they are on. Everything
-else is JSON and safetensors: nothing that another process sends is unpickled. Small sums are added up in the order of
-ranks by every rank, so that all ranks have the same bits and take the same decisions.
+``Ranks`` is a process that is alone, ``ProcessRanks`` those of ``torch.distributed``. Nothing that another process
+sends is unpickled. Every rank adds up small sums in the order of ranks, so that all have the same bits.
 """
 
 from __future__ import annotations
@@ -18,13 +16,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from embodichain.errors import ObservationError, RankError
 from embodichain.utils.tensor_tree import from_bytes, to_bytes
 
-_PART = 1 << 30  # bytes sent at a time
 _SMALL = 1 << 20  # numbers of all ranks together up to which latency, not bandwidth, limits a message
-_PREFIX = 2048  # bytes of a JSON message that are sent before its length is known
+_PREFIX = 2048  # bytes of a message that are sent before its length is known
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Measures = dict[str, Tensor]
@@ -60,12 +58,10 @@ def merge_moments(a: Moments, b: Moments) -> Moments:
 
 
 class Ranks:
-    """This process alone."""
+    """This process alone: number ``rank`` of ``count``."""
 
     rank = 0
-    """Number of this process."""
     count = 1
-    """Number of processes."""
 
     @property
     def is_first(self) -> bool:
@@ -73,7 +69,7 @@ class Ranks:
         return self.rank == 0
 
     def seed(self, common: int) -> int:
-        """Return the seed of this rank: the first one's is the common one."""
+        """Return the seed of this rank; the first one's is the common one."""
         return common if self.rank == 0 else int(np.random.SeedSequence((common, self.rank)).generate_state(1)[0]) >> 1
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter], measures: Measures) -> Measures:
@@ -146,10 +142,7 @@ class ProcessRanks(Ranks):
         return torch.stack(gathered)
 
     def sum(self, values: Tensor) -> Tensor:
-        first, *others = self.gather(values).unbind()
-        for other in others:
-            first = first + other
-        return first
+        return reduce(torch.add, self.gather(values).unbind())
 
     def mean_and_std(self, *values: Tensor) -> list[tuple[Tensor, Tensor]]:
         columns = torch.stack([part.detach().reshape(-1) for part in values], dim=-1)
@@ -170,18 +163,18 @@ class ProcessRanks(Ranks):
                 tensor.copy_(sent)
 
     def exchange(self, value: Any) -> list[Any]:
-        text = json.dumps(value).encode()
-        own = len(text).to_bytes(8, "little") + text
-        rows = self._gather_bytes(own[:_PREFIX], _PREFIX)
-        sizes = [8 + int.from_bytes(row[:8], "little") for row in rows]
-        if max(sizes) > _PREFIX:
-            rest = self._gather_bytes(own[_PREFIX:], max(sizes) - _PREFIX)
-            rows = [row + tail for row, tail in zip(rows, rest, strict=True)]
-        return [json.loads(row[8:size]) for row, size in zip(rows, sizes, strict=True)]
+        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        return [json.loads(row.numpy().tobytes()) for row in self._gather_bytes(text)]
 
-    def _gather_bytes(self, own: bytes, size: int) -> list[bytes]:
-        padded = torch.frombuffer(bytearray(own.ljust(size, b"\0")), dtype=torch.uint8)
-        return [row.numpy().tobytes() for row in self.gather(padded)]
+    def _gather_bytes(self, own: Tensor) -> list[Tensor]:
+        """Return the bytes of all ranks, in their order; short ones take one round of messages."""
+        own = torch.cat((torch.tensor([own.numel()]).view(torch.uint8), own))
+        rows = self.gather(pad(own, (0, _PREFIX - own.numel())))
+        sizes = [8 + size for size in rows[:, :8].contiguous().view(torch.int64).flatten().tolist()]
+        if max(sizes) > _PREFIX:
+            rest = self.gather(pad(own, (0, max(sizes) - own.numel()))[_PREFIX:])
+            rows = torch.cat((rows, rest), dim=1)
+        return [row[8:size] for row, size in zip(rows, sizes, strict=True)]
 
     def from_first(self, value: Any) -> Any:
         message = to_bytes(value) if self.is_first else torch.empty(0, dtype=torch.uint8)
@@ -189,24 +182,12 @@ class ProcessRanks(Ranks):
         _call(dist.broadcast, size, 0)
         if not self.is_first:
             message = torch.empty(int(size), dtype=torch.uint8)
-        for part in message.split(_PART):
-            _call(dist.broadcast, part, 0)
+        _call(dist.broadcast, message, 0)
         return value if self.is_first else from_bytes(message)
 
     def to_first(self, value: Any) -> list[Any]:
-        own = torch.empty(0, dtype=torch.uint8) if self.is_first else to_bytes(value)
-        sizes = self.gather(torch.tensor([own.numel()])).flatten().tolist()
-        if not self.is_first:
-            for part in own.split(_PART):
-                _call(dist.send, part, 0)
-            return []
-        received = [value]
-        for rank, size in enumerate(sizes[1:], start=1):
-            message = torch.empty(size, dtype=torch.uint8)
-            for part in message.split(_PART):
-                _call(dist.recv, part, rank)
-            received.append(from_bytes(message))
-        return received
+        rows = self._gather_bytes(to_bytes(value))
+        return [from_bytes(row) for row in rows] if self.is_first else []
 
     @contextmanager
     def together(self, doing: str) -> Iterator[None]:
@@ -240,7 +221,7 @@ def _call(collective: Callable[..., Any], *arguments: Any) -> None:
     try:
         collective(*arguments)
     except RuntimeError as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise RankError(
             f"the ranks cannot talk to each other any more ({reason}). Mostly one of them has ended or hangs: look for "
             "the first error in the output of all ranks. The run can be continued from its latest checkpoint with "

@@ -15,8 +15,7 @@ from torch import Tensor
 from embodichain.agents.rl.utils import Level
 
 MAX_LOG_RATIO = 20.0
-"""Two policies whose ratio is beyond ``e**20`` have nothing in common there, and how much further apart they are says
-nothing; but beyond ``e**88`` it is infinite, and times an advantage of zero not a number."""
+"""Bound of the logarithm of a ratio: beyond 88 the ratio is infinite, and times an advantage of zero not a number."""
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
@@ -27,10 +26,9 @@ def bounded(log_ratio: Tensor) -> Tensor:
 def clipped_gain(log_ratio: Tensor, gain: Tensor, clip: float) -> Tensor:
     """Return ``min(r A, clip(r, 1 - c, 1 + c) A)`` of ``log r`` and advantages A that broadcast against it.
 
-    A ratio counts up to ``1 + c`` where more of it gains something, and down to ``1 - c`` where less of it does. To
-    bound its logarithm accordingly takes half the operations of the formula, and no ratio becomes infinite.
+    Bounding the logarithm takes half the operations of the formula, and no ratio becomes infinite.
     """
-    (least, most), gains = _edges(clip), gain >= 0.0
+    (least, most), gains = _log_bounds(clip), gain >= 0.0
     low, high = torch.where(gains, -math.inf, least), torch.where(gains, most, MAX_LOG_RATIO)
     return log_ratio.clamp(low, high).exp() * gain
 
@@ -43,12 +41,11 @@ def kl_estimate(log_ratio: Tensor) -> Tensor:
 
 def is_clipped(log_ratio: Tensor, clip: float) -> Tensor:
     """Tell where a ratio lies outside ``[1 - c, 1 + c]``, as 1 or 0."""
-    least, most = _edges(clip)
+    least, most = _log_bounds(clip)
     return ((log_ratio < least) | (log_ratio > most)).float()
 
 
-def _edges(clip: float) -> tuple[float, float]:
-    """Return the logarithms of ``1 - c`` and ``1 + c``."""
+def _log_bounds(clip: float) -> tuple[float, float]:
     return math.log(1.0 - clip) if clip < 1.0 else -math.inf, math.log(1.0 + clip)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
+from gymnasium.vector.utils import create_empty_array
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
@@ -35,9 +36,8 @@ def sorted_leaves(
 def flatten_dict_observation(obs: TensorDictBase | Mapping[str, Any] | Tensor) -> Tensor:
     """Flatten a nested observation of batch size ``[num_envs]`` to one tensor ``[num_envs, total_dim]``.
 
-    Every leaf is flattened to ``[num_envs, -1]`` and they are concatenated in sorted key order, level by level:
-    ``object/pos``, then ``robot/qpos``, then ``robot/qvel``. Integers and booleans become float32. A tensor is taken
-    for a single leaf.
+    Leaves are flattened to ``[num_envs, -1]`` and concatenated in sorted key order, level by level: ``object/pos``,
+    then ``robot/qpos``, then ``robot/qvel``. Integers and booleans become float32. A tensor is a single leaf.
     """
     parts = [obs] if isinstance(obs, Tensor) else [value for _, value in sorted_leaves(obs)]
     if not parts:
@@ -99,13 +99,7 @@ def space_from_data(data: Mapping[str, Any]) -> gym.Space[Any]:
 
 def zeros_in(space: gym.spaces.Dict, rows: int, device: torch.device) -> TensorDict:
     """Return ``rows`` observations that are zero everywhere, as an environment gives them."""
-    leaves = {
-        name: zeros_in(part, rows, device)
-        if isinstance(part, gym.spaces.Dict)
-        else torch.from_numpy(np.zeros((rows, *(part.shape or ())), part.dtype)).to(device)
-        for name, part in space.spaces.items()
-    }
-    return TensorDict(leaves, batch_size=[rows], device=device)
+    return dict_to_tensordict(create_empty_array(space, rows), device)["observation"]
 
 
 def _bound(values: np.ndarray) -> float | int | np.ndarray:

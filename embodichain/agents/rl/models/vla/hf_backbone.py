@@ -23,7 +23,6 @@ from embodichain.extras import require
 
 MODEL_TYPES = ("smolvlm", "idefics3")
 """Families whose models consist of ``vision_model``, ``connector`` and ``text_model``."""
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @configclass
@@ -71,7 +70,6 @@ class HFBackboneVLA(VLAModel):
             self.backbone.connector.requires_grad_(False)
 
     def decode(self, obs: TensorDictBase) -> Decoded:
-        """Return the chunk's mean, the value and the points."""
         tokens, mask = self._context(obs)
         own = self.queries.expand(tokens.shape[0], -1, -1)
         if self.body is not None and self.normalizer is not None:
@@ -106,11 +104,10 @@ class HFBackboneVLA(VLAModel):
         return tokens, mask
 
 
-class _Words(nn.Module):
+class _Words:
     """Instructions as token ids: the backbone's own tokens where it has a tokenizer, else bytes."""
 
     def __init__(self, cfg: HFBackboneVLACfg, vocabulary: int) -> None:
-        super().__init__()
         self.length = cfg.instruction_length
         self.tokenizer: Any = None
         if cfg.backbone_path is not None:
@@ -118,26 +115,19 @@ class _Words(nn.Module):
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(cfg.backbone_path, local_files_only=True)
         elif vocabulary < 256:
             raise ConfigError(f"text_config.vocab_size: bytes need at least 256 tokens, got {vocabulary}", "backbone")
-        self._known: dict[str, list[int]] = {}
 
-    def forward(self, instruction: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, instruction: Tensor) -> tuple[Tensor, Tensor]:
         """Return ids ``[batch, length]`` and which of them are text."""
         if self.tokenizer is None:
             return instruction, instruction != 0
-        # Few instructions differ: each is tokenised once.
-        unique, rows = instruction.unique(dim=0, return_inverse=True)
-        lists = [self._tokens(text) for text in decode_instructions(unique)]
+        unique, rows = instruction.unique(dim=0, return_inverse=True)  # few instructions differ
+        tokenized = self.tokenizer(list(decode_instructions(unique)), add_special_tokens=False)
+        lists = [tokens[: self.length] for tokens in tokenized["input_ids"]]
         ids = torch.zeros(len(lists), self.length, dtype=torch.int64)
         mask = torch.zeros(len(lists), self.length, dtype=torch.bool)
         for i, tokens in enumerate(lists):
             ids[i, : len(tokens)], mask[i, : len(tokens)] = torch.tensor(tokens), True
         return ids.to(instruction.device)[rows], mask.to(instruction.device)[rows]
-
-    def _tokens(self, text: str) -> list[int]:
-        if text not in self._known:
-            tokens = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-            self._known[text] = tokens[: self.length]
-        return self._known[text]
 
 
 def _load_backbone(cfg: HFBackboneVLACfg) -> Any:
@@ -149,14 +139,14 @@ def _load_backbone(cfg: HFBackboneVLACfg) -> Any:
         settings = dict(cfg.backbone)
         model_type = _check_type(settings.pop("model_type", None))
         config = transformers.AutoConfig.for_model(model_type, **settings)
-        return transformers.AutoModel.from_config(config).to(_DTYPES[cfg.dtype])
+        return transformers.AutoModel.from_config(config).to(getattr(torch, cfg.dtype))
     folder = Path(str(cfg.backbone_path))
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder}: expected the folder of a pretrained model, with config.json in it")
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     _check_type(config.model_type)
     return transformers.AutoModel.from_pretrained(
-        folder, config=config, dtype=_DTYPES[cfg.dtype], local_files_only=True, use_safetensors=True
+        folder, config=config, dtype=getattr(torch, cfg.dtype), local_files_only=True, use_safetensors=True
     )
 
 

@@ -1,8 +1,7 @@
-"""From a checkpoint to a model that is trained: weights, frozen parts, and LoRA through peft.
+"""Checkpoints of vision-language-action models, and which of their weights are trained: frozen parts, and LoRA by peft.
 
-``save_vla_model`` writes a folder with ``config.json`` (``model_class`` and ``model_config``) and
-``model.safetensors``; ``load_vla_model`` reads such a folder, a single ``.safetensors`` file, or a plain torch file,
-from which nothing but tensors is taken. Every key and shape is checked before a weight is set.
+``save_vla_model`` writes a folder with ``config.json`` and ``model.safetensors``. ``load_vla_model`` reads such a
+folder, a ``.safetensors`` file, or a plain torch file, from which nothing but tensors is taken.
 """
 
 from __future__ import annotations
@@ -23,13 +22,12 @@ from torch import Tensor, nn
 
 from embodichain.agents.rl.models.vla.model import VLAModel, get_vla_model_class, registered_name
 from embodichain.config.classes import Config, Count, Fraction, Positive, configclass
+from embodichain.config.files import save_config
 from embodichain.errors import CheckpointError, ConfigError
 from embodichain.extras import require
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 FORMAT, VERSION = "embodichain-vla", 1
-SHOWN = 5
-"""Misfits that an error names; the rest are counted."""
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 _NESTED = ("model_state_dict", "state_dict", "model")
 
@@ -59,8 +57,9 @@ def load_vla_model(
     try:
         model = model_cls(**settings)
     except TypeError as error:
-        problem = f"{model_cls.__name__} cannot be built from these settings: {error}"
-        raise ConfigError(problem, "model_config") from error
+        raise ConfigError(
+            f"{model_cls.__name__} cannot be built from these settings: {error}", "model_config"
+        ) from error
     if model_path is not None:
         set_weights(model, read_weights(Path(model_path)), str(model_path))
     return model.to(device).eval()
@@ -69,11 +68,9 @@ def load_vla_model(
 def save_vla_model(model: nn.Module, folder: PathLike) -> Path:
     """Write a model's settings and weights to a folder that ``load_vla_model`` reads."""
     target = Path(folder)
-    target.mkdir(parents=True, exist_ok=True)
     settings = model.cfg.to_dict() if isinstance(model, VLAModel) else {}
     about = {"model_class": registered_name(type(model)), "model_config": settings}
-    text = json.dumps({"format": FORMAT, "version": VERSION, **about}, indent=2)
-    (target / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
+    save_config({"format": FORMAT, "version": VERSION, **about}, target / CONFIG_FILE)
     # Tensors that share memory are written once each: the format has no sharing.
     weights = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in model.state_dict().items()}
     save_file(weights, target / WEIGHTS_FILE)
@@ -97,7 +94,7 @@ def saved_config(model_path: PathLike | None) -> dict[str, Any]:
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint by name; no code in it is run."""
+    """Return the tensors of a checkpoint by name."""
     file = path / WEIGHTS_FILE if path.is_dir() else path
     if not file.is_file():
         raise CheckpointError(f"{path}: there is no checkpoint; expected a folder with {WEIGHTS_FILE}, or a file")
@@ -126,13 +123,13 @@ def set_weights(model: nn.Module, weights: Mapping[str, Tensor], source: str) ->
     """Load weights of exactly the right names and shapes; ``CheckpointError`` names the first five that do not fit."""
     own = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
     given = {name: list(tensor.shape) for name, tensor in weights.items()}
-    misfits = [f"{name}: missing, expected {own[name]}" for name in own if name not in given]
+    misfits = [f"{name}: missing, expected {shape}" for name, shape in own.items() if name not in given]
     misfits += [f"{name}: not in the model" for name in given if name not in own]
-    both = [name for name in own if name in given]
-    misfits += [f"{name}: expected {own[name]}, got {given[name]}" for name in both if own[name] != given[name]]
+    differing = [name for name in own if name in given and own[name] != given[name]]
+    misfits += [f"{name}: expected {own[name]}, got {given[name]}" for name in differing]
     if misfits:
-        shown = "".join(f"\n  - {misfit}" for misfit in misfits[:SHOWN])
-        rest = f"\n  ... and {len(misfits) - SHOWN} more" if len(misfits) > SHOWN else ""
+        shown = "".join(f"\n  - {misfit}" for misfit in misfits[:5])
+        rest = f"\n  ... and {len(misfits) - 5} more" if len(misfits) > 5 else ""
         raise CheckpointError(
             f"{source} does not fit {type(model).__name__}: {len(misfits)} of {len(own)} entries differ{shown}{rest}"
         )
@@ -184,19 +181,15 @@ class LoRACfg(Config):
 
 
 def apply_lora(model: nn.Module, cfg: LoRACfg) -> nn.Module:
-    """Freeze the model, add low-rank parts to the chosen layers, in place, and return it.
-
-    At first the additions are zero, so the model's outputs do not change.
-    """
+    """Freeze the model and add low-rank parts to the chosen layers, in place; at first these are zero."""
     peft = require("peft", extra="vla")
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     for end in cfg.target_modules:
         if not any(f".{name}".endswith(f".{end}") for name in names):
             known = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
             raise ConfigError(f"target_modules: no linear layer ends in {end!r}; there are: {known}", "lora")
-    settings = peft.LoraConfig(
-        r=cfg.rank, lora_alpha=cfg.alpha, lora_dropout=cfg.dropout, target_modules=list(cfg.target_modules)
-    )
+    targets = list(cfg.target_modules)
+    settings = peft.LoraConfig(r=cfg.rank, lora_alpha=cfg.alpha, lora_dropout=cfg.dropout, target_modules=targets)
     peft.inject_adapter_in_model(settings, model)  # freezes everything but the additions
     for name, parameter in model.named_parameters():
         if any(_belongs(name, part) for part in cfg.trainable):

@@ -92,8 +92,6 @@ class VLAModel(nn.Module, ABC):
     def decode(self, obs: TensorDictBase) -> Decoded:
         """Return the chunk's mean, the value, and the points if the model has any."""
 
-    # What a policy calls.
-
     def forward(self, obs: TensorDictBase, deterministic: bool = False, generator: Generator | None = None) -> Outcome:
         """Return ``(action [batch, chunk_size, action_dim], log_prob [batch, chunk_size], value [batch])``.
 
@@ -104,11 +102,9 @@ class VLAModel(nn.Module, ABC):
         return self._squeeze(action), self._squeeze(log_prob), value
 
     def get_value(self, obs: TensorDictBase) -> Tensor:
-        """Return the value ``[batch]``."""
         return self.decode(obs).value
 
     def evaluate_actions(self, obs: TensorDictBase, actions: Tensor) -> Outcome:
-        """Return ``(log_prob [batch, chunk_size], entropy [batch, chunk_size], value [batch])``."""
         mean, value, _ = self.decode(obs)
         log_prob, entropy = self.head.evaluate(mean, actions.reshape(mean.shape))
         return self._squeeze(log_prob), self._squeeze(entropy), value
@@ -120,8 +116,6 @@ class VLAModel(nn.Module, ABC):
 
     def _squeeze(self, value: Tensor) -> Tensor:
         return value.squeeze(1) if self.chunk_size == 1 else value
-
-    # What an author needs.
 
     def image(self, obs: TensorDictBase, camera: str) -> Tensor:
         """Return a camera's image, float32 ``[batch, channels, height, width]`` in [-1, 1]."""
@@ -160,18 +154,17 @@ class VLAModel(nn.Module, ABC):
 
     @classmethod
     def from_spaces(cls, obs_space: Space, action_space: Space, **settings: Any) -> Self:
-        """Build the model for an environment's spaces."""
+        """Build the model for the spaces of an environment."""
         return cls(**cls.complete_config(settings, obs_space, action_space))
 
 
 def _cameras(given: Any, entries: Mapping[str, ObservationEntry]) -> dict[str, list[int]]:
     images = {name.removeprefix("image/"): list(entry.shape) for name, entry in entries.items() if entry.is_image}
-    chosen = list(images) if given is None else list(given)
-    unknown = [name for name in chosen if name not in images]
-    if unknown or not chosen:
-        wanted = f"no camera {unknown[0]!r}" if unknown else "no camera"
-        known = nearest(unknown[0] if unknown else "", images)
-        raise ObservationError(f"the observations have {wanted}.{known} Add it to env.observations.cameras.")
+    chosen = list(images if given is None else given)
+    if missing := [name for name in chosen or [""] if name not in images]:
+        camera = f"no camera {missing[0]!r}" if missing[0] else "no camera"
+        known = nearest(missing[0], images)
+        raise ObservationError(f"the observations have {camera}.{known} Add it to env.observations.cameras.")
     shapes = {name: images[name] for name in chosen}
     if isinstance(given, Mapping) and any(list(given[name]) != shapes[name] for name in chosen):
         raise ConfigError(f"cameras: expected {shapes}, as the environment has them, got {dict(given)}", "model_config")
@@ -194,8 +187,9 @@ def _proprio(given: Any, entries: Mapping[str, ObservationEntry]) -> dict[str, i
 def _action_dim(action_space: Space, chunk_size: Any) -> int:
     shape = action_space.shape if isinstance(action_space, gym.spaces.Box) else None
     if shape is None or len(shape) not in (1, 2):
-        problem = f"expected a Box [action_dim] or [chunk_size, action_dim], got {action_space}"
-        raise ConfigError(problem, "action_space")
+        raise ConfigError(
+            f"expected a Box [action_dim] or [chunk_size, action_dim], got {action_space}", "action_space"
+        )
     if len(shape) == 2 and chunk_size not in (None, shape[0]):
         problem = f"chunk_size: the environment takes chunks of {shape[0]} actions, got {chunk_size}"
         raise ConfigError(problem, "model_config")
@@ -221,7 +215,7 @@ def register_vla_model(name: str, model_cls: Any = None) -> Any:
 
 
 def get_registered_vla_model_names() -> list[str]:
-    """Return the names that a config may use, sorted."""
+    """Return the names that a config may use."""
     return sorted(_MODELS)
 
 

@@ -21,20 +21,16 @@ from embodichain.errors import ConfigError
 
 PAD = 0
 """The byte that ends an instruction; no text contains it."""
-VOCABULARY = 256
 
 
 class ByteTokenizer(nn.Module):
-    """Embeds ``stride`` neighbouring UTF-8 bytes as one token with its position: ``[batch, length]`` to tokens.
-
-    Any text in any language has bytes, so there is no vocabulary to fit and none that could be missing.
-    """
+    """Embeds ``stride`` neighbouring UTF-8 bytes as one token with its position: ``[batch, length]`` to tokens."""
 
     def __init__(self, length: int, width: int, stride: int = 4) -> None:
         super().__init__()
         self.length, self.stride = length, stride
         self.num_tokens = -(-length // stride)
-        self.embed = nn.Embedding(VOCABULARY, width, padding_idx=PAD)
+        self.embed = nn.Embedding(256, width, padding_idx=PAD)
         self.join = nn.Conv1d(width, width, kernel_size=stride, stride=stride)
         self.place = nn.Parameter(torch.randn(self.num_tokens, width) * 0.02)
 
@@ -93,7 +89,6 @@ class PatchEncoder(nn.Module):
         self.register_buffer("pixels", torch.stack(grid), persistent=False)
 
     def forward(self, image: Tensor) -> Tensor:
-        """Return tokens ``[batch, num_tokens, width]``."""
         located = torch.cat((image, self.pixels.expand(image.shape[0], -1, -1, -1)), dim=1)
         return self.embed(located).flatten(2).transpose(1, 2) + self.place
 
@@ -126,7 +121,6 @@ class Layer(nn.Module):
         self.think = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor, context: Tensor, mask: Tensor) -> Tensor:
-        """Return the readouts ``[batch, q, width]`` after this layer."""
         x = x + self.look(self.norms[0](x), context, mask)
         own = self.norms[1](x)
         x = x + self.talk(own, own)
@@ -143,9 +137,8 @@ class TinyVLA(VLAModel):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         cfg, width = self.cfg, self.cfg.width
-        if width % (2 * cfg.num_heads):
-            problem = f"width: expected a multiple of 2 * num_heads = {2 * cfg.num_heads}, got {width}"
-            raise ConfigError(problem, "model_config")
+        if width % (unit := 2 * cfg.num_heads):
+            raise ConfigError(f"width: expected a multiple of 2 * num_heads = {unit}, got {width}", "model_config")
         self.eyes = nn.ModuleDict({name: PatchEncoder(s, width, cfg.patch_size) for name, s in cfg.cameras.items()})
         length = cfg.instruction_length
         self.words = ByteTokenizer(length, width, cfg.bytes_per_token) if length else None
@@ -160,7 +153,6 @@ class TinyVLA(VLAModel):
         self.to_points = nn.Linear(perceived, cfg.num_points) if cfg.num_points else None
 
     def decode(self, obs: TensorDictBase) -> Decoded:
-        """Return the chunk's mean, the value and the points."""
         context, mask, instruction = self._context(obs)
         x = self.readouts.expand(context.shape[0], -1, -1)
         if instruction is not None:
