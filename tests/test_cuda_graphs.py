@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from embodichain.agents.rl.algo import PPO, PPOCfg, base
-from embodichain.agents.rl.algo.base import GraphedSteps
+from embodichain.agents.rl.algo import PPO, PPOCfg, gradient_steps
+from embodichain.agents.rl.algo.gradient_steps import GraphedSteps
 from embodichain.agents.rl.collector import SyncCollector, acting
 from embodichain.utils import cuda_graphs
 from embodichain.utils.cuda_graphs import WARM_UP, GraphedStep, Recorder, StepParts
@@ -40,7 +40,7 @@ class FakeRecorded:
 def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeRecorded]:
     FakeRecorded.count = FakeRecorded.replays = 0
     FakeRecorded.pools = []
-    for module in (base, acting):
+    for module in (gradient_steps, acting):
         monkeypatch.setattr(module, "record", FakeRecorded)
     monkeypatch.setattr(cuda_graphs, "refusing_to_wait", contextlib.nullcontext)
     return FakeRecorded

@@ -334,7 +334,7 @@ def build_collector(
     if cfg.worker == "thread":
         return AsyncCollector(env, policy, buffer, device, cfg=cfg, start_rollout=algorithm.start_rollout)
     env.close()  # its spaces are known by now; collecting processes make environments of their own
-    return AsyncCollector(make_env, policy, buffer, device, cfg=cfg, start_rollout=algorithm.rollout_start)
+    return AsyncCollector(make_env, policy, buffer, device, cfg=cfg, start_rollout=algorithm.start_rollout)
 
 
 def async_settings(trainer: TrainerCfg, algorithm: BaseAlgorithm) -> AsyncCfg:

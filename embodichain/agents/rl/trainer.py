@@ -20,7 +20,7 @@ from rich.console import Console
 from tensordict import TensorDictBase
 
 from embodichain.agents.rl.algo.base import BaseAlgorithm
-from embodichain.agents.rl.buffer.rollout import count_transitions
+from embodichain.agents.rl.buffer.rollout_buffer import count_transitions
 from embodichain.agents.rl.checkpoint import NanGuard, load_weights
 from embodichain.agents.rl.collector.async_collector import AsyncCollector
 from embodichain.agents.rl.collector.config import AsyncCfg

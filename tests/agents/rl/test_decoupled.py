@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from embodichain.agents.rl.algo import GRPO, PPO, GRPOCfg, PPOCfg
-from embodichain.agents.rl.algo.off_policy import Proximal
-from embodichain.agents.rl.buffer.rollout import evaluate_rollout
+from embodichain.agents.rl.algo.advantages import Proximal
+from embodichain.agents.rl.buffer.rollout_buffer import evaluate_rollout
 from embodichain.agents.rl.collector import SyncCollector
 from embodichain.agents.rl.collector.async_collector import behaviour_kl
 from embodichain.agents.rl.utils.distributed import Ranks

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from embodichain.agents.rl.algo.base import BaseAlgorithm
-from embodichain.agents.rl.buffer.rollout import Minibatches
+from embodichain.agents.rl.buffer.rollout_buffer import Minibatches
 from embodichain.agents.rl.checkpoint import find_checkpoint, load_checkpoint
 from embodichain.agents.rl.config import TrainerCfg, num_iterations
 from embodichain.agents.rl.runs import read_metrics

@@ -9,9 +9,15 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from embodichain.agents.rl.algo.base import LEARNING_RATE_STEP, GraphedSteps, PolicyOptimizer, adapted_rate
+from embodichain.agents.rl.algo.gradient_steps import (
+    LEARNING_RATE_STEP,
+    GraphedSteps,
+    PolicyOptimizer,
+    StaticRows,
+    adapted_rate,
+)
 from embodichain.agents.rl.algo.grpo import GRPO, GRPOCfg
-from embodichain.agents.rl.buffer.rollout import Minibatches, StaticRows
+from embodichain.agents.rl.buffer.rollout_buffer import Minibatches
 from embodichain.agents.rl.models import build_policy
 
 ENVS, STEPS = 6, 4
@@ -52,8 +58,8 @@ def test_sequences_are_gathered_from_the_table_too() -> None:
 
 
 def test_large_data_are_looked_up_where_they_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("embodichain.agents.rl.buffer.rollout._SMALL", 100)
-    monkeypatch.setattr("embodichain.agents.rl.buffer.rollout._NARROW", 1)
+    monkeypatch.setattr("embodichain.agents.rl.algo.gradient_steps._SMALL", 100)
+    monkeypatch.setattr("embodichain.agents.rl.algo.gradient_steps._NARROW", 1)
     data = rollout(0)
     store = StaticRows(Minibatches(data, 8), own=False)
     assert store._parts["action",].data_ptr() == data["action"].data_ptr()

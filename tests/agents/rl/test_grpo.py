@@ -10,7 +10,7 @@ from torch import nn
 
 from embodichain.agents.rl.algo import GRPO, GRPOCfg
 from embodichain.agents.rl.algo.grpo import group_advantage, until_first_done
-from embodichain.agents.rl.buffer.rollout import evaluate_rollout
+from embodichain.agents.rl.buffer.rollout_buffer import evaluate_rollout
 from embodichain.agents.rl.collector import SyncCollector
 from embodichain.errors import ConfigError, RolloutError
 from tests.agents.rl.helpers import ScriptedEnv, make_policy

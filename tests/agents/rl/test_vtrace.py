@@ -8,8 +8,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from embodichain.agents.rl.algo.advantages import compute_gae, compute_vtrace
-from embodichain.agents.rl.algo.off_policy import next_values
+from embodichain.agents.rl.algo.advantages import compute_gae, compute_vtrace, next_values
 
 ENVS, STEPS, GAMMA, LAMBDA = 3, 7, 0.9, 0.8
 ORDER = ("reward", "value", "now", "next_value", "log_importance", "terminated", "done")

@@ -1,6 +1,6 @@
 """Group relative policy optimisation: no critic; envs that begin in the same state are each other's baseline.
 
-``update`` computes advantages and loops over minibatches, ``_step`` is one gradient step, ``_loss`` has the equations.
+``update`` computes advantages and loops over minibatches, ``_loss`` has the equations of one gradient step.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from embodichain.agents.rl.algo.advantages import compute_gae, reward_and_discount
-from embodichain.agents.rl.algo.base import Meter, MinibatchAlgorithm
-from embodichain.agents.rl.algo.off_policy import Proximal
-from embodichain.agents.rl.buffer.rollout import evaluate_rollout
-from embodichain.agents.rl.collector.sync_collector import RolloutStart
+from embodichain.agents.rl.algo.advantages import Proximal, compute_gae, reward_and_discount
+from embodichain.agents.rl.algo.base import MinibatchAlgorithm
+from embodichain.agents.rl.algo.gradient_steps import Meter
+from embodichain.agents.rl.buffer.rollout_buffer import evaluate_rollout
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils import AlgorithmCfg, MinibatchCfg
 from embodichain.agents.rl.utils.distributed import Ranks
@@ -70,6 +69,7 @@ class GRPO(MinibatchAlgorithm):
         super().__init__(cfg, policy)
         self.reference = copy.deepcopy(policy).eval().requires_grad_(False) if cfg.kl_coef > 0.0 else None
         """The policy as it was at first, which the trained one is kept near."""
+        self.start_rollout = GroupReset(cfg.group_size) if cfg.reset_every_rollout else None
 
     def join(self, ranks: Ranks) -> None:
         """Train the policy together with other processes; a group is always of one rank."""
@@ -78,15 +78,7 @@ class GRPO(MinibatchAlgorithm):
             ranks.copy_first(self.reference)
 
     def check_num_envs(self, num_envs: int) -> None:
-        """Raise ``ConfigError`` if the envs cannot be divided into groups."""
-        if num_envs % self.cfg.group_size:
-            problem = f"num_envs {num_envs} is no multiple of group_size {self.cfg.group_size}"
-            raise ConfigError(f"{problem}; choose a num_envs that is", "algorithm")
-
-    @property
-    def rollout_start(self) -> RolloutStart | None:
-        """What resets to new episodes, the same one in all envs of a group, before each rollout."""
-        return GroupReset(self.cfg.group_size) if self.cfg.reset_every_rollout else None
+        check_groups(num_envs, self.cfg.group_size)
 
     def update(self, rollout: TensorDictBase | None = None) -> dict[str, float]:
         """Improve the policy by a rollout ``[num_envs, num_steps]``; adds ``advantage`` and ``return`` to it."""
@@ -133,17 +125,7 @@ class GRPO(MinibatchAlgorithm):
         self._finish_update(rollout)
         return metrics | {"skipped_groups": float(skipped), "transitions_used": float(used)}
 
-    def _step(self, batch: TensorDictBase, meter: Meter, share: float = 1.0) -> None:
-        """Do one gradient step on a minibatch, or on this rank's ``share`` of it."""
-        with self._over_ranks(meter) as own:
-            for part, weight in self._pieces(batch, share):
-                loss, measures = self._loss(part)
-                self.optimizer.backward(loss, weight)
-                own.add(measures, weight)
-        meter.add({"grad_norm": self.optimizer.step()}, steps=1)
-
     def _loss(self, batch: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss of a minibatch and what is to be logged about it."""
         cfg = self.cfg
         with self.optimizer.autocast():
             log_prob, entropy, _ = self.policy.evaluate(batch)
@@ -172,15 +154,20 @@ class GRPO(MinibatchAlgorithm):
         return loss, measures
 
     def state_dict(self) -> dict[str, Any]:
-        """Return optimiser state, progress and the reference policy."""
         state = super().state_dict()
         return state if self.reference is None else state | {"reference": self.reference.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what ``state_dict`` returned."""
         super().load_state_dict(state)
         if self.reference is not None:
             self.reference.load_state_dict(state["reference"])
+
+
+def check_groups(num_envs: int, group_size: int) -> None:
+    """Raise ``ConfigError`` if the envs cannot be divided into groups."""
+    if num_envs % group_size:
+        problem = f"num_envs {num_envs} is no multiple of group_size {group_size}; choose a num_envs that is"
+        raise ConfigError(problem, "algorithm")
 
 
 @dataclass(frozen=True)
@@ -191,6 +178,7 @@ class GroupReset:
 
     def __call__(self, env: VecEnv) -> Observation:
         """Return the observation that all envs begin with."""
+        check_groups(env.num_envs, self.group_size)
         _, info = env.reset()
         leader = torch.arange(env.num_envs, device=env.device) // self.group_size * self.group_size
         if env.supports_state:

@@ -1,6 +1,6 @@
 """Proximal policy optimisation.
 
-``update`` computes advantages and loops over minibatches, ``_step`` is one gradient step, ``_loss`` has the equations.
+``update`` computes advantages and loops over minibatches, ``_loss`` has the equations of one gradient step.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from embodichain.agents.rl.algo.advantages import compute_gae, compute_vtrace, reward_and_discount
-from embodichain.agents.rl.algo.base import Meter, MinibatchAlgorithm
-from embodichain.agents.rl.algo.off_policy import Proximal
-from embodichain.agents.rl.buffer.rollout import ROLLOUT_KEYS
+from embodichain.agents.rl.algo.advantages import Proximal, compute_gae, compute_vtrace, reward_and_discount
+from embodichain.agents.rl.algo.base import MinibatchAlgorithm
+from embodichain.agents.rl.algo.gradient_steps import Meter
+from embodichain.agents.rl.buffer.rollout_buffer import ROLLOUT_KEYS
 from embodichain.agents.rl.utils import AlgorithmCfg, MinibatchCfg
 from embodichain.agents.rl.utils.distributed import Ranks
 from embodichain.agents.rl.utils.ratios import (
@@ -107,7 +107,10 @@ class PPO(MinibatchAlgorithm):
                 else:
                     for chosen, share in self._shuffled(minibatches):
                         self._step(minibatches.gather(chosen), meter, share)
-            if self._adapt_to_kl(meter.end_epoch("approx_kl")):
+            epoch_kl = meter.end_epoch("approx_kl")
+            if cfg.lr_schedule == "adaptive":
+                self.optimizer.adapt_learning_rate(epoch_kl, cfg.desired_kl)
+            if cfg.target_kl is not None and float(epoch_kl) > cfg.target_kl:  # this alone waits for a GPU
                 break
 
         metrics = meter.means() | {"learning_rate": self.optimizer.learning_rate, "epochs": float(meter.epochs)}
@@ -115,17 +118,7 @@ class PPO(MinibatchAlgorithm):
         self._finish_update(rollout)
         return metrics if proximal is None else metrics | proximal.measures(self.ranks)
 
-    def _step(self, batch: TensorDictBase, meter: Meter, share: float = 1.0) -> None:
-        """Do one gradient step on a minibatch, or on this rank's ``share`` of it."""
-        with self._over_ranks(meter) as own:
-            for part, weight in self._pieces(batch, share):
-                loss, measures = self._loss(part)
-                self.optimizer.backward(loss, weight)
-                own.add(measures, weight)
-        meter.add({"grad_norm": self.optimizer.step()}, steps=1)
-
     def _loss(self, batch: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss of a minibatch and what is to be logged about it."""
         cfg = self.cfg
         with self.optimizer.autocast():
             log_prob, entropy, value = self.policy.evaluate(batch)
@@ -166,18 +159,6 @@ class PPO(MinibatchAlgorithm):
             "approx_kl": approx_kl,
             "clip_fraction": clip_fraction,
         }
-
-    def _adapt_to_kl(self, epoch_kl: Tensor) -> bool:
-        """Adapt the step size to how far the policy moved in an epoch; return whether to stop here.
-
-        A GPU is waited for only if there is a target.
-        """
-        cfg = self.cfg
-        if cfg.lr_schedule != "adaptive" and cfg.target_kl is None:
-            return False
-        if cfg.lr_schedule == "adaptive":
-            self.optimizer.adapt_learning_rate(epoch_kl, cfg.desired_kl)
-        return cfg.target_kl is not None and float(epoch_kl) > cfg.target_kl
 
 
 def explained_variance(value: Tensor, return_: Tensor, ranks: Ranks) -> float:

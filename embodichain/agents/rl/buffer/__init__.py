@@ -1,15 +1,15 @@
-"""Rollout storage; ``rollout.py`` says what a rollout is."""
+"""Rollout storage; ``rollout_buffer.py`` says what a rollout is."""
 
 from __future__ import annotations
 
-from embodichain.agents.rl.buffer.rollout import (
+from embodichain.agents.rl.buffer.rollout_buffer import (
     ROLLOUT_KEYS,
     Minibatches,
+    RolloutBuffer,
     check_rollout,
     count_transitions,
     flatten_time_major,
 )
-from embodichain.agents.rl.buffer.rollout_buffer import RolloutBuffer
 from embodichain.agents.rl.buffer.vla_buffer import VLABuffer
 
 __all__ = [

@@ -1,81 +1,107 @@
-"""On-device storage for one rollout, preallocated and written step by step."""
+"""Rollouts: their layout, the buffer that is written step by step, and how they are cut into shuffled minibatches.
+
+A rollout is a TensorDict ``[num_envs, num_steps]``, stored time-major underneath. Keys:
+
+* ``observation`` (nested or flat), ``action``, ``reward``, ``value``, ``sample_log_prob``;
+* ``terminated``, ``truncated`` and ``done`` (either of the two);
+* ``next_value``: value of the state that was really reached, of ``final_observation`` where a time limit cut the
+  episode; zero where it terminated, for there is no next state;
+* ``policy_version``: int64, the number of the weights that chose the action;
+* ``hidden``, of recurrent policies: the recurrent state before each observation;
+* ``num_actions`` and ``chunk_reward``, where decisions are chunks of actions (``ChunkedEnv``): how many of the chunk
+  were taken, and the reward of each ``[num_envs, num_steps, chunk_size]``. ``reward`` is then their plain sum, and
+  ``sample_log_prob`` has one entry per action as well.
+
+Algorithms add ``advantage`` and ``return``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from embodichain.agents.rl.buffer.rollout import OPTIONAL_KEYS, Minibatches, check_rollout
+from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils.tensordicts import Observation, flatten_dict_observation, sorted_leaves
 from embodichain.errors import RolloutError, nearest
 from embodichain.utils.cuda_graphs import copy_together
 
+ROLLOUT_KEYS = (
+    "observation",
+    "action",
+    "reward",
+    "terminated",
+    "truncated",
+    "done",
+    "value",
+    "next_value",
+    "sample_log_prob",
+    "policy_version",
+)
+OPTIONAL_KEYS = ("hidden", "num_actions", "chunk_reward")
+EVALUATED_ROWS = 65_536
+"""Transitions evaluated at a time, which bounds the memory for it."""
 
-class StepRows:
-    """Memory ``[num_steps, num_envs, ...]`` for the steps of a rollout, with a view of each row: writing is copying."""
 
-    def __init__(
-        self, num_steps: int, observation: Observation, like: Mapping[str, Tensor | None], device: torch.device
-    ) -> None:
-        """Take memory for observations and parts like these, each ``[num_envs, ...]``; ``action`` must be there."""
-        action, log_prob = like["action"], like.get("sample_log_prob")
-        if action is None:
-            raise RolloutError("action: expected [num_envs, ...], got nothing")
-        shape = [num_steps, action.shape[0]]
+def check_rollout(rollout: Any, keys: Iterable[str] = ROLLOUT_KEYS) -> TensorDictBase:
+    """Return the rollout if it is a TensorDict ``[num_envs, num_steps]`` with these keys."""
+    if not isinstance(rollout, TensorDictBase):
+        raise RolloutError(f"expected a TensorDict [num_envs, num_steps], got {type(rollout).__name__}")
+    if rollout.batch_dims != 2:
+        raise RolloutError(
+            f"expected a rollout [num_envs, num_steps], got batch size {list(rollout.batch_size)}: advantages need the "
+            "time axis, so pass it unflattened, as buffer.get(flatten=False) and collectors return it"
+        )
+    present = set(rollout.keys())
+    for key in keys:
+        if key not in present:
+            raise RolloutError(f"the rollout lacks {key!r}.{nearest(key, map(str, present))}")
+    return rollout
 
-        def room(like: Tensor) -> Tensor:
-            return torch.zeros(num_steps, *like.shape, dtype=like.dtype, device=device)
 
-        number = torch.zeros(shape, device=device)
-        parts: dict[str, Any] = {name: number.clone() for name in ("reward", "value", "next_value", "sample_log_prob")}
-        parts |= {name: number.bool() for name in ("terminated", "truncated", "done")}
-        parts |= {"policy_version": number.long(), "action": room(action)}
-        parts |= {name: room(part) for name in OPTIONAL_KEYS if (part := like.get(name)) is not None}
-        if log_prob is not None and log_prob.ndim > 1:  # one per action of a chunk
-            parts["sample_log_prob"] = room(log_prob)
-        self._observation: list[tuple[tuple[str, ...], tuple[Tensor, ...]]] = []
-        if isinstance(observation, Tensor):
-            parts["observation"] = room(observation)
-        else:
-            stacked = observation.apply(room, batch_size=shape)
-            parts["observation"] = stacked
-            self._observation = [(path, leaf.unbind(0)) for path, leaf in sorted_leaves(stacked)]
-        self._rows = {name: part.unbind(0) for name, part in parts.items() if isinstance(part, Tensor)}
-        self.storage = TensorDict(parts, batch_size=shape, device=device)
-        """All parts ``[num_steps, num_envs, ...]``."""
+def count_transitions(rollout: TensorDictBase) -> int:
+    """Return how many environment steps a rollout holds: one per decision, or as many as its chunks took."""
+    if "num_actions" in rollout.keys():  # noqa: SIM118 - a TensorDict iterates over its rows
+        return int(rollout["num_actions"].sum())
+    return rollout.numel()
 
-    def check(self, obs: Observation, parts: Mapping[str, Tensor | None]) -> None:
-        """Raise ``RolloutError`` if names or shapes of a step are not those that there is room for."""
-        for name, part in parts.items():
-            if name not in self._rows:
-                raise RolloutError(f"unknown part {name!r}.{nearest(name, self._rows)}")
-            expected = self._rows[name][0].shape
-            if part is None or (part.ndim and part.shape != expected):
-                got = "nothing" if part is None else list(part.shape)
-                raise RolloutError(f"{name}: expected {list(expected)}, got {got}")
-        if isinstance(obs, Tensor) == bool(self._observation):
-            raise RolloutError("observations must stay as they were at first: nested or flat")
 
-    def write(self, t: int, obs: Observation, parts: Mapping[str, Any]) -> None:
-        """Copy a step into row ``t``; on a GPU all parts of a type go together, as each copy is a launch there."""
-        pairs = [(self._rows[name][t], part) for name, part in parts.items()]
-        if isinstance(obs, Tensor):
-            pairs.append((self._rows["observation"][t], obs))
-        else:
-            pairs += [(rows[t], obs.get(path)) for path, rows in self._observation]
-        alike: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for row, part in pairs:
-            if row.is_cuda and part.shape == row.shape and part.device == row.device:
-                alike[0].append(row)
-                alike[1].append(part)
-            else:
-                row.copy_(part)
-        if alike[0]:
-            copy_together(*alike)
+def flatten_time_major(rollout: TensorDictBase) -> TensorDict:
+    """Return the rollout as ``[num_steps * num_envs]`` rows, step by step: a view, as collectors store it so."""
+    return rollout.transpose(0, 1).reshape(-1)
+
+
+def episode_starts(done: Tensor) -> Tensor:
+    """Return which observations ``[num_envs, num_steps]`` begin an episode: those after a done one.
+
+    The first step needs no mark: the recurrent state stored before it is already a new episode's where one begins.
+    """
+    start = torch.zeros_like(done.t()).t()
+    start[:, 1:] = done[:, :-1]
+    return start
+
+
+@torch.no_grad()
+def evaluate_rollout(policy: Policy, rollout: TensorDictBase, rows: int = EVALUATED_ROWS) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities and values that a policy gives to a rollout, ``[num_envs, num_steps]`` each.
+
+    It does so for ``rows`` transitions at a time. Log-probabilities of chunks have one more dimension, ``chunk_size``,
+    as they are stored.
+    """
+    num_envs, num_steps = rollout.batch_size
+    if not policy.is_recurrent:
+        data = flatten_time_major(rollout.select("observation", "action"))
+        parts = [policy.evaluate(part) for part in data.split(rows)]
+        joined = [torch.cat([part[i] for part in parts]).unflatten(0, (num_steps, num_envs)) for i in (0, 2)]
+    else:
+        data = rollout.select("observation", "action", "hidden")
+        data["start"] = episode_starts(rollout["done"])
+        parts = [policy.evaluate(part.transpose(0, 1)) for part in data.split(max(1, rows // num_steps))]
+        joined = [torch.cat([part[i] for part in parts], dim=1) for i in (0, 2)]
+    return joined[0].transpose(0, 1), joined[1].transpose(0, 1)
 
 
 Estimator = Callable[[TensorDictBase], tuple[Tensor, Tensor]]
@@ -86,7 +112,7 @@ class RolloutBuffer:
     """On-device rollout buffer for on-policy algorithms.
 
     ``add`` writes one step into preallocated ``[num_steps, num_envs, ...]`` tensors; ``finalize`` completes the
-    rollout; ``get`` hands it out as a TensorDict ``[num_envs, num_steps]`` of views (see ``rollout.py`` for the keys).
+    rollout; ``get`` hands it out as a TensorDict ``[num_envs, num_steps]`` of views (keys above).
     It is used once: the next ``add`` after a ``get`` begins a new rollout in the same memory.
 
     Memory is taken at the first step, in the shapes and dtypes that come; ``obs_dim`` and ``action_dim``, where given,
@@ -111,7 +137,8 @@ class RolloutBuffer:
         self.num_envs, self.obs_dim, self.action_dim = num_envs, obs_dim, action_dim
         self.storage: TensorDict | None = None
         self.step = 0
-        self._rows: StepRows | None = None
+        self._rows: dict[str, tuple[Tensor, ...]] = {}  # of each part of the storage, a view of every step
+        self._observation: list[tuple[tuple[str, ...], tuple[Tensor, ...]]] = []  # the same for nested observations
         self._adopted: TensorDictBase | None = None
         self._extras: set[str] = set()
         self._handed_out = False
@@ -146,8 +173,11 @@ class RolloutBuffer:
             raise RolloutError(f"all {self.num_steps} steps are written: get() or clear() comes first")
         if self.obs_dim is not None and not isinstance(obs, Tensor):
             obs = flatten_dict_observation(obs)
-        rows = self._rows if self.step and self._rows is not None else self._checked_rows(obs, parts)
-        rows.write(self.step, obs, parts)
+        if not self.step:  # the other steps are like the first one
+            if self.storage is None:
+                self._allocate(obs, parts)
+            self._check(obs, parts)
+        self._write(obs, parts)
         self.step += 1
 
     def add_rollout(self, rollout: TensorDictBase) -> None:
@@ -269,19 +299,161 @@ class RolloutBuffer:
     def _rollout(self, what: str) -> TensorDictBase:
         return self._adopted if self._adopted is not None else self._full_storage(what).transpose(0, 1)
 
-    def _checked_rows(self, obs: Observation, parts: Mapping[str, Tensor | None]) -> StepRows:
-        """Return the memory for steps, if names and shapes of the first one are right; the others are like it."""
-        action = parts["action"]
-        if action is not None and self._rows is None:
-            if self.num_envs not in (None, action.shape[0]):
-                raise RolloutError(f"expected {self.num_envs} envs, got actions {list(action.shape)}")
-            if self.action_dim is not None and action.ndim > 1 and action.shape[-1] != self.action_dim:
-                raise RolloutError(f"action: expected {self.action_dim} numbers, got {list(action.shape)}")
+    def _allocate(self, obs: Observation, like: Mapping[str, Tensor | None]) -> None:
+        """Take memory ``[num_steps, num_envs, ...]`` for observations and parts like these."""
+        action, log_prob = like["action"], like["sample_log_prob"]
+        if action is None:
+            raise RolloutError("action: expected [num_envs, ...], got nothing")
+        if self.num_envs not in (None, action.shape[0]):
+            raise RolloutError(f"expected {self.num_envs} envs, got actions {list(action.shape)}")
+        if self.action_dim is not None and action.ndim > 1 and action.shape[-1] != self.action_dim:
+            raise RolloutError(f"action: expected {self.action_dim} numbers, got {list(action.shape)}")
+        self.num_envs = action.shape[0]
+        shape = [self.num_steps, self.num_envs]
+
+        def room(like: Tensor) -> Tensor:
+            return torch.zeros(self.num_steps, *like.shape, dtype=like.dtype, device=self.device)
+
+        number = torch.zeros(shape, device=self.device)
+        parts: dict[str, Any] = {name: number.clone() for name in ("reward", "value", "next_value", "sample_log_prob")}
+        parts |= {name: number.bool() for name in ("terminated", "truncated", "done")}
+        parts |= {"policy_version": number.long(), "action": room(action)}
+        parts |= {name: room(part) for name in OPTIONAL_KEYS if (part := like.get(name)) is not None}
+        if log_prob is not None and log_prob.ndim > 1:  # one per action of a chunk
+            parts["sample_log_prob"] = room(log_prob)
+        if isinstance(obs, Tensor):
+            parts["observation"] = room(obs)
+        else:
+            parts["observation"] = stacked = obs.apply(room, batch_size=shape)
+            self._observation = [(path, leaf.unbind(0)) for path, leaf in sorted_leaves(stacked)]
+        self._rows = {name: part.unbind(0) for name, part in parts.items() if isinstance(part, Tensor)}
+        self.storage = TensorDict(parts, batch_size=shape, device=self.device)
+
+    def _check(self, obs: Observation, parts: Mapping[str, Tensor | None]) -> None:
+        """Raise ``RolloutError`` if names or shapes of a step are not those that there is room for."""
         if self.obs_dim is not None and obs.shape[-1] != self.obs_dim:
             raise RolloutError(f"observation: expected {self.obs_dim} numbers, got {list(obs.shape)}")
-        if self._rows is None:
-            self._rows = StepRows(self.num_steps, obs, parts, self.device)
-            self.storage = self._rows.storage
-            self.num_envs = self.storage.batch_size[1]
-        self._rows.check(obs, parts)
-        return self._rows
+        for name, part in parts.items():
+            if name not in self._rows:
+                raise RolloutError(f"unknown part {name!r}.{nearest(name, self._rows)}")
+            expected = self._rows[name][0].shape
+            if part is None or (part.ndim and part.shape != expected):
+                got = "nothing" if part is None else list(part.shape)
+                raise RolloutError(f"{name}: expected {list(expected)}, got {got}")
+        if isinstance(obs, Tensor) == bool(self._observation):
+            raise RolloutError("observations must stay as they were at first: nested or flat")
+
+    def _write(self, obs: Observation, parts: Mapping[str, Any]) -> None:
+        """Copy a step into its row; on a GPU all parts of a type go together, as each copy is a launch there."""
+        t = self.step
+        pairs = [(self._rows[name][t], part) for name, part in parts.items()]
+        if isinstance(obs, Tensor):
+            pairs.append((self._rows["observation"][t], obs))
+        else:
+            pairs += [(rows[t], obs.get(path)) for path, rows in self._observation]
+        alike: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for row, part in pairs:
+            if row.is_cuda and part.shape == row.shape and part.device == row.device:
+                alike[0].append(row)
+                alike[1].append(part)
+            else:
+                row.copy_(part)
+        if alike[0]:
+            copy_together(*alike)
+
+
+class Minibatches:
+    """Every iteration is one epoch: a new order, then one gather per minibatch and nothing else.
+
+    Minibatches are ``[rows]``. With a ``sequence_length`` they are ``[sequence_length, rows]``: pieces of trajectories
+    for recurrent policies, with ``start`` marking the observations that begin an episode. Their sizes
+    differ by one at most; there is no small remainder. Besides the rollout only one minibatch is in memory.
+    """
+
+    def __init__(
+        self,
+        rollout: TensorDictBase,
+        batch_size: int,
+        *,
+        sequence_length: int | None = None,
+        valid: Tensor | None = None,
+    ) -> None:
+        """Cut a rollout ``[num_envs, num_steps]``; ``valid``, of the same shape, tells which transitions to take."""
+        self.num_envs, self.num_steps = rollout.batch_size
+        self.sequence_length = sequence_length
+        if sequence_length is not None:
+            if self.num_steps % sequence_length:
+                raise RolloutError(f"sequence_length {sequence_length} does not divide the {self.num_steps} steps")
+            rollout = rollout.copy()
+            rollout["start"] = episode_starts(rollout["done"])
+        self.rows = flatten_time_major(rollout)
+        self.device = next(iter(self.rows.values(include_nested=True, leaves_only=True))).device
+        self.items = self._items(valid)
+        self.batch_size = batch_size
+        self.count = 0
+        """Minibatches of an epoch."""
+        self.cut_together([self.items.numel()])
+        length = sequence_length or 1
+        self.largest = min(-(-batch_size // length), self.num_envs * self.num_steps // length)
+        """Items of a minibatch at most, however many are valid."""
+        self.layout = (self.num_envs, self.num_steps, sequence_length, self.largest)
+        """What two rollouts have in common whose minibatches look alike."""
+
+    def _items(self, valid: Tensor | None) -> Tensor:
+        """Return what is shuffled: row numbers, or the row number of each sequence's first step."""
+        total = self.num_envs * self.num_steps
+        if self.sequence_length is None:
+            rows = torch.arange(total, device=self.device)
+            return rows if valid is None else valid.t().reshape(-1).nonzero().squeeze(-1)
+        first = torch.arange(total, device=self.device).view(-1, self.sequence_length, self.num_envs)[:, 0]
+        if valid is not None:  # a sequence without any valid step is left out
+            first = first[valid.t().view(-1, self.sequence_length, self.num_envs).any(dim=1)]
+        return first.reshape(-1)
+
+    def cut_together(self, items: Sequence[int]) -> None:
+        """Cut into as many minibatches as the items of several ranks together; some may be empty on one of them."""
+        self._items_of = items
+        length = self.sequence_length or 1
+        self.count = min(-(-sum(items) * length // (self.batch_size * len(items))), max(items))
+
+    def shares(self, rank: int) -> list[float]:
+        """Return which share of the items of each minibatch, those of all ranks together, is one rank's."""
+        sizes = [
+            [items // self.count + (k < items % self.count) for items in self._items_of] for k in range(self.count)
+        ]
+        return [of_ranks[rank] / sum(of_ranks) for of_ranks in sizes]
+
+    def num_valid(self, chosen: Tensor, validity_key: str) -> int:
+        """Return how many transitions of these items count; this waits for the device."""
+        return int(self.rows[validity_key][self.locate(chosen)[0]].sum())
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[TensorDict]:
+        for chosen in self.draw():
+            yield self.gather(chosen)
+
+    def draw(self) -> Sequence[Tensor]:
+        """Return the items of each minibatch of a new epoch."""
+        if not self.count:
+            return ()
+        order = torch.randperm(self.items.numel(), device=self.items.device)
+        return self.items[order].tensor_split(self.count)
+
+    def gather(self, chosen: Tensor) -> TensorDict:
+        """Return the minibatch of these items."""
+        index, shape = self.locate(chosen)
+        return self.rows.apply(lambda leaf: shaped(leaf.index_select(0, index), shape), batch_size=shape)
+
+    def locate(self, chosen: Tensor) -> tuple[Tensor, list[int]]:
+        """Return the rows that these items consist of, in a line, and the batch size they have together."""
+        if self.sequence_length is None:
+            return chosen, [chosen.numel()]
+        steps = torch.arange(self.sequence_length, device=chosen.device) * self.num_envs
+        return (steps.unsqueeze(1) + chosen).reshape(-1), [self.sequence_length, chosen.numel()]
+
+
+def shaped(rows: Tensor, shape: list[int]) -> Tensor:
+    """Return rows in the batch size of a minibatch."""
+    return rows if len(shape) == 1 else rows.unflatten(0, shape)

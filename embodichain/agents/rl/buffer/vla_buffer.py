@@ -48,8 +48,6 @@ class VLABuffer:
         self._size = self._taken = self._dropped = self._last_size = 0  # transitions
         self._add_wait = self._get_wait = 0.0  # seconds
 
-    # --- in -------------------------------------------------------------------------------------------------------
-
     def add(self, transition: TensorDictBase, timeout: float | None = None) -> int:
         """Add one transition ``[]``, or one step of all envs ``[num_envs]``; return the number of the entry.
 
@@ -94,8 +92,6 @@ class VLABuffer:
             self._last_size = size
             self._changed.notify_all()
             return self._next - 1
-
-    # --- out ------------------------------------------------------------------------------------------------------
 
     def get(self, flatten: bool = False, timeout: float | None = 0.0) -> TensorDictBase:
         """Hand out the oldest rollout ``[num_envs, num_steps]``, or all single transitions, stacked along time.
@@ -145,8 +141,6 @@ class VLABuffer:
         with self._changed:
             return self._next
 
-    # --- state ----------------------------------------------------------------------------------------------------
-
     def is_full(self) -> bool:
         """Tell whether there is no room for another entry like the last one."""
         if self.producer is not None:
@@ -195,8 +189,6 @@ class VLABuffer:
             self._first, _, self._taken, self._dropped, self._last_size, *waits = state["counts"]
             self._add_wait, self._get_wait = (microseconds / 1e6 for microseconds in waits)
             self._changed.notify_all()
-
-    # --- inside; the condition's lock is held -----------------------------------------------------------------------
 
     @property
     def _next(self) -> int:

@@ -18,7 +18,7 @@ from typing import Any, Self
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from embodichain.agents.rl.buffer.rollout import evaluate_rollout
+from embodichain.agents.rl.buffer.rollout_buffer import evaluate_rollout
 from embodichain.agents.rl.buffer.vla_buffer import VLABuffer
 from embodichain.agents.rl.collector.backends.process import ProcessBackend
 from embodichain.agents.rl.collector.backends.thread import ThreadBackend

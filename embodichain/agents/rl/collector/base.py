@@ -57,7 +57,7 @@ class BaseCollector(ABC):
 
     @abstractmethod
     def collect(self, num_steps: int) -> TensorDictBase:
-        """Return a rollout ``[num_envs, num_steps]``; see ``buffer/rollout.py`` for its keys."""
+        """Return a rollout ``[num_envs, num_steps]``; see ``buffer/rollout_buffer.py`` for its keys."""
 
     def publish(self) -> None:  # noqa: B027 - there is nothing to do if the policy itself collects
         """Give the collector the policy's present weights; the learner calls it right after an update."""

@@ -11,11 +11,8 @@ The order of decisions is fixed, so the random numbers, and with them the rollou
 from __future__ import annotations
 
 import contextlib
-import queue
-import threading
-import weakref
-from collections.abc import Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -25,7 +22,7 @@ from torch import Tensor
 from embodichain.agents.rl.collector.base import Decision, bound_action, result_to
 from embodichain.agents.rl.utils.tensordicts import Observation
 from embodichain.envs.vec_env import StepResult, StepsInHalves, VecEnv
-from embodichain.errors import ConfigError, EmbodiChainError, RolloutError
+from embodichain.errors import ConfigError, EmbodiChainError
 
 if TYPE_CHECKING:
     from embodichain.agents.rl.collector.sync_collector import SyncCollector
@@ -57,129 +54,82 @@ class Pipeline:
             )
         self.env: EnvGroups = env
         self.device = device
-        self._simulators = [
-            _ProcessSimulator(group) if isinstance(group, StepsInHalves) else _ThreadSimulator(group)
-            for group in env.groups
-        ]
+        self._groups = [_Group(group, device) for group in env.groups]
 
     def run(self, collector: SyncCollector, obs: Observation, num_steps: int) -> Observation:
         """Take ``num_steps`` in all envs from the collector's present observation; return the one after them."""
-        state, groups = collector.state, zip(self._simulators, self.env.slices, strict=True)
-        turns = [_Turn(self, sim, obs[rows], None if state is None else state[rows]) for sim, rows in groups]
+        state, groups = collector.state, self._groups
+        for group, rows in zip(groups, self.env.slices, strict=True):
+            group.obs, group.state = obs[rows], None if state is None else state[rows]
         try:
             version = collector.next_version()
-            for turn in turns:
-                turn.begin(collector)
+            for group in groups:
+                group.begin(collector)
             for remaining in reversed(range(num_steps)):
-                begun = [turn.decision for turn in turns]
+                begun = [group.decision for group in groups]
                 results, next_version = [], collector.next_version() if remaining else version
-                for turn in turns:
-                    results.append(turn.finish(collector))
+                for group in groups:
+                    results.append(group.finish(collector))
                     if remaining:
-                        turn.begin(collector)
-                obs = collector.record(_join(begun), self._joined(results, turns), num_steps, version)
+                        group.begin(collector)
+                obs = collector.record(_join(begun), self._joined(results), num_steps, version)
                 version = next_version
             return obs
         finally:  # after an error, too: nobody may step an environment that is being stepped
-            for simulator in self._simulators:
-                simulator.settle()
+            for group in groups:
+                group.settle()
 
-    def _joined(self, results: list[StepResult], turns: list[_Turn]) -> StepResult:
+    def _joined(self, results: list[StepResult]) -> StepResult:
         """Return a step of all envs on the collector's device, where the groups' observations already are."""
         if self.env.device == self.device:
             return self.env.join(results)
-        return result_to(self.env.join(results, torch.cat([turn.obs for turn in turns])), self.device)
+        return result_to(self.env.join(results, torch.cat([group.obs for group in self._groups])), self.device)
 
 
-class _ThreadSimulator:
-    """Steps one group in a thread of its own, which ends with this object and never keeps the program from ending."""
+class _Group:
+    """One group: its observation, its recurrent state, the decision for it, and its step under way.
 
-    def __init__(self, env: VecEnv) -> None:
-        requests: queue.SimpleQueue[tuple[Tensor, Future[StepResult]] | None] = queue.SimpleQueue()
-        threading.Thread(target=_serve, args=(env, requests), name="embodichain-group", daemon=True).start()
-        # At the program's end it is left waiting: Python must not wake threads that own C++ objects by then.
-        weakref.finalize(self, requests.put, None).atexit = False
-        self._requests = requests
-        self._step: Future[StepResult] | None = None
+    A thread of its own steps it, unless it simulates elsewhere anyway.
+    """
 
-    def begin(self, action: Tensor) -> None:
-        """Begin a step."""
-        self._step = Future()
-        self._requests.put((action, self._step))
-
-    def finish(self) -> StepResult:
-        """Wait for the step and return its result."""
-        step, self._step = self._step, None
-        if step is None:
-            raise RolloutError("this group has no step under way")
-        return step.result()
-
-    def settle(self) -> None:
-        """Wait for a step that nobody wants any more."""
-        if self._step is not None:
-            wait([self._step])
-            self._step = None
-
-
-def _serve(env: VecEnv, requests: queue.SimpleQueue[tuple[Tensor, Future[StepResult]] | None]) -> None:
-    while (request := requests.get()) is not None:
-        action, future = request
-        try:
-            future.set_result(env.step(action))
-        except BaseException as error:  # noqa: BLE001 - it is raised where the step is waited for
-            future.set_exception(error)
-        del request, action, future  # the result belongs to whoever waits, not to this thread until the next step
-
-
-class _ProcessSimulator:
-    """Steps one group that is in a process of its own, which needs no thread."""
-
-    def __init__(self, env: StepsInHalves) -> None:
-        self._env = env
-        self._under_way = False
-
-    def begin(self, action: Tensor) -> None:
-        """Begin a step."""
-        self._env.begin_step(action)
-        self._under_way = True
-
-    def finish(self) -> StepResult:
-        """Wait for the step and return its result."""
-        self._under_way = False
-        return self._env.finish_step()
-
-    def settle(self) -> None:
-        """Wait for a step that nobody wants any more."""
-        if self._under_way:
-            with contextlib.suppress(EmbodiChainError):  # something else went wrong before
-                self.finish()
-
-
-class _Turn:
-    """One group: its observation, its recurrent state, the decision for it, and its step under way."""
-
+    obs: Observation
+    state: Tensor | None
     decision: Decision
+    _finish_step: Callable[[], StepResult]
 
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        simulator: _ThreadSimulator | _ProcessSimulator,
-        obs: Observation,
-        state: Tensor | None,
-    ) -> None:
-        self.pipeline, self.simulator, self.obs, self.state = pipeline, simulator, obs, state
+    def __init__(self, env: VecEnv, device: torch.device) -> None:
+        self._env, self._device, self._under_way = env, device, False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="embodichain-group")
 
     def begin(self, collector: SyncCollector) -> None:
         """Decide, and let the simulation continue with that."""
         self.decision = collector.decide(self.obs, self.state)
-        self.simulator.begin(bound_action(self.decision.action).to(self.pipeline.env.device))
+        action = bound_action(self.decision.action).to(self._env.device)
+        if isinstance(self._env, StepsInHalves):
+            self._env.begin_step(action)
+            self._finish_step = self._env.finish_step
+        else:
+            self._finish_step = self._thread.submit(self._env.step, action).result
+        self._under_way = True
 
     def finish(self, collector: SyncCollector) -> StepResult:
         """Wait for the simulation and take its observation."""
-        result = self.simulator.finish()
-        device, done = self.pipeline.device, result[2] | result[3]
-        self.obs, self.state = result[0].to(device), collector.clear_ended(self.decision.new_state, done.to(device))
+        self._under_way = False
+        result = self._finish_step()
+        del self._finish_step  # it would keep the result, or an error and all that it passed through
+        done = result[2] | result[3]
+        self.obs = result[0].to(self._device)
+        self.state = collector.clear_ended(self.decision.new_state, done.to(self._device))
         return result
+
+    def settle(self) -> None:
+        """Wait for a step that nobody wants any more; something else went wrong before."""
+        if self._under_way and isinstance(self._env, StepsInHalves):
+            with contextlib.suppress(EmbodiChainError):
+                self._env.finish_step()
+        elif self._under_way:
+            self._thread.submit(bool).result()  # its turn comes after the step
+        self._under_way = False
 
 
 def _join(decisions: list[Decision]) -> Decision:

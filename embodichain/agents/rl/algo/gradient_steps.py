@@ -1,0 +1,327 @@
+"""Gradient steps: Adam in a chosen precision, means over steps, and steps that are replayed as CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor, nn
+
+from embodichain.agents.rl.buffer.rollout_buffer import Minibatches, shaped
+from embodichain.agents.rl.utils import Precision
+from embodichain.agents.rl.utils.tensordicts import sorted_leaves
+from embodichain.utils.cuda_graphs import Recorded, Recorder, record
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+MIN_LEARNING_RATE, MAX_LEARNING_RATE, LEARNING_RATE_STEP = 1e-5, 1e-2, 1.5
+"""Bounds of the adaptive step size, and the factor of one change."""
+_NARROW = 256  # columns up to which a part of the data is kept in the common table
+_SMALL = 1 << 26  # bytes up to which data are copied rather than looked up where they are
+
+
+class Meter:
+    """Means over gradient steps, added up on the device and read once."""
+
+    def __init__(self) -> None:
+        self.epochs = 0
+        self._steps = 0
+        self._sums: dict[str, Tensor] = {}
+        self._epoch_steps = 0
+        self.epoch_sums: dict[str, Tensor] = {}
+        """Sums over the steps of the epoch under way."""
+
+    def add(self, measures: dict[str, Tensor], weight: float = 1.0, steps: int = 0) -> None:
+        """Take in scalars of a piece of a minibatch with its weight, or the sums of whole ``steps``."""
+        for name, value in measures.items():
+            part = value.detach().float() if weight == 1.0 else value.detach().float() * weight
+            self.epoch_sums[name] = self.epoch_sums[name] + part if name in self.epoch_sums else part
+        self._epoch_steps += steps
+
+    def end_epoch(self, name: str) -> Tensor:
+        """Close an epoch and return the mean ``[]`` of one scalar in it."""
+        mean = self.epoch_sums[name] / self._epoch_steps
+        for key, value in self.epoch_sums.items():
+            self._sums[key] = self._sums[key] + value if key in self._sums else value
+        self._steps += self._epoch_steps
+        self.epochs += 1
+        self.epoch_sums, self._epoch_steps = {}, 0
+        return mean
+
+    def means(self) -> dict[str, float]:
+        """Return the mean of every scalar over all epochs; this waits for the device once."""
+        if not self._sums:
+            return {}
+        values = (torch.stack(list(self._sums.values())) / self._steps).tolist()
+        return dict(zip(self._sums, values, strict=True))
+
+
+class PolicyOptimizer:
+    """Adam with a bound on the gradient's norm, and mixed precision where it is wanted.
+
+    On a GPU the step size is a tensor there, so that a schedule changes it without waiting for the device, and a step
+    can be part of a CUDA graph.
+    """
+
+    def __init__(
+        self, policy: nn.Module, learning_rate: float, max_grad_norm: float, precision: Precision = "off"
+    ) -> None:
+        self.parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+        self.max_grad_norm = max_grad_norm
+        self.precision: Precision = precision
+        self.device_type = self.parameters[0].device.type
+        device, on_gpu = self.parameters[0].device, self.device_type == "cuda"
+        self._rate: Tensor | None = torch.tensor(learning_rate, device=device) if on_gpu else None
+        rate = learning_rate if self._rate is None else self._rate
+        self.adam = torch.optim.Adam(self.parameters, lr=rate, eps=1e-5, fused=True, capturable=on_gpu)
+        self.scaler = torch.amp.GradScaler(self.device_type, enabled=precision == "fp16")
+
+    @property
+    def learning_rate(self) -> float:
+        """Adam's present step size."""
+        return float(self.adam.param_groups[0]["lr"])
+
+    @learning_rate.setter
+    def learning_rate(self, value: float) -> None:
+        if self._rate is None:
+            self.adam.param_groups[0]["lr"] = value
+        else:
+            self._rate.fill_(value)
+
+    def adapt_learning_rate(self, kl: Tensor, desired_kl: float) -> None:
+        """Lower the step size after an epoch that moved the policy too far, raise it after one that hardly did."""
+        if self._rate is not None:
+            self._rate.copy_(adapted_rate(self._rate, kl, desired_kl))
+        elif float(kl) > 2.0 * desired_kl:
+            self.learning_rate = max(MIN_LEARNING_RATE, self.learning_rate / LEARNING_RATE_STEP)
+        elif float(kl) < 0.5 * desired_kl:
+            self.learning_rate = min(MAX_LEARNING_RATE, self.learning_rate * LEARNING_RATE_STEP)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context in which networks run in the chosen precision."""
+        dtype = _AUTOCAST.get(self.precision, torch.float32)
+        return torch.autocast(self.device_type, dtype, enabled=self.precision in _AUTOCAST)
+
+    @contextmanager
+    def matmul_precision(self) -> Iterator[None]:
+        """Let float32 products, backwards too, use the GPU's TF32 units inside the block, if that was chosen."""
+        if self.precision != "tf32" or self._rate is None:
+            yield
+            return
+        cudnn: Any = torch.backends.cudnn
+        backends: tuple[Any, ...] = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
+        before = [backend.fp32_precision for backend in backends]
+        try:
+            for backend in backends:
+                backend.fp32_precision = "tf32"
+            yield
+        finally:
+            for backend, precision in zip(backends, before, strict=True):
+                backend.fp32_precision = precision
+
+    def backward(self, loss: Tensor, weight: float = 1.0) -> None:
+        """Add the gradient of ``weight * loss`` to what has been gathered since the last step."""
+        self.scaler.scale(loss if weight == 1.0 else loss * weight).backward()
+
+    def step(self) -> Tensor:
+        """Follow the gathered gradient; return its norm before clipping, ``[]``."""
+        self.scaler.unscale_(self.adam)
+        norm = nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm, foreach=True)
+        self.scaler.step(self.adam)
+        self.scaler.update()
+        self.adam.zero_grad(set_to_none=True)
+        return norm
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return Adam's moments and step size, and the loss scale; the same data whatever the device."""
+        adam = self.adam.state_dict()
+        adam["param_groups"] = [{**group, "lr": float(group["lr"])} for group in adam["param_groups"]]
+        return {"adam": adam, "scaler": self.scaler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what ``state_dict`` returned."""
+        own = {name: self.adam.param_groups[0][name] for name in ("fused", "capturable")}
+        self.adam.load_state_dict(state["adam"])
+        self.scaler.load_state_dict(state["scaler"])
+        for group in self.adam.param_groups:
+            group.update(own)  # these belong to the device, not to the training
+        for values in self.adam.state.values():
+            values["step"] = values["step"].to(self.parameters[0].device, torch.float32)
+        if self._rate is not None:
+            self._rate.fill_(self.learning_rate)
+            self.adam.param_groups[0]["lr"] = self._rate
+
+
+def adapted_rate(rate: Tensor, kl: Tensor, desired_kl: float) -> Tensor:
+    """Return the step size ``[]`` after an epoch that moved the policy by ``kl`` ``[]``, without waiting for either."""
+    lower = (rate / LEARNING_RATE_STEP).clamp(min=MIN_LEARNING_RATE)
+    higher = (rate * LEARNING_RATE_STEP).clamp(max=MAX_LEARNING_RATE)
+    return torch.where(kl > 2.0 * desired_kl, lower, torch.where(kl < 0.5 * desired_kl, higher, rate))
+
+
+class StaticRows:
+    """The data of one update at fixed addresses, where a CUDA graph finds them update after update.
+
+    Small parts are copied, large ones stay where they came from. Numbers are kept side by side, one row per transition,
+    so that one gather fetches all of them.
+    """
+
+    def __init__(self, minibatches: Minibatches, own: bool) -> None:
+        """Take the data; with ``own`` large parts are copied too, because they keep moving."""
+        self.minibatches = minibatches
+        leaves = dict(sorted_leaves(minibatches.rows))
+        self._columns = _side_by_side(leaves)
+        width = max((columns.stop for columns in self._columns.values()), default=0)
+        self._table = torch.empty(minibatches.rows.batch_size[0], width, device=minibatches.device)
+        self._parts: dict[tuple[str, ...], Tensor] = {}
+        self._owned = set(self._columns)
+        for path, leaf in leaves.items():
+            if path in self._columns:
+                self._parts[path] = self._table[:, self._columns[path]].view(leaf.shape)
+                self._parts[path].copy_(leaf)
+            elif own or leaf.nbytes <= _SMALL:
+                self._owned.add(path)
+                self._parts[path] = leaf.clone()
+            else:
+                self._parts[path] = leaf
+
+    def gather(self, chosen: Tensor) -> TensorDict:
+        """Return the minibatch of these items."""
+        index, shape = self.minibatches.locate(chosen)
+        batch = TensorDict({}, batch_size=shape, device=chosen.device)
+        table = self._table.index_select(0, index) if self._columns else None
+        for path, part in self._parts.items():
+            columns = self._columns.get(path)
+            if columns is None or table is None:
+                rows = part.index_select(0, index)
+            else:
+                rows = table[:, columns] if part.ndim > 1 else table[:, columns.start]
+            batch.set(path, shaped(rows, shape))
+        return batch
+
+    def take(self, minibatches: Minibatches) -> bool:
+        """Take the data of the next update, if they have the same shapes and those that were not copied stay put."""
+        leaves = dict(sorted_leaves(minibatches.rows))
+        if minibatches.layout != self.minibatches.layout or leaves.keys() != self._parts.keys():
+            return False
+        for path, part in self._parts.items():
+            leaf = leaves[path]
+            if (leaf.shape, leaf.dtype) != (part.shape, part.dtype):
+                return False
+            if path not in self._owned and leaf.data_ptr() != part.data_ptr():
+                return False
+        for path in self._owned:
+            self._parts[path].copy_(leaves[path])
+        self.minibatches = minibatches
+        return True
+
+
+def _side_by_side(leaves: dict[tuple[str, ...], Tensor]) -> dict[tuple[str, ...], slice]:
+    """Return the columns of a table for all narrow parts of numbers, vectors first: those stay aligned."""
+    narrow = [p for p, x in leaves.items() if x.dtype == torch.float32 and x.ndim <= 2 and _width(x) <= _NARROW]
+    columns, first = {}, 0
+    for path in sorted(narrow, key=lambda path: -_width(leaves[path])):
+        columns[path] = slice(first, first + _width(leaves[path]))
+        first += _width(leaves[path])
+    return columns
+
+
+def _width(leaf: Tensor) -> int:
+    return leaf.shape[1] if leaf.ndim > 1 else 1
+
+
+Step = Callable[[TensorDictBase, Meter], None]
+"""Does one gradient step on a minibatch and tells a meter what was measured."""
+
+
+class GraphedSteps:
+    """Gradient steps replayed as CUDA graphs: gather, forward, backward, clip and Adam in one launch.
+
+    An ordinary step of a small network is hundreds of launches, and a GPU finishes each before the next arrives. A
+    graph has fixed shapes and fixed memory. So the data of every update are copied to the same addresses, the order of
+    rows is an input, and there is one graph for each size of minibatch. Where a loss weighs its transitions,
+    minibatches are filled up with transitions of no weight, and one size does for all.
+    """
+
+    def __init__(self, step: Step, optimizer: PolicyOptimizer, validity_key: str | None = None) -> None:
+        """Prepare to replay ``step``; ``validity_key`` names the part of a minibatch that weighs its transitions."""
+        self._step, self._optimizer, self._validity_key = step, optimizer, validity_key
+        self._recorder = Recorder("the update runs")
+        self._graphs: dict[int, tuple[Recorded[None], Tensor]] = {}  # by size: the graph and the items it gathers
+        self._rows: StaticRows | None = None
+        self._names: list[str] = []
+        self._sums: Tensor | None = None
+
+    def run_epoch(self, minibatches: Minibatches) -> tuple[dict[str, Tensor], int]:
+        """Do one pass over the data; return the sums of all measures and the number of steps."""
+        rows, order = self._load(minibatches), minibatches.draw()
+        if self._sums is not None:
+            self._sums.zero_()
+        for chosen in order:
+            if not self._replay(rows, chosen):
+                self._recorder.warm_up(partial(self._do, rows, chosen), self._clear_gradients)
+        if self._sums is None:
+            return {}, 0
+        return dict(zip(self._names, self._sums.clone().unbind(), strict=True)), len(order)
+
+    def forget(self) -> None:
+        """Record anew: parameters or Adam's moments have moved."""
+        self._graphs.clear()
+        self._recorder.calls = 0
+
+    def _replay(self, rows: StaticRows, chosen: Tensor) -> bool:
+        """Do a step by its graph, if it has one or can be given one."""
+        size = chosen.numel() if self._validity_key is None else rows.minibatches.largest
+        if not self._recorder.ready or (size not in self._graphs and not self._record(rows, size)):
+            return False
+        graph, items = self._graphs[size]
+        if chosen.numel() < size:
+            items.fill_(-1)
+        items[: chosen.numel()].copy_(chosen)
+        graph.replay()
+        return True
+
+    def _record(self, rows: StaticRows, size: int) -> bool:
+        items = torch.zeros(size, dtype=torch.int64, device=self._optimizer.parameters[0].device)
+        pool = next(iter(self._graphs.values()))[0].graph.pool() if self._graphs else None
+        recorded = self._recorder.attempt(lambda: record(lambda: self._do(rows, items), pool=pool))
+        if recorded is None:
+            self._clear_gradients()
+            return False
+        self._graphs[size] = recorded, items
+        return True
+
+    def _do(self, rows: StaticRows, chosen: Tensor) -> None:
+        """Do a step on these items and add what was measured to the sums."""
+        meter = Meter()
+        self._step(self._gather(rows, chosen), meter)
+        values = torch.stack(list(meter.epoch_sums.values()))
+        if self._sums is None:
+            self._names, self._sums = list(meter.epoch_sums), torch.zeros_like(values)
+        self._sums.add_(values)
+
+    def _gather(self, rows: StaticRows, chosen: Tensor) -> TensorDict:
+        """Return a minibatch; an item of -1 stands for none: it is there, but does not count."""
+        if self._validity_key is None:
+            return rows.gather(chosen)
+        batch = rows.gather(chosen.clamp(min=0))
+        batch[self._validity_key] = batch[self._validity_key] & (chosen >= 0)
+        return batch
+
+    def _load(self, minibatches: Minibatches) -> StaticRows:
+        """Bring the data of an update to where the graphs look for them."""
+        recorder, rows = self._recorder, self._rows
+        if recorder.possible and self._optimizer.precision == "fp16":
+            recorder.give_up("the loss scale of fp16 depends on what came before; bf16 needs none")
+        if rows is not None and rows.minibatches is minibatches:
+            return rows
+        if rows is None or not recorder.possible or not rows.take(minibatches):
+            self._rows = rows = StaticRows(minibatches, own=recorder.possible and rows is not None)
+            self._graphs.clear()
+        return rows
+
+    def _clear_gradients(self) -> None:
+        self._optimizer.adam.zero_grad(set_to_none=True)
