@@ -42,6 +42,10 @@ class Leaf:
         return self.elements * self.dtype.itemsize
 
 
+ENDS = (Leaf(("reward",), torch.float32, ()), *(Leaf((name,), torch.bool, ()) for name in ("terminated", "truncated")))
+"""The arrays that every frame ends with."""
+
+
 @dataclass(frozen=True)
 class FrameLayout:
     """All arrays of a frame, in the order in which they are stored."""
@@ -75,10 +79,7 @@ class FrameLayout:
         """Derive the layout from one batched step: observation and action of ``[num_envs, ...]``."""
         sample: Frames = {("observation", *key): value for key, value in flatten(observation).items()}
         sample[("action",)] = action
-        leaves = [Leaf(key, value.dtype, tuple(value.shape[1:])) for key, value in sample.items()]
-        leaves += [Leaf(("reward",), torch.float32, ())]
-        leaves += [Leaf((name,), torch.bool, ()) for name in ("terminated", "truncated")]
-        return cls(tuple(leaves))
+        return cls((*(Leaf(key, value.dtype, tuple(value.shape[1:])) for key, value in sample.items()), *ENDS))
 
 
 def flatten(nested: TensorDictBase) -> Frames:

@@ -14,8 +14,7 @@ from tensordict import TensorDict, TensorDictBase, pad_sequence
 from torch.utils.data import IterableDataset, default_convert, get_worker_info
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from embodichain.agents.datasets.sampler import ChunkSizeSampler
-from embodichain.errors import ChunkSizeError
+from embodichain.agents.datasets.sampler import ChunkSizeSampler, check_size
 
 if TYPE_CHECKING:
     from embodichain.agents.engine import OnlineDataEngine
@@ -38,26 +37,24 @@ class StreamTensorDict(TensorDict):
         return iter(()) if sys._getframe(1).f_code is default_convert.__code__ else super().__iter__()
 
     def __copy__(self) -> TensorDict:
-        return _as(TensorDict, self)
+        names = self.names if self._has_names() else None
+        new = TensorDict._new_unsafe(dict(self._tensordict), self.batch_size, self.device, names)
+        if self.is_consolidated():
+            new._consolidated = self._consolidated  # it lies in one piece, which is sent as such
+        return new
 
     def __reduce__(self) -> Any:
         return copyreg.dispatch_table[TensorDict](copy.copy(self))
 
 
-def _as(kind: type[TensorDict], data: TensorDictBase) -> TensorDict:
-    """Return a TensorDict of another class on the same memory."""
-    new = kind._new_unsafe(dict(data.items()), data.batch_size, data.device, data.names if data._has_names() else None)
-    if data.is_consolidated():
-        new._consolidated = data._consolidated  # it lies in one piece, which is sent as such
-    return new
-
-
 def collate_chunks(batch: Sequence[TensorDictBase], **_: Any) -> TensorDictBase:
     """Stack chunks ``[chunk_size]`` into ``[len(batch), chunk_size]``; shorter ones are padded and masked."""
-    if len({chunk.batch_size[:1] for chunk in batch}) <= 1:
-        return ready_to_send(copy.copy(torch.stack(list(batch))))
-    masked = [chunk if MASK in chunk else with_mask(chunk) for chunk in batch]
-    return ready_to_send(copy.copy(pad_sequence(masked, pad_dim=0, padding_value=0.0)))
+    if len({chunk.batch_size[:1] for chunk in batch}) > 1:
+        masked = [chunk if MASK in chunk else with_mask(chunk) for chunk in batch]
+        stacked = pad_sequence(masked, pad_dim=0, padding_value=0.0)
+    else:
+        stacked = torch.stack(list(batch))
+    return ready_to_send(copy.copy(stacked))
 
 
 default_collate_fn_map[StreamTensorDict] = collate_chunks
@@ -99,23 +96,30 @@ class OnlineDataset(IterableDataset[TensorDictBase]):
     ) -> None:
         super().__init__()
         if not isinstance(chunk_size, ChunkSizeSampler):
-            _check_positive("chunk_size", chunk_size)
+            check_size("chunk_size", chunk_size)
         if batch_size is not None:
-            _check_positive("batch_size", batch_size)
+            check_size("batch_size", batch_size)
         self.engine = engine
         self.chunk_size = chunk_size
         self.batch_size = batch_size
         self.transform = transform
 
     def __iter__(self) -> Iterator[TensorDictBase]:
-        generator = np.random.default_rng(_stream_seed())
+        worker = get_worker_info()
+        seed = int(torch.empty((), dtype=torch.int64).random_() if worker is None else worker.seed & (2**63 - 1))
+        generator = np.random.default_rng(seed)
         while True:
             drawn = self._draw(generator)
-            # a transform may return anything
-            yield _as(StreamTensorDict, drawn) if isinstance(drawn, TensorDictBase) else drawn
+            if isinstance(drawn, TensorDictBase):  # a transform may return anything
+                drawn = drawn if type(drawn) is TensorDict else drawn.to_tensordict()
+                drawn.__class__ = StreamTensorDict
+            yield drawn
 
     def _draw(self, generator: np.random.Generator) -> TensorDictBase:
-        size = self._next_chunk_size()
+        size = self.chunk_size
+        if isinstance(size, ChunkSizeSampler):
+            size = size()
+            check_size(f"the size drawn by {type(self.chunk_size).__name__}", size)
         if self.batch_size is not None:
             # In a DataLoader worker the batch is copied to be sent, so its own memory can be used again at once.
             reuse = self.transform is None and get_worker_info() is not None
@@ -127,13 +131,6 @@ class OnlineDataset(IterableDataset[TensorDictBase]):
         # Every chunk of varying length says which frames are real, so that all batches have the same keys.
         return with_mask(chunk) if isinstance(self.chunk_size, ChunkSizeSampler) else chunk
 
-    def _next_chunk_size(self) -> int:
-        if not isinstance(self.chunk_size, ChunkSizeSampler):
-            return self.chunk_size
-        size = self.chunk_size()
-        _check_positive(f"the size drawn by {type(self.chunk_size).__name__}", size)
-        return size
-
     @staticmethod
     def collate_fn(batch: list[TensorDict]) -> TensorDictBase:
         """Stack chunks ``[chunk_size]`` into one batch ``[len(batch), chunk_size]``; pad and mask mixed lengths."""
@@ -143,16 +140,3 @@ class OnlineDataset(IterableDataset[TensorDictBase]):
     def passthrough_collate_fn(batch: TensorDict) -> TensorDict:
         """Return the batch as it is: in batch mode there is nothing left to collate."""
         return batch
-
-
-def _check_positive(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ChunkSizeError(f"{name} must be an integer >= 1, got {value!r}")
-
-
-def _stream_seed() -> int:
-    """Return the seed of a new iterator: the DataLoader worker's own, or one drawn from torch's random stream."""
-    worker = get_worker_info()
-    if worker is not None:
-        return int(worker.seed) & (2**63 - 1)
-    return int(torch.empty((), dtype=torch.int64).random_())

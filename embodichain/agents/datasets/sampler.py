@@ -32,8 +32,7 @@ class UniformChunkSampler(ChunkSizeSampler):
 
     def __init__(self, low: int, high: int) -> None:
         _check_bounds(low, high)
-        self.low = low
-        self.high = high
+        self.low, self.high = low, high
 
     def __call__(self) -> int:
         return int(torch.randint(self.low, self.high + 1, ()))
@@ -57,13 +56,22 @@ class GMMChunkSampler(ChunkSizeSampler):
         high: int | None = None,
     ) -> None:
         weights = [1.0] * len(means) if weights is None else weights
-        _check_mixture(means, stds, weights)
+        if not means:
+            raise ChunkSizeError("a mixture needs at least one component: means is empty")
+        for name, values in (("stds", stds), ("weights", weights)):
+            if len(values) != len(means):
+                raise ChunkSizeError(f"{name} must have one entry per mean ({len(means)}), got {len(values)}")
+        if not all(math.isfinite(mean) for mean in means):
+            raise ChunkSizeError(f"means must be finite, got {list(means)}")
+        if not all(math.isfinite(std) and std > 0 for std in stds):
+            raise ChunkSizeError(f"every std must be > 0 and finite, got {list(stds)}")
+        if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or sum(weights) <= 0:
+            raise ChunkSizeError(f"weights must be >= 0, finite and not all zero, got {list(weights)}")
         _check_bounds(low, high)
         self.means = [float(mean) for mean in means]
         self.stds = [float(std) for std in stds]
         self.weights = torch.tensor([float(weight) for weight in weights], dtype=torch.float64)
-        self.low = 1 if low is None else low
-        self.high = high
+        self.low, self.high = 1 if low is None else low, high
 
     def __call__(self) -> int:
         component = int(torch.multinomial(self.weights, 1))
@@ -76,23 +84,15 @@ class GMMChunkSampler(ChunkSizeSampler):
         return f"GMMChunkSampler({self.means}, {self.stds}, weights={weights}, low={self.low}, high={self.high})"
 
 
+def check_size(name: str, value: object) -> None:
+    """Raise ``ChunkSizeError`` unless the value is a positive integer."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ChunkSizeError(f"{name} must be an integer >= 1, got {value!r}")
+
+
 def _check_bounds(low: int | None, high: int | None) -> None:
     for name, bound in (("low", low), ("high", high)):
-        if bound is not None and (not isinstance(bound, int) or isinstance(bound, bool) or bound < 1):
-            raise ChunkSizeError(f"{name} must be an integer >= 1, got {bound!r}")
+        if bound is not None:
+            check_size(name, bound)
     if low is not None and high is not None and high < low:
         raise ChunkSizeError(f"high must be >= low, got low={low} and high={high}")
-
-
-def _check_mixture(means: Sequence[float], stds: Sequence[float], weights: Sequence[float]) -> None:
-    if not means:
-        raise ChunkSizeError("a mixture needs at least one component: means is empty")
-    for name, values in (("stds", stds), ("weights", weights)):
-        if len(values) != len(means):
-            raise ChunkSizeError(f"{name} must have one entry per mean ({len(means)}), got {len(values)}")
-    if not all(math.isfinite(mean) for mean in means):
-        raise ChunkSizeError(f"means must be finite, got {list(means)}")
-    if not all(math.isfinite(std) and std > 0 for std in stds):
-        raise ChunkSizeError(f"every std must be > 0 and finite, got {list(stds)}")
-    if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or sum(weights) <= 0:
-        raise ChunkSizeError(f"weights must be >= 0, finite and not all zero, got {list(weights)}")

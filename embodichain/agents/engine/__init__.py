@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from embodichain.agents.datasets.frames import EpisodeInfo
 from embodichain.agents.engine.config import ActionSourceCfg, OnlineDataEngineCfg, register_actor
-from embodichain.agents.engine.data import OnlineDataEngine
-from embodichain.agents.engine.stats import StreamStats, WorkerStats
+from embodichain.agents.engine.data import OnlineDataEngine, StreamStats, WorkerStats
 from embodichain.agents.processes.ray_backend import PlacementCfg
 
 __all__ = [

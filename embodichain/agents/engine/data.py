@@ -1,15 +1,19 @@
 """``OnlineDataEngine``: simulation processes fill a shared buffer, training processes draw chunks from it.
 
 The way of a frame: ``sources`` (an environment and an actor) -> ``worker`` -> ``shared_buffer`` -> ``sampling``. Around
-it: ``supervisor`` keeps the workers alive, ``refill`` decides when they write, ``reader`` is all that a process needs
-that only samples, ``gpu_mirror`` follows the buffer on a GPU.
+it: ``supervisor`` keeps the workers alive, ``reader`` is all that a process needs that only samples, and
+``gpu_mirror`` follows the buffer on a GPU.
 """
 
 from __future__ import annotations
 
+import math
 import os
+import time
 import weakref
-from typing import Any, Self
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Self
 
 import torch
 from rich.console import Console
@@ -20,12 +24,137 @@ from embodichain.agents.datasets.frames import EpisodeInfo
 from embodichain.agents.engine.config import OnlineDataEngineCfg
 from embodichain.agents.engine.gpu_mirror import DeviceMirror
 from embodichain.agents.engine.reader import Generator, StreamReader
-from embodichain.agents.engine.shared_buffer import Control
-from embodichain.agents.engine.stats import StatsCounter, StreamStats, WorkersCounter, WorkerStats
+from embodichain.agents.engine.shared_buffer import Control, Ints, Read, SharedBuffer, Work
 from embodichain.agents.engine.supervisor import Supervisor
+from embodichain.agents.processes.pool import WorkerHandle
 from embodichain.errors import ConfigError, EngineStateError
 
 __all__ = ["OnlineDataEngine", "OnlineDataEngineCfg"]
+
+
+@dataclass(frozen=True)
+class StreamStats:
+    """A snapshot of a stream; totals are since the start, rates since the snapshot before."""
+
+    episodes_written: int
+    episodes_per_second: float
+    frames_per_second: float
+    """Simulated environment steps per second, in episodes that were finished."""
+    samples: int
+    """Chunks drawn by all processes."""
+    samples_per_second: float
+    refills: float
+    """How often the buffer was written again after the first fill."""
+    mean_age_refills: float
+    """Mean age of a sampled episode, in refills of the buffer."""
+    mean_age_seconds: float
+    success_rate: float | None
+    """Of all finished episodes, stored or not; None if the environment does not say."""
+    restarts: int
+    rejected_reads: int
+    """Chunks that were drawn again because their row was overwritten while they were copied."""
+    frames: int
+    """Simulated environment steps, in episodes that were finished."""
+
+
+WorkerState = Literal["waiting", "building", "running", "unreachable"]
+
+
+@dataclass(frozen=True)
+class WorkerStats:
+    """A snapshot of one worker; rates are since the snapshot before."""
+
+    worker: int
+    node: str
+    """Name of its machine; empty while it has none."""
+    pid: int
+    """Its process id there."""
+    state: WorkerState
+    """``waiting`` for a node, ``building`` its environment, ``running``, or ``unreachable``: it did run, but
+    the cluster does not know at present whether it still does."""
+    episodes_written: int
+    episodes_per_second: float
+    frames_per_second: float
+    silent_seconds: float
+    """Time since its last sign of life; 0 unless it is running."""
+    mean_age_seconds: float
+    """Mean age of its episodes that are in the buffer; 0 if there are none."""
+    restarts: int
+    """How often this worker was replaced."""
+    frames: int
+    """Simulated environment steps, in episodes that were finished."""
+    idle: bool
+    """Whether it is running but has nothing to do, because the buffer is full of episodes that are still good."""
+
+
+class StatsCounter:
+    """Turns the shared counters into statistics; remembers the last snapshots for the rates."""
+
+    def __init__(self, buffer: SharedBuffer) -> None:
+        self._buffer = buffer
+        self._last = self._last_workers = self._counts()
+
+    def _counts(self) -> tuple[float, Ints, int]:
+        return time.monotonic(), self._buffer.workers.copy(), self._buffer.samples
+
+    def stream(self) -> StreamStats:
+        """Return the present statistics of the stream."""
+        buffer, (then, before, samples_before) = self._buffer, self._last
+        self._last = (now, records, samples) = self._counts()
+        seconds, work, read = max(now - then, 1e-9), records.sum(axis=0), buffer.readers.sum(axis=0)
+        rates = (work - before.sum(axis=0)) / seconds
+        aged, judged = max(read[Read.AGED], 1.0), int(work[Work.JUDGED])
+        return StreamStats(
+            episodes_written=int(work[Work.WRITTEN]),
+            episodes_per_second=float(rates[Work.WRITTEN]),
+            frames_per_second=float(rates[Work.FRAMES]),
+            samples=samples,
+            samples_per_second=(samples - samples_before) / seconds,
+            refills=max(int(work[Work.WRITTEN]) / buffer.num_rows - 1.0, 0.0),
+            mean_age_refills=float(read[Read.AGE_EPISODES] / aged / buffer.num_rows),
+            mean_age_seconds=float(read[Read.AGE_SECONDS] / aged),
+            success_rate=int(work[Work.SUCCEEDED]) / judged if judged else None,
+            restarts=int(buffer.control[Control.RESTARTS]),
+            rejected_reads=int(read[Read.REDRAWN]),
+            frames=int(work[Work.FRAMES]),
+        )
+
+    def workers(self, handles: Mapping[int, WorkerHandle], replaced: Sequence[int]) -> list[WorkerStats]:
+        """Return the present statistics of all workers, those that are being replaced included."""
+        then, before, _ = self._last_workers
+        self._last_workers = (now, records, _) = self._counts()
+        rates = (records - before) / max(now - then, 1e-9)
+        buffer, clock = self._buffer, time.time()
+        stats = []
+        for index, restarts in enumerate(replaced):
+            handle, own = handles.get(index), (buffer.length > 0) & (buffer.origins[:, 0] == index)
+            state = _state(handle)
+            running = state == "running"
+            stats.append(
+                WorkerStats(
+                    worker=index,
+                    node="" if handle is None else handle.node,
+                    pid=0 if handle is None else handle.pid,
+                    state=state,
+                    episodes_written=int(records[index, Work.WRITTEN]),
+                    episodes_per_second=float(rates[index, Work.WRITTEN]),
+                    frames_per_second=float(rates[index, Work.FRAMES]),
+                    silent_seconds=max(now - handle.heartbeat.last, 0.0) if handle is not None and running else 0.0,
+                    mean_age_seconds=float(clock - buffer.stamps[own, 0].mean()) if own.any() else 0.0,
+                    restarts=restarts,
+                    frames=int(records[index, Work.FRAMES]),
+                    idle=running and bool(records[index, Work.IDLE]),
+                )
+            )
+        return stats
+
+
+def _state(handle: WorkerHandle | None) -> WorkerState:
+    if handle is None or math.isinf(handle.started):
+        return "waiting"
+    if handle.unreachable:
+        return "unreachable"
+    return "running" if handle.joined else "building"
 
 
 class OnlineDataEngine:
@@ -46,7 +175,6 @@ class OnlineDataEngine:
         self._supervisor: Supervisor | None = None
         self._reader: StreamReader | None = None
         self._stats: StatsCounter | None = None
-        self._worker_stats: WorkersCounter | None = None
         self._mirror: DeviceMirror | None = None
 
     def start(self) -> None:
@@ -55,7 +183,7 @@ class OnlineDataEngine:
         if self._supervisor is not None and self._supervisor.is_alive():
             raise EngineStateError("the engine is already running")
         self.stop()  # what a failed run may have left
-        self._reader = self._stats = self._worker_stats = None
+        self._reader = self._stats = None
         supervisor = self._supervisor = Supervisor(self.cfg)
         weakref.finalize(self, _stop_in, os.getpid(), supervisor)  # also at the end of the program
         supervisor.start()
@@ -123,20 +251,17 @@ class OnlineDataEngine:
         stored episode, and ``WorkerError`` once a worker has failed for good.
         """
         try:
-            return self._sample(batch_size, chunk_size, generator, reuse_outputs)
+            reader, mirror = self._sampling(), self._mirror
+            if mirror is None or os.getpid() != self._creator:
+                return reader.sample(batch_size, chunk_size, generator, reuse_outputs)
+            reader.prepare(batch_size, chunk_size)
+            batch, rows = mirror.sample(reader.generator(generator), batch_size, chunk_size, reuse_outputs)
+            reader.count(batch_size, 0, rows)
+            return batch
         except EngineStateError:
             if self._supervisor is not None and self._supervisor.error is not None:
                 raise self._supervisor.error from None  # why it was stopped; other processes cannot know
             raise
-
-    def _sample(self, batch_size: int, chunk_size: int, generator: Generator | None, reuse_outputs: bool) -> TensorDict:
-        reader, mirror = self._sampling(), self._mirror
-        if mirror is None or os.getpid() != self._creator:
-            return reader.sample(batch_size, chunk_size, generator, reuse_outputs)
-        reader.prepare(batch_size, chunk_size)
-        batch, rows = mirror.sample(reader.generator(generator), batch_size, chunk_size, reuse_outputs)
-        reader.count(batch_size, 0, rows)
-        return batch
 
     def episode_info(self, row: int) -> EpisodeInfo:
         """Return where the episode in a row of the buffer came from."""
@@ -146,19 +271,18 @@ class OnlineDataEngine:
 
     def stats(self) -> StreamStats:
         """Return what is going on; rates are since the last call in this process."""
-        reader = self._sampling()
-        if self._stats is None:
-            self._stats = StatsCounter(reader.buffer)
-        return self._stats.snapshot()
+        return self._counter().stream()
 
     def worker_stats(self) -> list[WorkerStats]:
         """Return what each worker does; rates are since the last call. For the process that started them."""
         self._check_creator("watch")
-        buffer = self._sampling().buffer
-        if self._worker_stats is None:
-            self._worker_stats = WorkersCounter(buffer)
-        supervisor = self._supervisor
-        return [] if supervisor is None else self._worker_stats.snapshot(supervisor.workers, supervisor.replaced)
+        supervisor, counter = self._supervisor, self._counter()
+        return [] if supervisor is None else counter.workers(supervisor.workers, supervisor.replaced)
+
+    def _counter(self) -> StatsCounter:
+        if self._stats is None:
+            self._stats = StatsCounter(self._sampling().buffer)
+        return self._stats
 
     @property
     def is_init(self) -> bool:
@@ -190,8 +314,7 @@ class OnlineDataEngine:
     def __getstate__(self) -> dict[str, Any]:
         """Pickle what sampling needs: another process attaches to the same memory."""
         self._sampling()
-        own = ("_creator", "_supervisor", "_stats", "_worker_stats", "_mirror")
-        return {**self.__dict__, **dict.fromkeys(own)}
+        return {**self.__dict__, **dict.fromkeys(("_creator", "_supervisor", "_stats", "_mirror"))}
 
 
 def _usable_device(name: str) -> torch.device:

@@ -21,10 +21,9 @@ from torch import Tensor
 
 from embodichain.agents.datasets.frames import Episode, EpisodeSource, FrameLayout, Key
 from embodichain.agents.engine.config import OnlineDataEngineCfg
-from embodichain.agents.engine.refill import RefillPolicy, make_refill
 from embodichain.agents.engine.shared_buffer import WORK_WORDS, Ints, SharedBuffer, Work
 from embodichain.agents.engine.sources import open_source
-from embodichain.agents.engine.worker import Selection
+from embodichain.agents.engine.worker import RefillPolicy, Selection
 from embodichain.agents.processes.failure import FailureReport
 from embodichain.agents.processes.pool import WorkerHandle
 from embodichain.agents.processes.ray_backend import ActorHandle, ActorPool, location_of_actor
@@ -104,7 +103,7 @@ class RayPool(ActorPool[ActorHandle]):
     def __init__(self, cfg: OnlineDataEngineCfg) -> None:
         super().__init__(StreamWorker, ActorHandle, cfg, cfg.worker_timeout)
         self._settings = _worker_settings(cfg)
-        self._make_refill = functools.partial(make_refill, cfg)
+        self._make_refill = functools.partial(RefillPolicy, cfg)
         self._buffer: SharedBuffer | None = None
         self._refill: RefillPolicy | None = None
         self._row = 0

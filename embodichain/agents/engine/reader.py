@@ -14,15 +14,15 @@ import torch
 from tensordict import TensorDict
 
 from embodichain.agents.engine.config import OnlineDataEngineCfg
-from embodichain.agents.engine.refill import ReadLimiter
 from embodichain.agents.engine.sampling import OutputPool, OutputRing, WindowSampler
 from embodichain.agents.engine.shared_buffer import MAX_READERS, Control, Floats, Ints, Read, SharedBuffer, State
 from embodichain.agents.processes.failure import FailureReport
-from embodichain.errors import ChunkSizeError, EngineStateError
+from embodichain.errors import ChunkSizeError, EngineStateError, StreamStalledError
 
 Generator = np.random.Generator | torch.Generator
 
 _STATE, _SAMPLES = int(Control.STATE), int(Read.SAMPLES)  # numpy takes ten times as long to index with an enum
+_POLL_SECONDS = 0.001
 _AGE_EVERY = 16
 """Ages are measured on every 16th batch: a mean over many draws needs no more, and the others stay cheap."""
 
@@ -130,8 +130,7 @@ class StreamReader:
         self._slot = ReaderSlot(buffer)
         self._local = threading.local()
         self._forks = Forks.count
-        limit = cfg.max_samples_per_episode
-        self._limiter = None if limit is None else ReadLimiter(buffer, limit, cfg.worker_timeout)
+        self._limit = cfg.max_samples_per_episode
 
     def __reduce__(self) -> tuple[Any, ...]:
         return StreamReader, (self.buffer, self._cfg)
@@ -169,8 +168,27 @@ class StreamReader:
         if chunk_size < 1 or batch_size < 1:
             raise ChunkSizeError(f"batch_size and chunk_size must be >= 1, got {batch_size} and {chunk_size}")
         self.check_state()
-        if self._limiter is not None:
-            self._limiter.wait(batch_size, self.check_state)
+        if self._limit is not None:
+            self._wait_for_episodes(batch_size, self._limit)
+
+    def _wait_for_episodes(self, batch_size: int, limit: float) -> None:
+        """Return once ``batch_size`` more samples are within ``limit`` per episode; raise if they never will be."""
+        buffer, timeout = self.buffer, self._cfg.worker_timeout
+        if batch_size > limit * buffer.num_rows:
+            raise StreamStalledError(
+                f"a batch of {batch_size} can never be drawn: the limit of {limit:g} samples per episode and "
+                f"{buffer.num_rows} rows allow {int(limit * buffer.num_rows)} at a time; raise max_samples_per_episode "
+                "or buffer_size"
+            )
+        before, started = buffer.episodes_written, time.monotonic()
+        while limit * buffer.episodes_written - buffer.samples < batch_size:
+            self.check_state()
+            if time.monotonic() - started > timeout:
+                raise StreamStalledError(
+                    f"a batch of {batch_size} waited {timeout:g} s for new episodes, but the workers wrote "
+                    f"{buffer.episodes_written - before} in that time: raise max_samples_per_episode or num_workers"
+                )
+            time.sleep(_POLL_SECONDS)
 
     def check_state(self) -> None:
         """Raise unless there is something to sample from."""

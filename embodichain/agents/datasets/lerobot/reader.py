@@ -10,17 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodichain.agents.datasets.frames import Episode, FrameLayout, Key, Leaf
+from embodichain.agents.datasets.frames import ENDS, Episode, FrameLayout, Key, Leaf
 from embodichain.agents.datasets.lerobot import format as names
 from embodichain.agents.datasets.lerobot.format import Feature, features_of, foreign_features, from_column, read_images
 from embodichain.errors import DatasetError
 from embodichain.extras import require
-
-_ENDS: dict[Key, Leaf] = {
-    (name,): Leaf((name,), dtype, ())
-    for name, dtype in (("reward", torch.float32), ("terminated", torch.bool), ("truncated", torch.bool))
-}
-"""What every frame has and a foreign folder may lack."""
 
 
 class LeRobotReader:
@@ -43,6 +37,7 @@ class LeRobotReader:
         self._episodes = self._read_episodes()
         self._table: tuple[Path, Any] | None = None
         self._own: list[dict[str, Any]] = []
+        self._missing: list[Leaf] = []
         if (self.root / names.OWN_PATH).exists():
             data = self._read_json(names.OWN_PATH)
             self.layout = FrameLayout.from_json(data["layout"])
@@ -50,8 +45,9 @@ class LeRobotReader:
             self._own = data["episodes"]
         else:
             self._features = foreign_features(info)
-            leaves = {feature.leaf.key: feature.leaf for feature in self._features}
-            self.layout = FrameLayout(tuple({**leaves, **_ENDS, **leaves}.values()))
+            self.layout = FrameLayout(tuple(feature.leaf for feature in self._features))
+            self._missing = [leaf for leaf in ENDS if self.layout.shape_of(*leaf.key) is None]
+            self.layout = FrameLayout((*self.layout.leaves, *self._missing))
 
     def __len__(self) -> int:
         return len(self._episodes)
@@ -64,9 +60,10 @@ class LeRobotReader:
     def read(self, index: int) -> Episode:
         """Return one episode."""
         row = self._episodes[index]
-        length = int(row["length"])
-        frames: dict[Key, Tensor] = {}
-        table = self._rows(row)
+        length, table = int(row["length"]), self._rows(row)
+        frames = {leaf.key: torch.zeros(length, *leaf.shape, dtype=leaf.dtype) for leaf in self._missing}
+        if ("terminated",) in frames:
+            frames[("terminated",)][-1] = True
         for feature in self._features:
             leaf = feature.leaf
             if feature.is_video:
@@ -74,13 +71,8 @@ class LeRobotReader:
             else:
                 values = torch.from_numpy(from_column(table[feature.name])).to(leaf.dtype)
                 frames[leaf.key] = values.reshape(length, *leaf.shape)
-        for leaf in self.layout.leaves:
-            if leaf.key not in frames:
-                frames[leaf.key] = torch.zeros(length, dtype=leaf.dtype)
-                if leaf.key == ("terminated",):
-                    frames[leaf.key][-1] = True
         own = self._own[index] if self._own else {}
-        pieces: dict[Key, tuple[Tensor, ...]] = {key: (value,) for key, value in frames.items()}
+        pieces: dict[Key, tuple[Tensor, ...]] = {leaf.key: (frames[leaf.key],) for leaf in self.layout.leaves}
         return Episode(pieces, length, own.get("seed", -1), own.get("success"), own.get("policy_version", -1))
 
     def _rows(self, row: dict[str, Any]) -> Any:
@@ -130,13 +122,12 @@ class RecordedEpisodes:
         self.max_steps = self._reader.max_steps
 
     def advance(self) -> list[Episode]:
-        """Return the next episode."""
         if not self._order:
             self._order = self._generator.permutation(len(self._reader)).tolist()
         return [self._reader.read(self._order.pop())]
 
     def close(self) -> None:
-        """Do nothing: no file is held open."""
+        pass  # no file is held open
 
 
 def _file_of(row: dict[str, Any], prefix: str) -> dict[str, int]:
