@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,18 +38,17 @@ def main(argv: Sequence[str]) -> int:
 
     console = Console()
     console.print(f"The scripted expert of {_TASK} pushes a cube to a random goal, {args.num_envs} robots at a time.")
-    with make(_TASK, num_envs=args.num_envs, seed=args.seed) as env:
-        recorder = EpisodeRecorder(env, args.output / "push_cube.mp4", episodes=4, speed=0.5)
-        try:
-            act = choose_policy(env, "expert", args.seed)
-            episodes, seconds = watch_episodes(env, act, args.episodes, args.seed, console, recorder)
-            files = recorder.finish()
-        finally:
-            recorder.close()
-    if recorder.problem is None and recorder.still is not None:
-        files.append(write_image(args.output / "push_cube.png", recorder.still))
-    if recorder.problem is None and recorder.plot is not None:
-        files.append(write_image(args.output / "push_cube_from_above.png", recorder.plot))
+    video = args.output / "push_cube.mp4"
+    with (
+        make(_TASK, num_envs=args.num_envs, seed=args.seed) as env,
+        closing(EpisodeRecorder(env, video, episodes=4, speed=0.5)) as recorder,
+    ):
+        act = choose_policy(env, "expert", args.seed)
+        episodes, seconds = watch_episodes(env, act, args.episodes, args.seed, console, recorder)
+        files = recorder.finish()
+    for name, image in (("push_cube", recorder.still), ("push_cube_from_above", recorder.plot)):
+        if recorder.problem is None and image is not None:
+            files.append(write_image(args.output / f"{name}.png", image))
     print_summary(console, f"{_TASK}, expert", episodes, seconds)
     print_files(console, files, recorder.problem)
     return 0

@@ -16,7 +16,6 @@ from rich.table import Table
 from embodichain.utils.console import check_counts
 
 if TYPE_CHECKING:
-    from embodichain.envs.checker import CheckResult
     from embodichain.envs.vec_env import VecEnv
 
 
@@ -64,7 +63,10 @@ def _list(console: Console, args: ListArgs) -> int:
     table = Table("id", "what", "observation", "action", box=None, header_style="bold", pad_edge=False)
     for spec in list_envs():
         with make(spec.id, num_envs=1) as env:
-            table.add_row(spec.id, spec.description, _describe(env.observation_space), _describe_action(env))
+            space, manager = env.action_space, env.action_manager
+            size = f"one of {space.n}" if isinstance(space, gym.spaces.Discrete) else str(manager.action_dim)
+            action = f"{manager.action_type} {size}"
+            table.add_row(spec.id, spec.description, _describe(env.observation_space), action)
     console.print(table)
     if args.gymnasium:
         names = sorted(name for name in gym.registry if not name.startswith("embodichain/"))
@@ -84,12 +86,6 @@ def _describe(space: Any) -> str:
     return ", ".join(parts)
 
 
-def _describe_action(env: VecEnv) -> str:
-    space = env.action_space
-    size = f"one of {space.n}" if isinstance(space, gym.spaces.Discrete) else str(env.action_manager.action_dim)
-    return f"{env.action_manager.action_type} {size}"
-
-
 def _check(console: Console, args: CheckArgs) -> int:
     from embodichain.envs.checker import run_checks
     from embodichain.envs.registration import make
@@ -102,22 +98,14 @@ def _check(console: Console, args: CheckArgs) -> int:
 
     with console.status(f"checking {args.id} ..."):
         results = run_checks(factory(args.num_envs), factory, args.max_steps)
-    return _report(console, args.id, results)
-
-
-def _report(console: Console, id: str, results: Sequence[CheckResult]) -> int:
-    """Print one line per check and the problems below it; return the exit code."""
     table = Table("check", "", "what", box=None, header_style="bold", pad_edge=False)
     for result in results:
         meaning = escape(result.what.replace("``", ""))
         if result.problems:
             verdict, what = "[red]fail[/red]", [meaning]
             for problem in result.problems:
-                what += [
-                    f"[red]expected[/red] {escape(problem.expected)}",
-                    f"[red]got[/red]      {escape(problem.got)}",
-                    f"[red]do[/red]       {escape(problem.advice)}",
-                ]
+                parts = {"expected": problem.expected, "got": problem.got, "do": problem.advice}
+                what += [f"[red]{part:<8}[/red] {escape(text)}" for part, text in parts.items()]
         elif result.skipped is not None:
             verdict, what = "[dim]-[/dim]", [f"[dim]{escape(result.skipped)}[/dim]"]
         else:
@@ -127,5 +115,6 @@ def _report(console: Console, id: str, results: Sequence[CheckResult]) -> int:
     failed = sum(bool(result.problems) for result in results)
     passed = sum(not result.problems and result.skipped is None for result in results)
     summary = f"{failed} check{'s' if failed > 1 else ''} failed" if failed else "the contract is kept"
-    console.print(f"\n{id}: {summary} ({passed} passed, {len(results) - failed - passed} did not apply)", markup=False)
+    others = f"{passed} passed, {len(results) - failed - passed} did not apply"
+    console.print(f"\n{args.id}: {summary} ({others})", markup=False)
     return 1 if failed else 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
@@ -33,47 +34,34 @@ class LoopbackRendezvous(RendezvousHandler):
         self._store: TCPStore | None = None  # the store lives as long as this reference
 
     def get_backend(self) -> str:
-        """Return the name that torchrun knows this by."""
         return "loopback"
 
     @property
     def use_agent_store(self) -> bool:
-        """Tell that ranks use torchrun's store and need not open another."""
-        return True
+        return True  # ranks use torchrun's store and need not open another
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Open a store for the next attempt; this machine is the only one."""
         listener = socket.create_server((ADDRESS, 0))
         port: int = listener.getsockname()[1]
-        self._store = TCPStore(
-            ADDRESS,
-            port,
-            world_size=1,
-            is_master=True,
-            timeout=_TIMEOUT,
-            multi_tenant=True,
-            master_listen_fd=listener.detach(),  # the store owns it from here on
-        )
+        descriptor = listener.detach()  # the store owns it from here on
+        options: dict[str, Any] = {"is_master": True, "multi_tenant": True, "master_listen_fd": descriptor}
+        self._store = TCPStore(ADDRESS, port, world_size=1, timeout=_TIMEOUT, **options)
         return RendezvousInfo(PrefixStore(self._run_id, self._store), 0, 1, RendezvousStoreInfo(ADDRESS, port))
 
     def is_closed(self) -> bool:
-        """Tell that it is open as long as torchrun runs."""
         return False
 
     def set_closed(self) -> None:
-        """Do nothing: there are no other machines to inform."""
+        pass  # there are no other machines to inform
 
     def num_nodes_waiting(self) -> int:
-        """Return that no other machine waits to join."""
         return 0
 
     def get_run_id(self) -> str:
-        """Return torchrun's name of the run."""
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Do nothing: the store ends with the process."""
-        return True
+        return True  # the store ends with the process
 
 
 def create(parameters: RendezvousParameters) -> RendezvousHandler:

@@ -10,7 +10,6 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from types import ModuleType
 
 from embodichain import __version__
 from embodichain.errors import EmbodiChainError, UnknownNameError, nearest
@@ -19,8 +18,6 @@ EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 EXIT_PIPE_CLOSED = 141  # 128 + SIGPIPE
 TRACEBACK_VARIABLE = "EMBODICHAIN_TRACEBACK"
-
-
 COMMANDS = {
     "envs": "list the environments, or check that one keeps the contract",
     "play": "roll an environment and show what happens",
@@ -48,11 +45,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"embodichain {__version__}")
         return 0
     try:
-        code: int = _load(words[0]).main(words[1:])
+        if words[0] not in COMMANDS:
+            raise UnknownNameError(f"unknown command {words[0]!r}.{nearest(words[0], list(COMMANDS))}")
+        code: int = importlib.import_module(f"embodichain.cli.{words[0]}").main(words[1:])
         sys.stdout.flush()
         return code
     except KeyboardInterrupt as interruption:
-        print("\n".join(["interrupted", *_notes(interruption)]), file=sys.stderr)
+        print("interrupted", *getattr(interruption, "__notes__", []), sep="\n", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader, `head` say, has seen enough; keep the interpreter from flushing once more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -61,21 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if show_traceback:
             traceback.print_exc()
         else:
-            lines = [f"embodichain: {error}", *_notes(error), "(--traceback shows where it was raised)"]
-            print("\n".join(lines), file=sys.stderr)
+            notes = (*getattr(error, "__notes__", []), "(--traceback shows where it was raised)")
+            print(f"embodichain: {error}", *notes, sep="\n", file=sys.stderr)
         return EXIT_USAGE
-
-
-def _notes(error: BaseException) -> list[str]:
-    """Return what was added to an error on its way."""
-    return list(getattr(error, "__notes__", []))
-
-
-def _load(name: str) -> ModuleType:
-    """Import the module of a command, which has ``main(argv) -> int``."""
-    if name not in COMMANDS:
-        raise UnknownNameError(f"unknown command {name!r}.{nearest(name, list(COMMANDS))}")
-    return importlib.import_module(f"embodichain.cli.{name}")
 
 
 def usage() -> str:

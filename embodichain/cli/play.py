@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from embodichain.errors import EnvContractError, RenderingError
 from embodichain.utils.console import check_counts
 
 if TYPE_CHECKING:
-    from embodichain.envs.recording import ActionSource, EpisodeRecorder, EpisodeResult, Summary
+    from embodichain.envs.recording import ActionSource, EpisodeRecorder, EpisodeResult
     from embodichain.envs.vec_env import VecEnv
 
 PolicyName = Literal["expert", "random", "zero"]
@@ -74,17 +74,14 @@ def main(argv: Sequence[str]) -> int:
         overrides["kwargs"] = {"render_mode": "rgb_array"}  # Gymnasium wants to know beforehand
         with contextlib.suppress(RenderingError):  # its MuJoCo envs take the backend from MUJOCO_GL; others need none
             choose_backend()
-    with make(source, **overrides) as env:
+    with make(source, **overrides) as env, contextlib.ExitStack() as stack:
         act = choose_policy(env, args.policy, args.seed)
         recorder = None
         if args.video is not None:
             recorder = EpisodeRecorder(env, args.video, args.video_episodes, args.camera, args.size, args.speed)
-        try:
-            episodes, seconds = watch_episodes(env, act, args.episodes, args.seed, console, recorder)
-            files = recorder.finish() if recorder is not None else []
-        finally:
-            if recorder is not None:
-                recorder.close()
+            stack.callback(recorder.close)
+        episodes, seconds = watch_episodes(env, act, args.episodes, args.seed, console, recorder)
+        files = recorder.finish() if recorder is not None else []
     print_summary(console, f"{args.id}, {args.policy}", episodes, seconds)
     if recorder is not None:
         print_files(console, files, recorder.problem)
@@ -132,22 +129,19 @@ def watch_episodes(
     return episodes, time.perf_counter() - start
 
 
-def print_summary(console: Console, title: str, episodes: Sequence[EpisodeResult], seconds: float) -> Summary:
+def print_summary(console: Console, title: str, episodes: Sequence[EpisodeResult], seconds: float) -> None:
     """Print the averages as a small table."""
     from embodichain.envs.recording import Summary
 
     summary = Summary.of(episodes)
-    table = Table(title=title, title_justify="left", show_header=False)
-    table.add_column(justify="left")
-    table.add_column(justify="right")
-    table.add_row("episodes", str(summary.episodes))
     rate = "not reported" if summary.success_rate is None else f"{summary.success_rate:.1%}"
+    table = Table("", Column(justify="right"), title=title, title_justify="left", show_header=False)
+    table.add_row("episodes", str(summary.episodes))
     table.add_row("success rate", rate, style="bold")
     table.add_row("mean return", f"{summary.mean_return:.2f} ± {summary.std_return:.2f}")
     table.add_row("mean length", f"{summary.mean_length:.1f} steps")
     table.add_row("wall time", f"{seconds:.1f} s")
     console.print(table)
-    return summary
 
 
 def print_files(console: Console, files: Sequence[Path], problem: str | None) -> None:

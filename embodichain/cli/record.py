@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,8 +12,7 @@ import tyro
 from rich.console import Console
 from rich.progress import Progress
 
-from embodichain.cli.stream import HELP, load_stream_config, show_help
-from embodichain.config import parse_overrides
+from embodichain.cli.stream import parse_command
 from embodichain.utils.console import check_counts
 
 if TYPE_CHECKING:
@@ -43,26 +43,20 @@ class RecordArgs:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
-    if HELP & set(argv):
-        return show_help(RecordArgs, "embodichain record", argv)
-    args, flags = tyro.cli(RecordArgs, args=list(argv), prog="embodichain record", return_unknown_args=True)
+    args, cfg = parse_command(RecordArgs, "embodichain record", argv)
 
     from embodichain.agents.datasets.lerobot.writer import LeRobotWriter, read_back, record
     from embodichain.agents.engine.sources import open_source
 
     check_counts({"--episodes": args.episodes})
-    cfg = parse_overrides(load_stream_config(args.config), flags, prog="embodichain record CONFIG")
     console = Console()
-    source = open_source(cfg)  # the episodes of the stream's first worker
-    try:
+    with closing(open_source(cfg)) as source:  # the episodes of the stream's first worker
         name = args.task or str(cfg.gym_config.get("id", args.config))
         writer = LeRobotWriter(args.out, source.layout, args.fps or _rate(source), name, quality=args.quality)
         with writer, Progress(console=console, transient=True) as progress:
             bar = progress.add_task("recording", total=args.episodes)
             only_success = cfg.check().only_success
             traces = record(source, writer, args.episodes, only_success, lambda: progress.advance(bar))
-    finally:
-        source.close()
     frames = sum(trace.length for trace in traces)
     console.print(f"{args.out}: {len(traces)} episodes, {frames} frames at {writer.fps} per second")
     if args.read:

@@ -6,10 +6,10 @@ import os
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import tyro
 from rich.console import Console, Group
@@ -22,9 +22,10 @@ from embodichain.config import load_config, parse_overrides
 from embodichain.envs.registration import list_envs, load_gym_config
 
 if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
     from embodichain.agents.engine import OnlineDataEngine, StreamStats, WorkerStats
 
-HELP = frozenset({"-h", "--help"})
 WINDOW_SECONDS = 30.0
 """Rates are means over this time, until the stream ends: workers write in bursts, a whole buffer at a time."""
 MAX_LINES = 40
@@ -37,6 +38,7 @@ _LEFT = ("node", "worker", "state")
 _COLUMNS = (*_LEFT, "episodes", "per s", "steps/s", "age", "restarts")
 _ENVS, _ROWS_PER_ENV = 8, 4
 Line = tuple[str, ...]
+Args = TypeVar("Args", bound=Any)
 
 
 @dataclass(frozen=True)
@@ -61,20 +63,14 @@ class StreamArgs:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
-    if HELP & set(argv):
-        return show_help(StreamArgs, "embodichain stream", argv)
-    args, flags = tyro.cli(StreamArgs, args=list(argv), prog="embodichain stream", return_unknown_args=True)
+    args, cfg = parse_command(StreamArgs, "embodichain stream", argv)
 
     from embodichain.agents.engine import OnlineDataEngine
     from embodichain.utils.console import shown_messages
 
-    cfg = parse_overrides(load_stream_config(args.config), flags, prog="embodichain stream CONFIG")
     with shown_messages(), OnlineDataEngine(cfg) as engine:
         watch(engine, args, Console())
     return 0
-
-
-# --- settings -----------------------------------------------------------------------------------------------------
 
 
 def load_stream_config(source: str | os.PathLike[str]) -> OnlineDataEngineCfg:
@@ -103,43 +99,47 @@ def _for_environment(gym_config: dict[str, Any]) -> OnlineDataEngineCfg:
     return OnlineDataEngineCfg.from_dict(settings, source=str(gym_config.get("id")))
 
 
-def show_help(command: type[Any], prog: str, argv: Sequence[str]) -> int:
-    """Print the options of a command and every setting of the engine, with the values of a config if one is given."""
+def parse_command(command: type[Args], prog: str, argv: Sequence[str]) -> tuple[Args, OnlineDataEngineCfg]:
+    """Return the options of a command that runs simulation, and the settings of the engine, which are flags, too.
+
+    ``--help`` prints both, with the values of a config if one is given.
+    """
+    if not {"-h", "--help"} & set(argv):
+        args, flags = tyro.cli(command, args=list(argv), prog=prog, return_unknown_args=True)
+        return args, parse_overrides(load_stream_config(args.config), flags, prog=f"{prog} CONFIG")
     given = [word for word in argv[:1] if not word.startswith("-")]
     cfg = load_stream_config(given[0]) if given else OnlineDataEngineCfg()
     with suppress(SystemExit):
         tyro.cli(command, args=["--help"], prog=prog)
     where = f"as {given[0]} has them" if given else "and their defaults, which CONFIG changes"
-    with suppress(SystemExit):
-        parse_overrides(cfg, ["--help"], prog=f"{prog} CONFIG", description=f"The settings of the engine, {where}.")
-    return 0
-
-
-# --- the command --------------------------------------------------------------------------------------------------
+    parse_overrides(cfg, ["--help"], prog=f"{prog} CONFIG", description=f"The settings of the engine, {where}.")
+    raise SystemExit(0)
 
 
 def watch(engine: OnlineDataEngine, args: StreamArgs, console: Console) -> None:
     """Draw from a stream and show its figures until the duration is over; then show those of the whole run."""
     began = time.monotonic()
-    log = None if args.tensorboard is None else StreamLog(args.tensorboard)
-    now = _snapshot(engine, args, 0.0)
-    history = History(now)
-    screen = Live(view(now, history, args, console), console=console, transient=True)
-    try:
-        with screen if console.is_terminal else nullcontext():
-            while args.duration is None or time.monotonic() - began < args.duration:
-                _draw(engine, args, seconds=1.0 if args.watch else 0.5)
-                now = _snapshot(engine, args, time.monotonic() - began)
-                history.add(now)
-                screen.update(view(now, history, args, console))
-                if log is not None:
-                    log.write(now)
-    except KeyboardInterrupt:
-        pass  # the ordinary way to end a stream that has no duration
-    finally:
-        if log is not None:
-            log.close()
-    console.print(view(now, history, args, None))
+
+    def snapshot() -> Snapshot:
+        workers = engine.worker_stats() if args.watch or args.tensorboard is not None else ()
+        return Snapshot(time.monotonic() - began, engine.stats(), workers)
+
+    history = History(snapshot())
+    with ExitStack() as stack, suppress(KeyboardInterrupt):  # the ordinary way to end a stream without a duration
+        screen = Live(view(history, args, console), console=console, transient=True)
+        if console.is_terminal:
+            stack.enter_context(screen)
+        if args.tensorboard is not None:
+            from torch.utils.tensorboard import SummaryWriter  # takes a second to import
+
+            log = stack.enter_context(SummaryWriter(str(args.tensorboard)))
+        while args.duration is None or time.monotonic() - began < args.duration:
+            _draw(engine, args, seconds=1.0 if args.watch else 0.5)
+            history.add(snapshot())
+            screen.update(view(history, args, console))
+            if args.tensorboard is not None:
+                write_scalars(log, history.last)
+    console.print(view(history, args, None))
 
 
 def _draw(engine: OnlineDataEngine, args: StreamArgs, seconds: float) -> None:
@@ -153,14 +153,9 @@ def _draw(engine: OnlineDataEngine, args: StreamArgs, seconds: float) -> None:
             time.sleep(0.001)
 
 
-def _snapshot(engine: OnlineDataEngine, args: StreamArgs, seconds: float) -> Snapshot:
-    workers = engine.worker_stats() if args.watch or args.tensorboard is not None else ()
-    return Snapshot(seconds, engine.stats(), workers)
-
-
-def view(now: Snapshot, history: History, args: StreamArgs, screen: Console | None) -> Group:
+def view(history: History, args: StreamArgs, screen: Console | None) -> Group:
     """Return the figures as tables that fit a screen; without one, those of the whole run as tables of any height."""
-    rates = history.whole() if screen is None else history.recent()
+    now, rates = history.last, history.rates(whole=screen is None)
     when = "the whole run" if screen is None else f"the last {min(WINDOW_SECONDS, now.seconds):.0f} s"
     title = Text(f"stream, {now.seconds:.0f} s since the first fill (rates: mean of {when})", style="italic")
     above = summary(now.stats, rates)
@@ -187,9 +182,6 @@ def summary(stats: StreamStats, rates: Rates) -> Table:
     if stats.restarts:
         table.add_row("workers", "", "", f"{stats.restarts:,} replaced")
     return table
-
-
-# --- rates --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -232,25 +224,19 @@ class History:
     """Snapshots of a stream: the first one, and those of the last ``WINDOW_SECONDS``."""
 
     def __init__(self, first: Snapshot) -> None:
-        self._first = first
+        self.first = self.last = first
         self._recent = deque([first])
 
     def add(self, snapshot: Snapshot) -> None:
         """Keep a snapshot, and drop those that are too old."""
+        self.last = snapshot
         self._recent.append(snapshot)
         while snapshot.seconds - self._recent[1].seconds >= WINDOW_SECONDS:
             self._recent.popleft()
 
-    def recent(self) -> Rates:
-        """Return the rates of the last seconds."""
-        return Rates.between(self._recent[0], self._recent[-1])
-
-    def whole(self) -> Rates:
-        """Return the rates since the beginning."""
-        return Rates.between(self._first, self._recent[-1])
-
-
-# --- workers ------------------------------------------------------------------------------------------------------
+    def rates(self, whole: bool = False) -> Rates:
+        """Return the rates of the last seconds, or those since the beginning."""
+        return Rates.between(self.first if whole else self._recent[0], self.last)
 
 
 def worker_table(workers: Sequence[WorkerStats], rates: Rates, max_lines: int = MAX_LINES) -> Table:
@@ -259,17 +245,30 @@ def worker_table(workers: Sequence[WorkerStats], rates: Rates, max_lines: int = 
     If these are more than ``max_lines``, workers are left out; then as many nodes as it takes. Workers that wait for a
     node share one line. The last line, about all of them, is always there.
     """
+    nodes = by_node(workers)
+    waiting = nodes.pop("", [])
+    last = [(_line("-", f"{len(waiting)} more", "waiting", waiting, rates), "dim")] if waiting else []
+    last.append((_line("all", str(len(workers)), _common_state(workers), workers, rates), "bold"))
+
+    def node_line(node: str, members: Sequence[WorkerStats]) -> Line:
+        return _line(node, f"all {len(members)}", _common_state(members), members, rates)
+
+    lines: list[tuple[Line, str | None]] = []
+    for node, members in nodes.items():
+        lines += [(_line(w.node, str(w.worker), _state(w), [w], rates), None) for w in members]
+        if len(nodes) > 1 and len(members) > 1:
+            lines.append((node_line(node, members), "bold"))
+    room, groups = max(max_lines - len(last), 0), list(nodes.items())
+    if len(lines) > room:
+        if len(groups) > room > 0:
+            others = [worker for _, members in groups[room - 1 :] for worker in members]
+            groups[room - 1 :] = [(f"{len(groups) - room + 1} more", others)]
+        lines = [(node_line(*group), None) for group in groups[:room]]
     table = Table(box=None, padding=(0, 1, 0, 0))  # it has to fit into 80 columns
     for column in _COLUMNS:
         table.add_column(column, justify="left" if column in _LEFT else "right", no_wrap=True)
-    nodes = by_node(workers)
-    waiting = nodes.pop("", [])
-    last = [_line("-", f"{len(waiting)} more", "waiting", waiting, rates)] if waiting else []
-    last.append(_line("all", str(len(workers)), _common_state(workers), workers, rates))
-    for line, is_sum in _fitting(nodes, rates, max_lines - len(last)):
-        table.add_row(*line, style="bold" if is_sum else None)
-    for line in last if max_lines > 1 else last[-1:]:
-        table.add_row(*line, style="bold" if line is last[-1] else "dim")
+    for line, style in [*lines, *last][-max_lines:]:
+        table.add_row(*line, style=style)
     return table
 
 
@@ -285,27 +284,6 @@ def mean_age(workers: Sequence[WorkerStats]) -> float:
     """Return the mean age of the workers' episodes; 0 if there are none in the buffer."""
     ages = [worker.mean_age_seconds for worker in workers if worker.mean_age_seconds > 0]
     return sum(ages) / len(ages) if ages else 0.0
-
-
-def _fitting(nodes: Mapping[str, list[WorkerStats]], rates: Rates, max_lines: int) -> list[tuple[Line, bool]]:
-    """Return at most ``max_lines`` lines about workers and nodes, and which of them are sums."""
-
-    def node_line(node: str, members: Sequence[WorkerStats]) -> Line:
-        return _line(node, f"all {len(members)}", _common_state(members), members, rates)
-
-    each: list[tuple[Line, bool]] = []
-    for node, members in nodes.items():
-        each += [(_line(w.node, str(w.worker), _state(w), [w], rates), False) for w in members]
-        if len(nodes) > 1 and len(members) > 1:
-            each.append((node_line(node, members), True))
-    if len(each) <= max_lines:
-        return each
-    shown = nodes if len(nodes) <= max_lines else dict(list(nodes.items())[: max(max_lines - 1, 0)])
-    lines = [(node_line(node, members), False) for node, members in shown.items()]
-    others = [worker for node, members in nodes.items() if node not in shown for worker in members]
-    if others and max_lines > 0:
-        lines.append((node_line(f"{len(nodes) - len(shown)} more", others), False))
-    return lines
 
 
 def _line(node: str, who: str, state: str, workers: Sequence[WorkerStats], rates: Rates) -> Line:
@@ -341,30 +319,18 @@ def _common_state(workers: Sequence[WorkerStats]) -> str:
     return f"{len(running)} of {len(workers)} running"
 
 
-class StreamLog:
-    """Writes TensorBoard scalars ``stream/...`` and ``nodes/NAME/...`` over seconds, with rates since the last ones."""
-
-    def __init__(self, folder: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # takes a second to import
-
-        self._writer = SummaryWriter(str(folder))
-
-    def write(self, snapshot: Snapshot) -> None:
-        """Write the figures of one snapshot."""
-        scalars = {f"stream/{name}": value for name, value in asdict(snapshot.stats).items() if value is not None}
-        for node, members in by_node(snapshot.workers).items():
-            figures = {
-                "episodes_per_second": sum(w.episodes_per_second for w in members),
-                "frames_per_second": sum(w.frames_per_second for w in members),
-                "silent_seconds": max(w.silent_seconds for w in members),
-                "mean_age_seconds": mean_age(members),
-                "restarts": sum(w.restarts for w in members),
-                "workers": sum(w.state == "running" for w in members),
-            }
-            scalars |= {f"nodes/{node or '(waiting)'}/{name}": value for name, value in figures.items()}
-        for name, value in scalars.items():
-            self._writer.add_scalar(name, value, int(snapshot.seconds))
-
-    def close(self) -> None:
-        """Write what is left."""
-        self._writer.close()
+def write_scalars(log: SummaryWriter, snapshot: Snapshot) -> None:
+    """Write TensorBoard scalars ``stream/...`` and ``nodes/NAME/...`` over seconds, with rates since the last ones."""
+    scalars = {f"stream/{name}": value for name, value in asdict(snapshot.stats).items() if value is not None}
+    for node, members in by_node(snapshot.workers).items():
+        figures = {
+            "episodes_per_second": sum(w.episodes_per_second for w in members),
+            "frames_per_second": sum(w.frames_per_second for w in members),
+            "silent_seconds": max(w.silent_seconds for w in members),
+            "mean_age_seconds": mean_age(members),
+            "restarts": sum(w.restarts for w in members),
+            "workers": sum(w.state == "running" for w in members),
+        }
+        scalars |= {f"nodes/{node or '(waiting)'}/{name}": value for name, value in figures.items()}
+    for name, value in scalars.items():
+        log.add_scalar(name, value, int(snapshot.seconds))

@@ -48,7 +48,8 @@ def test_a_wrong_setting_is_named(tmp_path: Path) -> None:
 def test_help_lists_the_settings_of_the_engine_as_well(
     words: list[str], flag: str, now: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(words) == 0
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(words)
     listed = capfd.readouterr().out
     for name in (flag, "--workers {local,ray}", "--num_workers", "--address", "--placement.num_gpus"):
         assert name in listed

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.tensorboard import SummaryWriter
 
 from embodichain.agents.engine import StreamStats, WorkerStats
 from embodichain.cli.stream import (
@@ -18,9 +19,9 @@ from embodichain.cli.stream import (
     Rates,
     Snapshot,
     StreamArgs,
-    StreamLog,
     view,
     worker_table,
+    write_scalars,
 )
 
 STATS = StreamStats(100, 9.0, 540.0, 3200, 320.0, 2.0, 0.5, 1.5, None, 3, 0, frames=6000)
@@ -119,33 +120,31 @@ def test_rates_are_means_over_several_bursts() -> None:
     for second in range(1, 101):  # 120 episodes at once, every ten seconds
         history.add(snapshot(float(second), 128 + 120 * (second // 10)))
         if second >= WINDOW_SECONDS:
-            assert 8.0 <= history.recent().episodes <= 16.0
-            assert history.recent().seconds <= WINDOW_SECONDS + 1
-    assert history.whole().episodes == pytest.approx(12.0)
-    assert history.whole().frames == pytest.approx(720.0)
-    assert history.whole().samples == pytest.approx(120.0)
-    assert history.whole().of_workers[0] == pytest.approx((12.0, 720.0))
+            assert 8.0 <= history.rates().episodes <= 16.0
+            assert history.rates().seconds <= WINDOW_SECONDS + 1
+    assert history.rates(whole=True).episodes == pytest.approx(12.0)
+    assert history.rates(whole=True).frames == pytest.approx(720.0)
+    assert history.rates(whole=True).samples == pytest.approx(120.0)
+    assert history.rates(whole=True).of_workers[0] == pytest.approx((12.0, 720.0))
 
 
 def test_the_screen_is_never_too_small_and_the_end_tells_of_the_whole_run() -> None:
     args = StreamArgs("ReachRL", watch=True)
     history = History(Snapshot(0.0, replace(STATS, episodes_written=40, frames=0, samples=0), workers(17)))
-    now = Snapshot(60.0, STATS, workers(17))
-    history.add(now)
+    history.add(Snapshot(60.0, STATS, workers(17)))
     for height in (10, 12, 24, 40):
-        lines = printed(view(now, history, args, Console(file=io.StringIO(), width=80, height=height)))
+        lines = printed(view(history, args, Console(file=io.StringIO(), width=80, height=height)))
         assert len(lines) < height
         assert lines[-1].split()[:2] == ["all", "17"]
-    lines = printed(view(now, history, args, None))
+    lines = printed(view(history, args, None))
     assert "mean of the whole run" in lines[0]
     assert lines[2].split()[:3] == ["episodes", "100", "1.0"]
     assert sum(line.startswith("node") for line in lines) == 1 + 16 + 2
 
 
 def test_scalars_are_written_for_the_stream_and_for_nodes(tmp_path: Path) -> None:
-    log = StreamLog(tmp_path)
-    log.write(Snapshot(3.2, STATS, workers(4)))
-    log.close()
+    with SummaryWriter(str(tmp_path)) as log:
+        write_scalars(log, Snapshot(3.2, STATS, workers(4)))
     events = EventAccumulator(str(tmp_path)).Reload()
     assert events.Scalars("stream/episodes_per_second")[0].value == 9.0
     assert events.Scalars("nodes/node01/episodes_per_second")[0].value == 3.0
