@@ -122,12 +122,25 @@ def test_lag_stays_within_its_bound(adopt, lag):
         assert [high for _, high in lags] == [min(i, lag) for i in range(12)]
 
 
+class GatedEnv(Env):
+    """Waits in one of its steps until it is let go."""
+
+    def __init__(self, gate: threading.Event, at: int) -> None:
+        super().__init__(at=at)
+        self.gate = gate
+
+    def step(self, action):
+        if self.steps == self.at:
+            assert self.gate.wait(60.0)
+        return super().step(action)
+
+
 def test_new_weights_are_used_from_the_next_step_on():
-    algorithm = make_learner()
-    env = Env(pause=0.005)
-    with make_collector(algorithm, env, num_steps=40, max_policy_lag=1) as collector:
+    algorithm, gate = make_learner(), threading.Event()
+    with make_collector(algorithm, GatedEnv(gate, at=60), num_steps=40, max_policy_lag=1) as collector:
         algorithm.update(collector.collect())
         collector.publish()  # the second rollout is under way
+        gate.set()
         versions = collector.collect()["policy_version"]
     assert versions[0, 0] == 0
     assert versions[0, -1] == 1
