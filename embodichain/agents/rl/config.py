@@ -15,6 +15,7 @@ import torch
 from embodichain.agents.rl.algo import get_algo_class
 from embodichain.agents.rl.collector.config import AsyncCfg, CollectorBlock
 from embodichain.agents.rl.models import get_policy_class
+from embodichain.agents.rl.utils.distributed import Ranks, local_count, local_rank
 from embodichain.config import (
     MISSING,
     Config,
@@ -26,6 +27,7 @@ from embodichain.config import (
     load_config,
     parse_overrides,
 )
+from embodichain.envs.physics.mujoco_cpu import available_cores
 from embodichain.envs.registration import list_envs, load_gym_config
 from embodichain.errors import ConfigError
 from embodichain.extras import check_trusted, import_trusted
@@ -34,6 +36,8 @@ Steps = Annotated[int, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
 _FILE_SUFFIXES = (".json", ".yaml", ".yml")
 _USED_BY_SYNC = ("pipeline_stages", "env_processes")
+_RANKS_OWN = ("trainer.run_dir", "trainer.output_dir")
+"""Fields in which ranks may differ: of the folders, those of the first rank are used."""
 _LOG = logging.getLogger(__name__)
 
 
@@ -186,6 +190,52 @@ def check_devices(cfg: TrainCfg) -> None:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if device.type == "cuda" and (device.index or 0) >= count:
             raise ConfigError(f"{name}: expected a device of this machine, got {given!r}, but torch finds {count} GPUs")
+
+
+def check_same_config(cfg: TrainCfg, ranks: Ranks) -> None:
+    """Raise ``ConfigError`` that names the first field in which a rank's config is not the first rank's."""
+    own = {key: value for key, value in _flat(cfg.to_dict()).items() if key not in _RANKS_OWN}
+    first, *others = ranks.exchange(own)
+    for rank, theirs in enumerate(others, start=1):
+        keys = [key for key in sorted({*first, *theirs}) if first.get(key, "nothing") != theirs.get(key, "nothing")]
+        if keys:
+            key, more = keys[0], "" if len(keys) == 1 else f" (and {len(keys) - 1} more)"
+            raise ConfigError(
+                f"{key}: rank 0 has {first.get(key, 'nothing')!r}, rank {rank} {theirs.get(key, 'nothing')!r}{more}. "
+                "Start all ranks with the same config file and the same options",
+                "ranks",
+            )
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the leaves of a nested config by their dotted names."""
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        leaves |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
+    return leaves
+
+
+def for_rank(cfg: TrainCfg, ranks: Ranks) -> TrainCfg:
+    """Return a completed config as one rank uses it: its own seeds, its own GPU, its share of the processor's cores."""
+    if ranks.count == 1:
+        return cfg
+    trainer, seed = cfg.trainer, ranks.seed(cfg.trainer.seed)
+    given = trainer.gym_config
+    environment: dict[str, Any] = {**({"id": given} if isinstance(given, str) else given), "seed": seed}
+    environment["device"] = _own_device(str(environment.get("device", "cpu")))
+    if not environment.get("num_threads"):
+        environment["num_threads"] = max(1, available_cores() // local_count())
+    changed = trainer.replace(seed=seed, device=_own_device(trainer.device), gym_config=environment)
+    settings = dict(cfg.algorithm.cfg)
+    settings["device"] = _own_device(str(settings.get("device", trainer.device)))
+    return cfg.replace(trainer=changed, algorithm=cfg.algorithm.replace(cfg=settings))
+
+
+def _own_device(name: str) -> str:
+    """Return this rank's GPU in place of any."""
+    if torch.device(name).type != "cuda" or not torch.cuda.is_available():
+        return name
+    return f"cuda:{local_rank() % torch.cuda.device_count()}"
 
 
 def num_iterations(trainer: TrainerCfg, ranks: int = 1, iteration: int = 0, global_step: int = 0) -> int | None:

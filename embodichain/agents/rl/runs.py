@@ -39,9 +39,10 @@ from embodichain.agents.rl.checkpoint import (
     restore_former,
     save_checkpoint,
 )
-from embodichain.agents.rl.config import TrainCfg
+from embodichain.agents.rl.config import TrainCfg, TrainerCfg
+from embodichain.agents.rl.utils.distributed import Ranks, is_launched, is_torchrun, local_count
 from embodichain.config import save_config
-from embodichain.errors import OutputError, TrainingStateError
+from embodichain.errors import ConfigError, OutputError, RankError, TrainingStateError
 from embodichain.extras import require
 
 CONFIG_FILE = "train_config.json"
@@ -140,6 +141,57 @@ def _unused(path: Path) -> Path:
         number += 1
         candidate = path.with_name(f"{path.name}-{number}")
     return candidate
+
+
+def open_folder(cfg: TrainCfg, run: Path | None, ranks: Ranks) -> RunFolder:
+    """Return the folder of a run, which the first rank makes; the others may be on machines that do not have it."""
+    made = ""
+    with ranks.together("making the folder of the run"):
+        if ranks.is_first:
+            folder = RunFolder.create(cfg) if run is None else RunFolder.open(run, cfg)
+            made = str(folder.path)
+    return RunFolder(Path(ranks.from_first(made)), cfg.trainer.keep_checkpoints)
+
+
+def run_to_continue(trainer: TrainerCfg, ranks: Ranks) -> Path | None:
+    """Return the folder of the run if torchrun starts the ranks and it has a checkpoint there; ``None`` for a new run.
+
+    The first rank decides. If another one has a checkpoint and it has none, a machine was lost: ``RankError``.
+    """
+    with ranks.together("looking for a checkpoint"):
+        found = _newest_step(trainer)
+    steps = ranks.exchange(found)
+    if steps[0] is not None:
+        return Path(trainer.run_dir or "")
+    for rank, step in enumerate(steps):
+        if step is not None:
+            raise RankError(
+                f"rank 0 has no checkpoint in trainer.run_dir, but rank {rank} has one of step {step}: copy that "
+                "folder to the machine of rank 0, or use one that all machines see"
+            )
+    return None
+
+
+def _newest_step(trainer: TrainerCfg) -> int | None:
+    """Return the step of the newest checkpoint that torchrun continues from, ``None`` if there is none."""
+    if not is_torchrun():
+        return None
+    if trainer.run_dir is None:
+        if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
+            problem = "expected a folder, as torchrun has to find the run again after a restart, got none"
+            raise ConfigError(f"trainer.run_dir: {problem}")
+        return None
+    saved = list_checkpoints(Path(trainer.run_dir) / CHECKPOINTS)
+    return checkpoint_step(saved[-1]) if saved else None
+
+
+def resume_command(run: Path) -> str:
+    """Return the command that continues a run as it was started; several machines have more options."""
+    launcher = ""
+    if is_launched():
+        several = int(os.environ["WORLD_SIZE"]) > local_count()
+        launcher = f"torchrun {'...' if several else f'--nproc-per-node={local_count()}'} -m "
+    return f"{launcher}embodichain train --resume {run}"
 
 
 class RunLog:

@@ -30,24 +30,17 @@ from embodichain.agents.rl.config import (
     TrainCfg,
     TrainerCfg,
     check_devices,
+    check_same_config,
     complete,
+    for_rank,
     load_train_config,
     override,
     warn_about_config,
 )
-from embodichain.agents.rl.launch import (
-    check_same_config,
-    for_rank,
-    global_rank,
-    joined_ranks,
-    open_folder,
-    resume_command,
-    run_to_continue,
-)
 from embodichain.agents.rl.models import build_policy
-from embodichain.agents.rl.runs import RunFolder
+from embodichain.agents.rl.runs import RunFolder, open_folder, resume_command, run_to_continue
 from embodichain.agents.rl.trainer import Trainer, TrainingResult
-from embodichain.agents.rl.utils.distributed import Ranks
+from embodichain.agents.rl.utils.distributed import Ranks, global_rank, joined_ranks
 from embodichain.config import merge
 from embodichain.envs.physics.mujoco_cpu import available_cores
 from embodichain.envs.registration import list_envs, make

@@ -21,10 +21,10 @@ from embodichain.agents.rl.algo import GRPO, PPO, GRPOCfg, PPOCfg
 from embodichain.agents.rl.checkpoint import save_checkpoint
 from embodichain.agents.rl.collector import SyncCollector
 from embodichain.agents.rl.config import TrainerCfg
-from embodichain.agents.rl.launch import joined_ranks, run_to_continue
+from embodichain.agents.rl.runs import run_to_continue
 from embodichain.agents.rl.train import resume_training, train_from_config
 from embodichain.agents.rl.utils import distributed as ranks_module
-from embodichain.agents.rl.utils.distributed import Ranks
+from embodichain.agents.rl.utils.distributed import Ranks, joined_ranks
 from embodichain.errors import ConfigError, EmbodiChainError
 from tests.agents.rl.helpers import ScriptedEnv, make_policy
 

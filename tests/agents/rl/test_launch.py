@@ -17,10 +17,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from embodichain.agents.rl.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from embodichain.agents.rl.config import TrainerCfg
-from embodichain.agents.rl.launch import joined_ranks, run_to_continue
-from embodichain.agents.rl.runs import read_metrics
+from embodichain.agents.rl.runs import read_metrics, run_to_continue
 from embodichain.agents.rl.train import train_from_config
-from embodichain.agents.rl.utils.distributed import Ranks
+from embodichain.agents.rl.utils.distributed import Ranks, joined_ranks
 from embodichain.errors import ConfigError, RankError
 from tests.agents.rl import rank_cases
 from tests.agents.rl.rank_cases import run_ranks
@@ -158,7 +157,7 @@ def test_ranks_with_different_configs_are_told_the_first_field(tmp_path):
 
 LAUNCHER = """
 import os, subprocess, sys, time
-rank = "from embodichain.agents.rl.launch import joined_ranks\\nwith joined_ranks(): pass"
+rank = "from embodichain.agents.rl.utils.distributed import joined_ranks\\nwith joined_ranks(): pass"
 place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
 place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": sys.argv[1], "TORCHELASTIC_USE_AGENT_STORE": "True"}
 print(subprocess.Popen([sys.executable, "-c", rank], env={**os.environ, **place}).pid, flush=True)

@@ -1,4 +1,4 @@
-"""Data parallelism: what the processes (ranks) of one training exchange.
+"""Data parallelism: how the processes (ranks) of one training find each other, and what they exchange.
 
 ``Ranks`` is a process that is alone, ``ProcessRanks`` those of ``torch.distributed``. Nothing that another process
 sends is unpickled. Every rank adds up small sums in the order of ranks, so that all have the same bits.
@@ -7,8 +7,11 @@ sends is unpickled. Every rank adds up small sums in the order of ranks, so that
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import reduce
 from typing import Any
 
@@ -16,14 +19,20 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.functional import pad
 
+from embodichain.agents.processes.fork_server import die_with_parent
 from embodichain.errors import ObservationError, RankError
 from embodichain.utils.tensor_tree import from_bytes, to_bytes
 
 _SMALL = 1 << 20  # numbers of all ranks together up to which latency, not bandwidth, limits a message
 _PREFIX = 2048  # bytes of a message that are sent before its length is known
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_TIMEOUT = timedelta(hours=2)
+"""How long ranks wait for each other: an evaluation, which the first one does alone, has to fit into it."""
 
 Measures = dict[str, Tensor]
 Moments = tuple[Tensor, Tensor, Tensor]
@@ -227,3 +236,75 @@ def _call(collective: Callable[..., Any], *arguments: Any) -> None:
             "the first error in the output of all ranks. The run can be continued from its latest checkpoint with "
             "--resume"
         ) from error
+
+
+@contextmanager
+def joined_ranks() -> Iterator[Ranks]:
+    """Join the processes that torchrun started, if it did, until the end of the block.
+
+    A process group that exists already is used, and left as it is.
+    """
+    if dist.is_available() and dist.is_initialized():
+        yield _present_ranks()
+        return
+    if is_torchrun():
+        die_with_parent(os.getppid(), signal.SIGTERM)  # torchrun that is killed leaves its ranks running
+    if not is_launched():
+        yield Ranks()
+        return
+    if int(os.environ["WORLD_SIZE"]) == local_count():  # no other machine takes part: use the loopback device
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, "lo")
+    store, rank, count = next(rendezvous("env://", timeout=_TIMEOUT))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps its store when it restarts ranks
+    store = PrefixStore(f"embodichain/attempt_{attempt}", store)
+    dist.init_process_group(_backend(), store=store, rank=rank, world_size=count, timeout=_TIMEOUT)
+    yield ProcessRanks()
+    dist.destroy_process_group()  # not after an error: others may still be waiting for this one
+
+
+def global_rank() -> int:
+    """Return the number of this process among all; 0 speaks for all of them."""
+    return int(os.environ["RANK"]) if is_launched() else 0
+
+
+def local_rank() -> int:
+    """Return the number of this process on its machine."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def local_count() -> int:
+    """Return how many ranks run on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def is_torchrun() -> bool:
+    """Tell whether torchrun started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def is_launched() -> bool:
+    """Tell whether torchrun, or something like it, started several processes."""
+    return all(name in os.environ for name in _LAUNCH_VARIABLES) and int(os.environ["WORLD_SIZE"]) > 1
+
+
+def _present_ranks() -> Ranks:
+    """Return the ranks of the process group that exists, once sure that it can send tensors of the CPU."""
+    if dist.get_world_size() == 1:
+        return Ranks()
+    backends = dist.get_backend_config()
+    if "cpu:" not in backends:
+        raise RankError(
+            f"expected a process group that carries tensors of the CPU, got one of {backends}: start it with "
+            'init_process_group("cpu:gloo,cuda:nccl"), or leave that to torchrun and this package'
+        )
+    return ProcessRanks()
+
+
+def _backend() -> str:
+    """Return what carries tensors: gloo on the CPU; on GPUs NCCL, which needs one for each rank, or else gloo."""
+    if not torch.cuda.is_available():
+        return "gloo"
+    torch.cuda.set_device(local_rank() % torch.cuda.device_count())
+    enough = torch.cuda.device_count() >= local_count() and dist.is_nccl_available()
+    return "cpu:gloo,cuda:nccl" if enough else "cpu:gloo,cuda:gloo"
