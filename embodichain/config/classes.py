@@ -67,7 +67,7 @@ class _Missing:
 
 
 MISSING: Final[Any] = _Missing()
-"""The value of a field that is yet to be filled in; ``validate`` lists such fields."""
+"""The value of a field that is yet to be filled in."""
 
 
 class Config:

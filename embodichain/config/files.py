@@ -97,7 +97,6 @@ def save_config(cfg: Any, path: str | os.PathLike[str]) -> Path:
 
 
 def _format(path: str | os.PathLike[str]) -> tuple[Path, bool]:
-    """Return the path, and whether it is a YAML file."""
     file = Path(path)
     if file.suffix.lower() not in (".json", ".yaml", ".yml"):
         raise ConfigError(f"expected a .json, .yaml or .yml file, got the suffix {file.suffix!r}", str(file))

@@ -7,7 +7,6 @@ numbers, booleans and ``None``. What JSON has no word for is an object with one 
     {"$tensordict": {...}, "$batch": [64]}  {"$items": [[0, {...}]]}        {"$float": "nan"}
 
 Checkpoints store what ``flatten`` returns, channels and Ray send what ``encode`` returns, ranks what ``to_bytes`` does.
-No code runs when it is read back: there is nothing in it but data.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,6 +97,20 @@ def space_entries(space: ObservationSpace, path: tuple[str, ...] = ()) -> list[O
     return [ObservationEntry(path, tuple(space.shape), looks_like_image or (len(path) > 1 and path[0] == "image"))]
 
 
+def select_entries(
+    entries: list[ObservationEntry], names: Iterable[str], setting: str, source: str
+) -> list[ObservationEntry]:
+    """Return the entries that are, or lie below, one of the names that a setting gives; each must match something."""
+    chosen: list[ObservationEntry] = []
+    for name in names:
+        found = [entry for entry in entries if entry.name == name or entry.name.startswith(f"{name}/")]
+        if not found:
+            known = {entry.name for entry in entries} | {entry.path[0] for entry in entries if entry.path}
+            raise ConfigError(f"{setting}: the observations have no {name!r}.{nearest(name, known)}", source)
+        chosen += found
+    return chosen
+
+
 def entry_of(obs: Observation, path: tuple[str, ...], remedy: str = "") -> Tensor:
     """Return one tensor of a nested observation; the error for a missing one lists those that are there."""
     name = "/".join(path)
@@ -128,7 +142,9 @@ class FeatureEncoder(nn.Module):
         super().__init__()
         self.is_flat = not isinstance(obs_space, gym.spaces.Dict)
         entries = space_entries(obs_space)
-        hidden = _select(entries, critic_obs)
+        hidden = select_entries(entries, critic_obs, "critic_obs", "policy")
+        if images := [entry.name for entry in hidden if entry.is_image]:
+            raise ConfigError(f"critic_obs: {images[0]!r} is an image; only vectors can be privileged", "policy")
         vectors = [entry for entry in entries if not entry.is_image]
         privileged = [entry for entry in vectors if entry in hidden]
         self.vectors = [entry for entry in vectors if entry not in hidden] + privileged
@@ -177,20 +193,6 @@ class FeatureEncoder(nn.Module):
         """Let the running statistics, if there are any, take in observations ``[...]``."""
         if self.normalizer is not None and self.training:
             self.normalizer.update(self.vector(obs))
-
-
-def _select(entries: list[ObservationEntry], names: Sequence[str]) -> list[ObservationEntry]:
-    """Return the entries that are, or lie below, one of the names; each name must match something."""
-    chosen: list[ObservationEntry] = []
-    for name in names:
-        found = [entry for entry in entries if entry.name == name or entry.name.startswith(name + "/")]
-        if not found:
-            known = {entry.name for entry in entries} | {entry.path[0] for entry in entries if entry.path}
-            raise ConfigError(f"critic_obs: the observation has no {name!r}.{nearest(name, known)}", "policy")
-        if any(entry.is_image for entry in found):
-            raise ConfigError(f"critic_obs: {name!r} is an image; only vectors can be privileged", "policy")
-        chosen += found
-    return chosen
 
 
 def _columns(value: Tensor, rank: int) -> Tensor:

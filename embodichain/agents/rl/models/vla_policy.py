@@ -1,8 +1,6 @@
 """``VLAPolicy``: a vision-language-action model as a policy that PPO and GRPO can train.
 
-The block of a training config::
-
-    {"name": "vla", "vla_config": {"model_path": "checkpoints/vla", "model_class": "tiny_vla", "model_config": {}}}
+Its block is ``{"name": "vla", "vla_config": {"model_path": "checkpoints/vla", "model_class": "tiny_vla"}}``.
 """
 
 from __future__ import annotations

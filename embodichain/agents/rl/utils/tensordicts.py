@@ -1,7 +1,4 @@
-"""Observations as nested TensorDicts, as environments give them, and as flat tensors; and their spaces as plain data.
-
-Spaces travel as data, so that a policy can be built again without its environment.
-"""
+"""Observations as nested TensorDicts and as flat tensors, and spaces as plain data: a policy is saved with them."""
 
 from __future__ import annotations
 
@@ -50,10 +47,9 @@ def flatten_dict_observation(obs: TensorDictBase | Mapping[str, Any] | Tensor) -
 def dict_to_tensordict(
     obs: TensorDictBase | Mapping[str, Any] | Tensor, device: torch.device | str | None = None
 ) -> TensorDict:
-    """Wrap an observation as ``TensorDict({"observation": obs}, [num_envs])`` on a device.
+    """Wrap a tensor, or nested dicts of tensors, arrays and lists, as ``TensorDict({"observation": obs}, [num_envs])``.
 
-    Takes nested dicts of tensors, arrays, lists and TensorDicts, whole TensorDicts, and flat tensors. The first
-    dimension of every leaf is ``num_envs``; tensors that are on the device already are not copied.
+    The first dimension of every leaf is ``num_envs``. Tensors that are on the device already are not copied.
     """
     converted = _convert(obs, device)
     leaves = [converted] if isinstance(converted, Tensor) else [leaf for _, leaf in sorted_leaves(converted)]

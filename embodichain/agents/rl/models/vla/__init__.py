@@ -1,9 +1,4 @@
-"""Vision-language-action models: images, an instruction and the robot's own state in, chunks of actions out.
-
-``model.py`` says what such a model is, ``tiny_vla.py`` is one that fits a CPU, ``hf_backbone.py`` builds one on a
-vision-language model of the transformers library, ``loading.py`` reads and writes checkpoints, freezes parts and adds
-LoRA.
-"""
+"""Vision-language-action models: images, an instruction and the robot's own state in, chunks of actions out."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """A vision-language model of the transformers library as the backbone of a VLA.
 
-The language model reads, in this order: the patches of all images, the instruction, one token of proprioception, and
-one query for each action and for the value. Its outputs for the queries are the chunk and the value; all actions are
-decoded in one pass.
+The language model reads the patches of all images, the instruction, one token of proprioception, and one query for each
+action and for the value. Its outputs for the queries are the chunk and the value, in one pass.
 """
 
 from __future__ import annotations

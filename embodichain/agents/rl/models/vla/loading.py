@@ -28,7 +28,7 @@ from embodichain.extras import require
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 FORMAT, VERSION = "embodichain-vla", 1
-_TORCH_SUFFIXES = (".pt", ".pth", ".bin")
+_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 _NESTED = ("model_state_dict", "state_dict", "model")
 
 PathLike = str | os.PathLike[str]
@@ -98,16 +98,14 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     file = path / WEIGHTS_FILE if path.is_dir() else path
     if not file.is_file():
         raise CheckpointError(f"{path}: there is no checkpoint; expected a folder with {WEIGHTS_FILE}, or a file")
-    if file.suffix == ".safetensors":
-        try:
-            return load_file(file)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{file} cannot be read: {error}") from None
-    if file.suffix not in _TORCH_SUFFIXES:
-        known = ", ".join((".safetensors", *_TORCH_SUFFIXES))
-        raise CheckpointError(f"{file}: expected a checkpoint with one of the endings {known}")
+    if file.suffix not in _SUFFIXES:
+        raise CheckpointError(f"{file}: expected a checkpoint with one of the endings {', '.join(_SUFFIXES)}")
     try:
+        if file.suffix == ".safetensors":
+            return load_file(file)
         content = torch.load(file, map_location="cpu", weights_only=True)
+    except SafetensorError as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from None
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         reason = f"{str(error).splitlines()[0]} Save it as safetensors where it comes from."
         raise CheckpointError(f"{file} cannot be read as plain weights: {reason}") from None

@@ -1,8 +1,6 @@
 """What a vision-language-action model is: a Gaussian over a chunk of actions, and a value; and models by name.
 
-``VLAPolicy`` takes any module with ``forward(obs, deterministic) -> (action, log_prob, value)``, ``get_value(obs)`` and
-``evaluate_actions(obs, actions) -> (log_prob, entropy, value)``. ``VLAModel`` gives all three to an author who writes
-``decode`` alone, and takes shapes from an environment's spaces.
+An author derives from ``VLAModel`` and writes ``decode`` alone; ``VLAPolicy`` takes any ``ActsOnObservations``.
 """
 
 from __future__ import annotations
@@ -20,7 +18,13 @@ from tensordict import TensorDictBase
 from torch import Generator, Tensor, nn
 
 from embodichain.agents.rl.models.distributions import DistributionCfg, GaussianHead
-from embodichain.agents.rl.models.observation import ObservationEntry, RunningNormalizer, entry_of, space_entries
+from embodichain.agents.rl.models.observation import (
+    ObservationEntry,
+    RunningNormalizer,
+    entry_of,
+    select_entries,
+    space_entries,
+)
 from embodichain.agents.rl.utils.tensordicts import Observation
 from embodichain.config.classes import MISSING, Config, Count, configclass
 from embodichain.errors import ConfigError, ObservationError, UnknownNameError, nearest
@@ -43,7 +47,7 @@ class Decoded(NamedTuple):
 
 @runtime_checkable
 class ActsOnObservations(Protocol):
-    """What ``VLAPolicy`` needs of a module; see the module's docstring."""
+    """What ``VLAPolicy`` needs of a module: ``(action, log_prob, value)``, a value, ``(log_prob, entropy, value)``."""
 
     def __call__(self, obs: Observation, deterministic: bool = False) -> Outcome: ...
     def get_value(self, obs: Observation) -> Tensor: ...
@@ -172,16 +176,10 @@ def _cameras(given: Any, entries: Mapping[str, ObservationEntry]) -> dict[str, l
 
 
 def _proprio(given: Any, entries: Mapping[str, ObservationEntry]) -> dict[str, int]:
-    sizes = {name: entry.size for name, entry in entries.items() if not entry.is_image and name != "instruction"}
+    vectors = [entry for name, entry in entries.items() if not entry.is_image and name != "instruction"]
     if given is None:
-        given = ["robot"] if any(name.startswith("robot/") for name in sizes) else []
-    chosen: dict[str, int] = {}
-    for key in given:
-        found = {name: size for name, size in sizes.items() if name == key or name.startswith(f"{key}/")}
-        if not found:
-            raise ConfigError(f"proprio: the observations have no {key!r}.{nearest(key, sizes)}", "model_config")
-        chosen |= found
-    return chosen
+        given = ["robot"] if any(entry.path[0] == "robot" for entry in vectors) else []
+    return {entry.name: entry.size for entry in select_entries(vectors, given, "proprio", "model_config")}
 
 
 def _action_dim(action_space: Space, chunk_size: Any) -> int:

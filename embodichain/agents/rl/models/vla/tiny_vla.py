@@ -1,8 +1,7 @@
 """``TinyVLA``: a vision-language-action model of little more than a million parameters, fit for a CPU.
 
-The patches of all cameras and the bytes of the instruction are the context. A few readout tokens, conditioned on the
-instruction, attend to it layer by layer; together with proprioception they become the chunk of actions and the value.
-The patches do not attend to each other, which keeps the cost low.
+A few readout tokens, conditioned on the instruction, attend to the patches of all cameras and the bytes of the
+instruction, layer by layer. With proprioception they become the chunk and the value. Patches ignore each other.
 """
 
 from __future__ import annotations
@@ -66,8 +65,7 @@ class TinyVLACfg(VLAModelCfg):
 class PatchEncoder(nn.Module):
     """Turns an image into one token per patch, each with its position: ``[batch, C, H, W]`` to ``[batch, n, width]``.
 
-    Overlapping convolutions, each halving the image, make the patches. The pixels' coordinates are extra channels, so
-    that where something is can be read off as easily as what it is.
+    Overlapping convolutions, each halving the image, make the patches. The pixels' coordinates are extra channels.
     """
 
     pixels: Tensor
