@@ -74,45 +74,51 @@ class ObservationBuilder:
         self._device, self._draw_noise = device, noise
         self._images = images if cfg.cameras else None
         self._noise = {path: std for path, std in cfg.noise.items() if std > 0}
-        self._layout: _Layout | None = None
+        self._tree: dict[str, Any] = {}
 
     def build(self, tree: dict[str, Any], env_ids: Tensor) -> PackedObservation:
         """Return the observation of these envs, given what their task observes."""
         if self._images is not None:
             tree[_IMAGES] = self._images(env_ids)
-        if self._layout is None:
-            self._layout = _Layout(tree)
-            self._check_noise(self._layout)
         leaves = dict(_leaves(tree))
-        vectors = [leaves[path] for path in self._layout.vectors]
+        if not self._tree:
+            self._lay_out(leaves)
+        vectors = [leaves[path] for path in self._vectors]
         # In memory of its own: what is returned may be normalised in place. Images have just been rendered.
-        others = [leaves[p] if p[0] == _IMAGES and self._images else leaves[p].clone() for p in self._layout.others]
+        others = [leaves[p] if p[0] == _IMAGES and self._images else leaves[p].clone() for p in self._others]
         packed = torch.cat(vectors, dim=1) if vectors else torch.zeros(env_ids.numel(), 0, device=self._device)
         if self._noise:
-            self._add_noise(packed, env_ids, self._layout)
+            columns = [self._columns[path] for path in self._noise]
+            sizes = [column.stop - column.start for column in columns]
+            noise = self._draw_noise(env_ids, sum(sizes)).to(torch.float32).split(sizes, dim=1)
+            for column, std, drawn in zip(columns, self._noise.values(), noise, strict=True):
+                packed[:, column] += std * drawn
         return PackedObservation(packed, tuple(others))
 
     def unpack(self, packed: PackedObservation) -> TensorDict:
         """Return it as a TensorDict ``[n]`` of views."""
-        if self._layout is None:
-            raise RuntimeError("nothing was built yet")
-        leaves = [*packed.vectors.split_with_sizes(self._layout.sizes, dim=1), *packed.others]
-        return _to_tensordict(self._layout.tree, leaves, packed.vectors.shape[:1], self._device)
+        leaves = [*packed.vectors.split_with_sizes(self._sizes, dim=1), *packed.others]
+        return _to_tensordict(self._tree, leaves, packed.vectors.shape[:1], self._device)
 
-    def _check_noise(self, layout: _Layout) -> None:
-        wrong = [path for path in self._noise if path not in layout.columns]
+    def _lay_out(self, leaves: dict[Path, Tensor]) -> None:
+        """Decide which leaf is where, by the first observation; the others are alike."""
+        self._vectors = [path for path, leaf in leaves.items() if leaf.dim() == 2 and leaf.dtype == torch.float32]
+        self._others = [path for path in leaves if path not in self._vectors]
+        self._sizes = [int(leaves[path].shape[1]) for path in self._vectors]
+        pairs = zip(self._vectors, self._sizes, np.cumsum(self._sizes).tolist(), strict=True)
+        self._columns = {"/".join(path): slice(end - size, end) for path, size, end in pairs}
+        wrong = [path for path in self._noise if path not in self._columns]
         if wrong:
-            known = list(layout.columns)
+            known = list(self._columns)
             raise ConfigError(
                 [f"env.observations.noise.{path}: no such observation.{nearest(path, known)}" for path in wrong]
             )
-
-    def _add_noise(self, vectors: Tensor, env_ids: Tensor, layout: _Layout) -> None:
-        columns = [layout.columns[path] for path in self._noise]
-        sizes = [column.stop - column.start for column in columns]
-        noise = self._draw_noise(env_ids, sum(sizes)).to(torch.float32).split(sizes, dim=1)
-        for column, std, drawn in zip(columns, self._noise.values(), noise, strict=True):
-            vectors[:, column] += std * drawn
+        numbers = {path: number for number, path in enumerate([*self._vectors, *self._others])}
+        for path in leaves:  # nested names, with the index of each leaf among the vectors and then the others
+            node = self._tree
+            for key in path[:-1]:
+                node = node.setdefault(key, {})
+            node[path[-1]] = numbers[path]
 
 
 def observation_space(obs: TensorDictBase) -> gym.spaces.Dict:
@@ -127,27 +133,6 @@ def _leaf_space(value: Any) -> gym.Space[Any]:
     if value.dtype == torch.uint8:
         return gym.spaces.Box(0, 255, shape, np.uint8)
     return gym.spaces.Box(-np.inf, np.inf, shape, np.float32)
-
-
-class _Layout:
-    """Which leaf of a nested observation is where; the first observation gives it, the others are alike."""
-
-    def __init__(self, tree: dict[str, Any]) -> None:
-        leaves = dict(_leaves(tree))
-        self.vectors = [path for path, leaf in leaves.items() if leaf.dim() == 2 and leaf.dtype == torch.float32]
-        self.others = [path for path in leaves if path not in self.vectors]
-        self.sizes = [int(leaves[path].shape[1]) for path in self.vectors]
-        ends = np.cumsum(self.sizes).tolist()
-        pairs = zip(self.vectors, self.sizes, ends, strict=True)
-        self.columns = {"/".join(path): slice(end - size, end) for path, size, end in pairs}
-        numbers = {path: number for number, path in enumerate([*self.vectors, *self.others])}
-        self.tree: dict[str, Any] = {}
-        """The nested names, with the index of each leaf among the vectors and then the others."""
-        for path in leaves:
-            node = self.tree
-            for key in path[:-1]:
-                node = node.setdefault(key, {})
-            node[path[-1]] = numbers[path]
 
 
 def _to_tensordict(tree: dict[str, Any], leaves: list[Tensor], size: torch.Size, device: torch.device) -> TensorDict:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import imageio.v2 as imageio
 import mujoco
@@ -28,7 +28,7 @@ _DPI = 100
 _MAX_FPS = 30.0
 _HOLD_SECONDS = 0.8  # the last frame of an episode stays this long
 BLUE, ORANGE, GREEN = "#2e6cbe", "#e67e22", "#279856"
-_TRAJECTORIES = {("robot", "ee_pos"): ("end effector", BLUE), ("object", "pos"): ("object", ORANGE)}
+_TRAJECTORIES = {("robot", "ee_pos"): "end effector", ("object", "pos"): "object"}
 _GOAL = ("goal", "pos")
 
 
@@ -79,24 +79,6 @@ class VideoWriter:
         else:
             self._partial.unlink(missing_ok=True)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close(keep=kind is None)
-
-
-def write_video(path: str | os.PathLike[str], frames: Iterable[np.ndarray], fps: float = 30.0) -> Path:
-    """Write frames ``[H, W, 3]`` to an H.264 file and return its path."""
-    with VideoWriter(path, fps) as video:
-        for frame in frames:
-            video.append(frame)
-    if not video.num_frames:
-        raise ValueError(f"expected at least one frame for {video.path}, got none")
-    return video.path
-
 
 def write_image(path: str | os.PathLike[str], image: np.ndarray) -> Path:
     """Write a uint8 image ``[H, W, 3]`` as PNG and return its path."""
@@ -132,34 +114,16 @@ def caption(frame: np.ndarray, text: str) -> np.ndarray:
     return np.asarray(image)
 
 
-@dataclass(frozen=True)
-class Trajectory:
-    """The path of a body over the table: ``points`` ``[n, 2]`` in metres, in time order."""
-
-    name: str
-    points: np.ndarray
-    color: str = BLUE
-
-
-@dataclass(frozen=True)
-class Marker:
-    """A round region of the table, in metres."""
-
-    name: str
-    position: tuple[float, float]
-    radius: float
-    color: str = GREEN
-
-
 def plot_trajectories(
-    trajectories: Sequence[Trajectory],
-    markers: Sequence[Marker] = (),
+    trajectories: Mapping[str, np.ndarray],
+    goal: tuple[float, float, float] | None = None,
     title: str = "",
     size: tuple[int, int] = (640, 900),
 ) -> np.ndarray:
     """Return a plot of an episode seen from above, uint8 ``[*size, 3]``: x to the right, y up, one scale.
 
-    A trajectory begins at a ring, ends at a dot and grows stronger with time.
+    ``trajectories`` are points ``[n, 2]`` in metres by name; each begins at a ring, ends at a dot and grows stronger
+    with time. ``goal`` is the x, y and radius of a round region.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # takes half a second to import
     from matplotlib.collections import LineCollection
@@ -175,19 +139,19 @@ def plot_trajectories(
     axes.grid(color="#e8eaee")
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    for marker in markers:
-        style = {"facecolor": (marker.color, 0.25), "edgecolor": marker.color, "linewidth": 1.5, "label": marker.name}
-        axes.add_patch(Circle(marker.position, marker.radius, **style))
-    for trajectory in trajectories:
-        points = np.asarray(trajectory.points, dtype=np.float64).reshape(-1, 2)
+    if goal is not None:
+        style = {"facecolor": (GREEN, 0.25), "edgecolor": GREEN, "linewidth": 1.5, "label": "goal"}
+        axes.add_patch(Circle(goal[:2], goal[2], **style))
+    for (name, points), color in zip(trajectories.items(), itertools.cycle((BLUE, ORANGE)), strict=False):
+        points = np.asarray(points, dtype=np.float64).reshape(-1, 2)
         points = points[np.isfinite(points).all(axis=1)]
         segments = np.stack((points[:-1], points[1:]), axis=1)
-        faded = [(trajectory.color, strength) for strength in np.linspace(0.3, 1.0, len(segments))]
+        faded = [(color, strength) for strength in np.linspace(0.3, 1.0, len(segments))]
         axes.add_collection(LineCollection(list(segments), colors=faded, linewidth=2.5))
-        dot: dict[str, Any] = {"color": trajectory.color, "linestyle": "none", "marker": "o", "markersize": 9}
+        dot: dict[str, Any] = {"color": color, "linestyle": "none", "marker": "o", "markersize": 9}
         axes.plot(*points[:1].T, markerfacecolor="white", markeredgewidth=2, **dot)
-        axes.plot(*points[-1:].T, label=trajectory.name, **dot)
-    if trajectories or markers:
+        axes.plot(*points[-1:].T, label=name, **dot)
+    if trajectories or goal is not None:
         figure.legend(loc="outside right upper", frameon=False, title="ring: start, dot: end" if trajectories else None)
     canvas.draw()
     return np.array(canvas.buffer_rgba())[..., :3]
@@ -265,18 +229,15 @@ def roll(env: VecEnv, act: ActionSource, episodes: int, seed: int | None = None)
         obs, reward, terminated, truncated, info = env.step(act(obs))
         total += reward.to("cpu", torch.float64)
         length += info["chunk"]["num_actions"].cpu() if "chunk" in info else 1
-        done = (terminated | truncated).cpu()
-        ended = _ended(done & (share > 0), total, length, info["metrics"].get("success")) if bool(done.any()) else []
+        done, ended = (terminated | truncated).cpu(), []
+        if bool(done.any()):
+            success = info["metrics"].get("success")
+            for env_id in torch.nonzero(done & (share > 0)).reshape(-1).tolist():
+                solved = None if success is None else bool(success[env_id] > 0.5)
+                ended.append(EpisodeResult(env_id, float(total[env_id]), int(length[env_id]), solved))
         share -= done.to(share.dtype)
         total[done], length[done] = 0.0, 0
         yield Step(obs, info["final_observation"], ended)
-
-
-def _ended(counted: Tensor, total: Tensor, length: Tensor, success: Tensor | None) -> list[EpisodeResult]:
-    ids = torch.nonzero(counted).reshape(-1)
-    flags = [None] * len(ids) if success is None else (success.cpu()[ids] > 0.5).tolist()
-    rows = zip(ids.tolist(), total[ids].tolist(), length[ids].tolist(), flags, strict=True)
-    return [EpisodeResult(*row) for row in rows]
 
 
 class EpisodeRecorder:
@@ -366,17 +327,12 @@ class EpisodeRecorder:
         self._steps = 0
 
     def _plot(self, title: str) -> np.ndarray:
-        trajectories = [
-            Trajectory(name, np.stack(self._points[key]), color)
-            for key, (name, color) in _TRAJECTORIES.items()
-            if key in self._points
-        ]
-        markers = []
-        if _GOAL in self._points:
-            radius = self.env.cfg.env.success_threshold if isinstance(self.env, TaskEnv) else 0.02
-            x, y = self._points[_GOAL][-1].tolist()
-            markers.append(Marker("goal", (x, y), radius))
-        return plot_trajectories(trajectories, markers, title)
+        found = {name: np.stack(self._points[key]) for key, name in _TRAJECTORIES.items() if key in self._points}
+        if _GOAL not in self._points:
+            return plot_trajectories(found, None, title)
+        x, y = self._points[_GOAL][-1].tolist()
+        radius = self.env.cfg.env.success_threshold if isinstance(self.env, TaskEnv) else 0.02
+        return plot_trajectories(found, (x, y, radius), title)
 
 
 Episode, Footage = EpisodeResult, EpisodeRecorder  # former names

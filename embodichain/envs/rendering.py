@@ -146,12 +146,10 @@ def _search(candidates: tuple[str, ...]) -> str:
 
 def probe(backend: str) -> str | None:
     """Render one small image in a process of its own; return what went wrong, or ``None``."""
-    environment = {k: v for k, v in os.environ.items() if k != "PYOPENGL_PLATFORM"} | {"MUJOCO_GL": backend}
+    env = {k: v for k, v in os.environ.items() if k != "PYOPENGL_PLATFORM"} | {"MUJOCO_GL": backend}
     command = [sys.executable, "-P", "-c", _PROBE]
     try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, check=False, timeout=_PROBE_SECONDS
-        )
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=_PROBE_SECONDS)
     except subprocess.TimeoutExpired:
         return f"no picture within {_PROBE_SECONDS:.0f} s"
     if done.returncode == 0:
@@ -233,7 +231,7 @@ class Renderer:
         try:
             self._context = module.GLContext(self.width, self.height)
             if not _has_rendered:  # after the driver registered its own clean-up, so that ours comes first
-                atexit.register(_close_all)
+                atexit.register(lambda: [renderer.close() for renderer in list(_renderers)])
                 _has_rendered = True
             with self._context.as_current():
                 self._drawing = mujoco.MjrContext(shaped, int(mujoco.mjtFontScale.mjFONTSCALE_50))
@@ -243,23 +241,14 @@ class Renderer:
         _renderers.add(self)
 
     def render(
-        self,
-        load: Load,
-        env_ids: Sequence[int] | np.ndarray | Tensor,
-        camera: str | CameraCfg | None = None,
-        out: np.ndarray | None = None,
+        self, load: Load, env_ids: Sequence[int] | np.ndarray | Tensor, camera: str | CameraCfg | None = None
     ) -> np.ndarray:
         """Return uint8 images ``[len(env_ids), height, width, 3]`` in the order of ``env_ids``.
 
         ``camera`` is a name from the model, a config (whose size is ignored), or ``None`` for the model's first camera.
-        ``out`` receives the images if given; otherwise every call returns a new array.
         """
         ids = np.asarray(env_ids).reshape(-1).tolist()
-        shape = (len(ids), self.height, self.width, 3)
-        if out is None:
-            out = np.empty(shape, dtype=np.uint8)
-        elif out.shape != shape or out.dtype != np.uint8:
-            raise RenderingError(f"out must be uint8 of shape {shape}, got {out.dtype} of shape {out.shape}")
+        out = np.empty((len(ids), self.height, self.width, 3), dtype=np.uint8)
         view, fovy = _find_view(self.model, camera)
         _refuse_inherited()
         with self._turn:
@@ -324,11 +313,6 @@ def _refuse_inherited() -> None:
         )
 
 
-def _close_all() -> None:
-    for renderer in list(_renderers):
-        renderer.close()
-
-
 def _disown() -> None:
     """Leave a parent's contexts alone in the child: even freeing them could wait for threads that are not there."""
     global _inherited
@@ -379,10 +363,10 @@ class Cameras:
             size = (cfg.height, cfg.width) if cfg is not None else (CameraCfg.height, CameraCfg.width)
         if cfg is None and camera is not None and camera not in camera_names(self.model):
             raise UnknownNameError(f"no camera is called {camera!r}.{nearest(camera, self.names)}")
-        key = (size, quality)
-        if key not in self._renderers:
-            self._renderers[key] = Renderer(self.model, size, quality)
-        return self._renderers[key].render(load, env_ids, cfg or camera)
+        renderer = self._renderers.get((size, quality))
+        if renderer is None:
+            renderer = self._renderers[size, quality] = Renderer(self.model, size, quality)
+        return renderer.render(load, env_ids, cfg or camera)
 
     def close(self) -> None:
         """Free all GL contexts; calling it twice is fine."""
@@ -396,28 +380,32 @@ def camera_names(model: mujoco.MjModel) -> list[str]:
     return [model.camera(i).name for i in range(model.ncam)]
 
 
+def _camera_id(model: mujoco.MjModel, name: str) -> int:
+    names = camera_names(model)
+    if name not in names:
+        raise UnknownNameError(f"the model has no camera {name!r}.{nearest(name, names)}")
+    return names.index(name)
+
+
 def _find_view(model: mujoco.MjModel, camera: str | CameraCfg | None) -> tuple[mujoco.MjvCamera, float | None]:
     """Resolve a camera to MuJoCo's own and a vertical field of view, if it has one of its own."""
-    view = mujoco.MjvCamera()
-    cfg = camera if isinstance(camera, CameraCfg) else None
-    fovy = cfg.fovy if cfg is not None else None
-    if cfg is not None and cfg.pos is not None and cfg.lookat is not None:
-        ahead = np.subtract(cfg.lookat, cfg.pos)
-        view.type = int(mujoco.mjtCamera.mjCAMERA_FREE)
-        view.lookat[:] = cfg.lookat
-        view.distance = float(np.linalg.norm(ahead))
-        view.azimuth = math.degrees(math.atan2(ahead[1], ahead[0]))
-        view.elevation = math.degrees(math.asin(ahead[2] / view.distance))
-        return view, fovy
-    name = (cfg.attach or cfg.name) if cfg is not None else camera
-    if name is None and model.ncam == 0:
+    view, fovy = mujoco.MjvCamera(), None
+    if isinstance(camera, CameraCfg):
+        fovy = camera.fovy
+        if camera.pos is not None and camera.lookat is not None:
+            ahead = np.subtract(camera.lookat, camera.pos)
+            view.type = int(mujoco.mjtCamera.mjCAMERA_FREE)
+            view.lookat[:] = camera.lookat
+            view.distance = float(np.linalg.norm(ahead))
+            view.azimuth = math.degrees(math.atan2(ahead[1], ahead[0]))
+            view.elevation = math.degrees(math.asin(ahead[2] / view.distance))
+            return view, fovy
+        camera = camera.attach or camera.name
+    if camera is None and model.ncam == 0:
         mujoco.mjv_defaultFreeCamera(model, view)
-        return view, fovy
-    names = camera_names(model)
-    if name is not None and name not in names:
-        raise UnknownNameError(f"the model has no camera {name!r}.{nearest(str(name), names)}")
-    view.type = int(mujoco.mjtCamera.mjCAMERA_FIXED)
-    view.fixedcamid = 0 if name is None else names.index(str(name))
+    else:
+        view.type = int(mujoco.mjtCamera.mjCAMERA_FIXED)
+        view.fixedcamid = 0 if camera is None else _camera_id(model, camera)
     return view, fovy
 
 
@@ -433,10 +421,7 @@ def mount_cameras(spec: mujoco.MjSpec, cfgs: Sequence[CameraCfg]) -> mujoco.MjMo
         if cfg.pos is not None and cfg.lookat is not None:
             body, pos, quat, fovy = spec.worldbody, np.array(cfg.pos), _looking(cfg.pos, cfg.lookat), _FOVY
         else:
-            name = cfg.attach or cfg.name
-            if name not in camera_names(model):
-                raise UnknownNameError(f"the model has no camera {name!r}.{nearest(name, camera_names(model))}")
-            camera = model.camera(name)
+            camera = model.camera(_camera_id(model, cfg.attach or cfg.name))
             body = spec.body(model.body(int(camera.bodyid[0])).name)
             pos, quat, fovy = camera.pos.copy(), camera.quat.copy(), float(camera.fovy[0])
         body.add_camera(name=mounted_name(cfg), pos=pos, quat=quat, fovy=cfg.fovy or fovy)

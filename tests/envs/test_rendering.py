@@ -84,12 +84,7 @@ def test_top_row_comes_first(renderer):
     assert row > 24  # the ball lies below the height of the camera
 
 
-def test_out_is_filled_and_checked(renderer):
-    out = np.zeros((1, 48, 64, 3), dtype=np.uint8)
-    assert renderer.render(load, [1], "side", out=out) is out
-    assert out.any()
-    with pytest.raises(RenderingError, match=r"\(2, 48, 64, 3\)"):
-        renderer.render(load, [1, 2], "side", out=out)
+def test_no_env_is_no_image(renderer):
     assert renderer.render(load, [], "side").shape == (0, 48, 64, 3)
 
 
