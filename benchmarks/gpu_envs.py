@@ -55,13 +55,13 @@ def cameras(rounds: int) -> list[Row]:
     for num_envs, size in ((256, 96), (1024, 96), (1024, 224)):
         camera = {"name": "side", "width": size, "height": size}
         ours = make_env(num_envs, env={"observations": {"cameras": [camera]}})
-        renderer = ours._batch_renderer
+        renderer = ours._render_all
         action = torch.zeros(num_envs, ours.action_manager.action_dim, device="cuda")
         contenders: dict[str, Turn] = {"step": (nothing, lambda ours=ours, action=action: ours.step(action))}
         if renderer is not None:
             contenders["pictures"] = (
                 nothing,
-                lambda draw=renderer, ours=ours: draw.render(ours.task.markers()),
+                lambda draw=renderer, ours=ours: draw(ours.task.markers()),
             )
         for name, seconds in take_turns(contenders, rounds).items():
             rows.append(report("cameras", f"{name}, {num_envs} envs x {size}x{size}", seconds, num_envs))

@@ -231,7 +231,7 @@ class Renderer:
         try:
             self._context = module.GLContext(self.width, self.height)
             if not _has_rendered:  # after the driver registered its own clean-up, so that ours comes first
-                atexit.register(lambda: [renderer.close() for renderer in list(_renderers)])
+                atexit.register(_close_all)
                 _has_rendered = True
             with self._context.as_current():
                 self._drawing = mujoco.MjrContext(shaped, int(mujoco.mjtFontScale.mjFONTSCALE_50))
@@ -311,6 +311,11 @@ def _refuse_inherited() -> None:
             "this process was forked from one that had already drawn, and OpenGL does not survive a fork: "
             "start worker processes with the 'spawn' method, or draw nothing before they start"
         )
+
+
+def _close_all() -> None:
+    for renderer in list(_renderers):
+        renderer.close()
 
 
 def _disown() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -121,12 +122,7 @@ class Task(ABC):
         return ResetState(qpos, qvel)
 
 
-def draw_pose(area: PoseRangeCfg, env_ids: Tensor, streams: RandomStreams) -> Tensor:
-    """Draw x, y, z and yaw ``[n, 4]`` from a configured box."""
-    return draw_poses((area,), env_ids, streams)[0]
-
-
-def draw_poses(areas: tuple[PoseRangeCfg, ...], env_ids: Tensor, streams: RandomStreams) -> tuple[Tensor, ...]:
+def draw_poses(areas: Sequence[PoseRangeCfg], env_ids: Tensor, streams: RandomStreams) -> tuple[Tensor, ...]:
     """Draw x, y, z and yaw ``[n, 4]`` from each of several boxes at once."""
     low, high = _bounds(tuple(r for area in areas for r in (area.x, area.y, area.z, area.yaw)), env_ids.device)
     return streams.uniform(env_ids, 4 * len(areas), low, high).split(4, dim=1)

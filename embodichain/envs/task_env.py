@@ -49,7 +49,7 @@ class TaskEnv(VecEnv):
         self._all = torch.arange(self.num_envs, device=self.device)
         self._one = torch.ones((), dtype=torch.int64, device=self.device)
         self._cameras = Cameras(physics.model, cfg.env.observations.cameras)
-        self._batch_renderer = physics.open_cameras(cfg.env.observations.cameras)
+        self._render_all = physics.open_cameras(cfg.env.observations.cameras)
         self._observations = ObservationBuilder(cfg.env.observations, self.device, self._images, self._noise)
         domain = DomainRandomization(cfg.env.events, physics, task_class.object_body)
         self._state = EnvState(physics, self._streams, self._step, self.task.variables, domain)
@@ -226,8 +226,8 @@ class TaskEnv(VecEnv):
 
     def _images(self, env_ids: Tensor) -> dict[str, Tensor]:
         """Return the images of the configured cameras, uint8 ``[len(env_ids), height, width, 3]`` each."""
-        if self._batch_renderer is not None:
-            images = self._batch_renderer.render(self.task.markers())
+        if self._render_all is not None:
+            images = self._render_all(self.task.markers())
             return images if env_ids is self._all else {name: image[env_ids] for name, image in images.items()}
         names = self._cameras.cfgs
         return {name: torch.from_numpy(self.render(env_ids, name, None, "lean")).to(self.device) for name in names}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 import mujoco
 import torch
@@ -14,11 +14,9 @@ if TYPE_CHECKING:
     from embodichain.envs.rendering import CameraCfg
 
 
-class BatchRenderer(Protocol):
-    """Renders the configured cameras of all envs at once."""
-
-    def render(self, markers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return uint8 images ``[num_envs, height, width, 3]`` by name, with mocap bodies at these positions."""
+RenderAll: TypeAlias = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+"""Renders the configured cameras of all envs at once, with mocap bodies at these positions: uint8 images
+``[num_envs, height, width, 3]`` by name."""
 
 
 class Physics(ABC):
@@ -34,6 +32,8 @@ class Physics(ABC):
     qpos: Tensor
     qvel: Tensor
     ctrl: Tensor
+    diverged: Tensor | None = None
+    """Which envs ``[num_envs]`` became unstable in the last ``step`` and were reset by MuJoCo; ``None``: none did."""
 
     @abstractmethod
     def step(self, count: int) -> None:
@@ -68,14 +68,6 @@ class Physics(ABC):
     def sensordata(self) -> Tensor:
         """Sensor values ``[num_envs, nsensordata]`` of the state as it is now (computed when asked for)."""
 
-    @property
-    @abstractmethod
-    def diverged(self) -> Tensor | None:
-        """Which envs ``[num_envs]`` became unstable in the last ``step`` (MuJoCo then resets them).
-
-        ``None`` if that is known of none of them without waiting for the device.
-        """
-
     @abstractmethod
     def model_field(self, name: str) -> Tensor:
         """Return per-env values ``[num_envs, ...]`` of a model field, such as ``geom_friction``, to be written to."""
@@ -88,7 +80,7 @@ class Physics(ABC):
     def load(self, data: mujoco.MjData, env: int) -> None:
         """Copy the state of one env into an ``MjData`` (for rendering, or for any function of MuJoCo)."""
 
-    def open_cameras(self, cfgs: Sequence[CameraCfg]) -> BatchRenderer | None:
+    def open_cameras(self, cfgs: Sequence[CameraCfg]) -> RenderAll | None:
         """Return a renderer of these cameras; ``None`` if this backend has none, and envs are rendered one by one."""
         return None
 

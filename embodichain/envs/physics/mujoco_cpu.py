@@ -76,7 +76,6 @@ class MujocoCpuPhysics(Physics):
         self._fields: dict[str, Tensor] = {}
         self._rest = self._state[0].clone()
         self._warned = self._batch.warning.tobytes()
-        self._diverged: Tensor | None = None
 
     def step(self, count: int) -> None:
         self._sensors_current = False
@@ -84,17 +83,14 @@ class MujocoCpuPhysics(Physics):
             self._batch.step(nstep=count)
         except batch.SimulationError as error:
             raise SimulationError(f"MuJoCo could not step: {error}") from error
-        self._diverged = None
+        self.diverged = None
         if self._batch.warning.tobytes() != self._warned:  # MuJoCo counts its warnings; nearly always, there are none
             unstable = self._batch.warning[:, _UNSTABLE, 1].any(axis=1)
             if unstable.any():
-                self._diverged = torch.from_numpy(unstable)
-            self._forget_instability()
-
-    def _forget_instability(self) -> None:
-        """Count from zero again, as MuJoCo does when it resets an env: otherwise a second time looks like the first."""
-        self._batch.warning[:, _UNSTABLE] = 0
-        self._warned = self._batch.warning.tobytes()
+                self.diverged = torch.from_numpy(unstable)
+            # From zero again, as MuJoCo does when it resets an env: otherwise a second time looks like the first.
+            self._batch.warning[:, _UNSTABLE] = 0
+            self._warned = self._batch.warning.tobytes()
 
     def set(self, env_ids: Tensor, qpos: Tensor, qvel: Tensor) -> None:
         self._sensors_current = False
@@ -125,10 +121,6 @@ class MujocoCpuPhysics(Physics):
             self._state.copy_(saved)
             self._sensors_current = True
         return torch.from_numpy(self._sensordata.copy())
-
-    @property
-    def diverged(self) -> Tensor | None:
-        return self._diverged
 
     def model_field(self, name: str) -> Tensor:
         if name not in self._fields:

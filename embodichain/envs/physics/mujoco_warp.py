@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import mujoco
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodichain.envs.physics import BatchRenderer, Physics
+from embodichain.envs.physics import Physics, RenderAll
 from embodichain.envs.rendering import CameraCfg, mounted_name
 from embodichain.errors import ConfigError, SimulationError
 from embodichain.extras import require
@@ -67,12 +67,8 @@ def find_device(name: str, warp: Any) -> torch.device:
     if warp.config.log_level == warp.LOG_INFO:  # a line for each of some sixty kernels; a user's own choice stays
         warp.config.log_level = warp.LOG_WARNING
     warp.init()
-    if device.type == "cuda":
-        _check_driver(warp)
-    return device
-
-
-def _check_driver(warp: Any) -> None:
+    if device.type == "cpu":
+        return device
     if not warp.is_cuda_available():
         raise SimulationError("Warp finds no CUDA driver, though torch does: check that libcuda.so can be loaded")
     # The constraint solver ends when all worlds have converged, which a graph can tell since CUDA 12.4 alone.
@@ -82,6 +78,7 @@ def _check_driver(warp: Any) -> None:
             f"the driver is too old for simulation on the GPU: it supports CUDA {found}, and 12.4 or newer is needed; "
             "update it, or use device 'cpu'"
         )
+    return device
 
 
 def out_of_memory(error: Exception, num_envs: int, device: torch.device) -> Exception:
@@ -188,56 +185,6 @@ class Workspace:
         return sum(block.numel() for block in blocks)
 
 
-class WarpRenderer:
-    """Renders the configured cameras of all worlds at once by ray casting, as tensors on the GPU.
-
-    The images look like those of the CPU's renderer at quality ``lean``: no shadows, no sky.
-    """
-
-    def __init__(
-        self,
-        model: mujoco.MjModel,
-        simulation: Any,
-        cfgs: Sequence[CameraCfg],
-        stream: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        """``simulation`` has Warp's modules, model and data; ``stream`` makes Warp use torch's stream."""
-        self._warp, self._mjw, self._model, self._data = simulation
-        self._cfgs, self._stream = list(cfgs), stream
-        self._mocap = {model.body(i).name: int(model.body_mocapid[i]) for i in range(model.nbody)}
-        with stream():
-            self._context = self._mjw.create_render_context(
-                model,
-                nworld=self._data.nworld,
-                cam_active=[mounted_name(cfg) for cfg in cfgs],
-                cam_res=[(cfg.width, cfg.height) for cfg in cfgs],
-                render_rgb=True,
-                render_depth=False,
-                render_seg=False,
-                use_shadows=False,
-            )
-        self._pixels = self._warp.to_torch(self._context.rgb_data)
-        self._markers = self._warp.to_torch(self._data.mocap_pos)
-
-    def render(self, markers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return uint8 images ``[num_envs, height, width, 3]`` by name; ``markers`` are positions of mocap bodies."""
-        for name, positions in markers.items():
-            self._markers[:, self._mocap[name]] = positions
-        with self._stream():
-            self._mjw.kinematics(self._model, self._data)
-            self._mjw.camlight(self._model, self._data)
-            self._mjw.refit_bvh(self._model, self._data, self._context)
-            self._mjw.render(self._model, self._data, self._context)
-        images, first = {}, 0
-        for cfg in self._cfgs:
-            last = first + cfg.height * cfg.width
-            pixels = self._pixels[:, first:last].contiguous()  # 32 bits each: blue, green, red and opacity
-            rgb = pixels.view(torch.uint8).view(*pixels.shape, 4)[..., :3].flip(-1)
-            images[cfg.name] = rgb.view(-1, cfg.height, cfg.width, 3)
-            first = last
-        return images
-
-
 class MujocoWarpPhysics(Physics):
     """``num_envs`` worlds on one device (``cuda``, ``cuda:1``; ``cpu`` works too and is slow).
 
@@ -269,10 +216,9 @@ class MujocoWarpPhysics(Physics):
         self._fields: dict[str, Tensor] = {}
         self._graphs: dict[int, Any] = {}
         self._workspace = Workspace(self.device)
-        self._diverged = torch.zeros(num_envs, dtype=torch.bool, device=self.device)
+        self.diverged = torch.zeros(num_envs, dtype=torch.bool, device=self.device)
 
     def step(self, count: int) -> None:
-        """Advance all worlds; :meth:`settle` completes the step."""
         if self.device.type == "cpu":
             self._substeps(count)
             return
@@ -282,9 +228,9 @@ class MujocoWarpPhysics(Physics):
         self._wp.capture_launch(self._graphs[count], stream=stream)
 
     def settle(self) -> None:
-        """Reset worlds that are no longer sane, as MuJoCo itself does; the environment ends their episodes."""
+        # Reset worlds that are no longer sane, as MuJoCo itself does; the environment ends their episodes.
         sane = (self.qpos.abs().amax(dim=1) < _TOO_LARGE) & (self.qvel.abs().amax(dim=1) < _TOO_LARGE)
-        self._diverged = ~sane  # NaN compares as false
+        self.diverged = ~sane  # NaN compares as false
         rows = sane.unsqueeze(1)
         for name, column in self._columns.items():
             if name != "ctrl":
@@ -328,10 +274,6 @@ class MujocoWarpPhysics(Physics):
             yield
 
     @property
-    def diverged(self) -> Tensor:
-        return self._diverged
-
-    @property
     def sensordata(self) -> Tensor:
         if not self.model.nsensordata:
             return torch.zeros(self.num_envs, 0, device=self.device)
@@ -367,13 +309,46 @@ class MujocoWarpPhysics(Physics):
         data.ctrl[:] = self.ctrl[env].cpu().numpy()
         data.time = float(self._arrays["time"][env])
 
-    def open_cameras(self, cfgs: Sequence[CameraCfg]) -> BatchRenderer | None:
-        parts = (self._wp, self._mjw, self._model, self._data)
+    def open_cameras(self, cfgs: Sequence[CameraCfg]) -> RenderAll | None:
+        if not cfgs:
+            return None
         try:
-            return WarpRenderer(self.model, parts, cfgs, self._torch_stream) if cfgs else None
+            with self._torch_stream():
+                context = self._mjw.create_render_context(
+                    self.model,
+                    nworld=self._data.nworld,
+                    cam_active=[mounted_name(cfg) for cfg in cfgs],
+                    cam_res=[(cfg.width, cfg.height) for cfg in cfgs],
+                    render_rgb=True,
+                    render_depth=False,
+                    render_seg=False,
+                    use_shadows=False,  # as the CPU's renderer at quality "lean"
+                )
         except (NotImplementedError, ValueError) as error:
             _LOG.warning("cameras are rendered on the CPU, which costs speed: %s", error)
             return None
+        all_pixels = self._wp.to_torch(context.rgb_data)
+        positions = self._wp.to_torch(self._data.mocap_pos)
+        mocap = {self.model.body(i).name: int(self.model.body_mocapid[i]) for i in range(self.model.nbody)}
+
+        def render(markers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            for name, position in markers.items():
+                positions[:, mocap[name]] = position
+            with self._torch_stream():
+                self._mjw.kinematics(self._model, self._data)
+                self._mjw.camlight(self._model, self._data)
+                self._mjw.refit_bvh(self._model, self._data, context)
+                self._mjw.render(self._model, self._data, context)
+            images, first = {}, 0
+            for cfg in cfgs:
+                last = first + cfg.height * cfg.width
+                pixels = all_pixels[:, first:last].contiguous()  # 32 bits each: blue, green, red and opacity
+                rgb = pixels.view(torch.uint8).view(*pixels.shape, 4)[..., :3].flip(-1)
+                images[cfg.name] = rgb.view(-1, cfg.height, cfg.width, 3)
+                first = last
+            return images
+
+        return render
 
     def model_field(self, name: str) -> Tensor:
         if name not in self._fields:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -36,16 +36,36 @@ def arm_cfg(id: str, steps: int, threshold: float, events: EventsCfg, scale: flo
 class ArmTask(Task):
     """A task of an arm with a tool; ``qpos`` and ``qvel`` of its scene are the robot's own."""
 
+    goal_area: ClassVar[PoseRangeCfg]
+    """Where goals are, unless ``env.events.randomize_target`` tells."""
+    goal_dim: ClassVar[int] = 3
+    """Coordinates of the goal; 0 if the task draws its goals itself."""
+
     def __init__(self, cfg: GymCfg, physics: Physics, robot: Robot) -> None:
         super().__init__(cfg, physics, robot)
         self.chain = chain_of(robot, cfg.id)
         self._down = _DOWN.to(physics.device)
+        events, self._areas = cfg.env.events, []
+        if self.object_body:
+            self._areas.append(events.randomize_object_pose or PoseRangeCfg(x=(0.46, 0.46)))
+        if self.goal_dim:
+            self._areas.append(events.randomize_target or self.goal_area)
         # A free cube comes first in the positions and in the velocities.
         pose, motion = (
             ({"cube_pos": 3, "cube_quat": 4}, {"cube_vel": 3, "cube_spin": 3}) if self.object_body else ({}, {})
         )
         columns = {**pose, "qpos": robot.dofs, **motion, "qvel": robot.dofs}
         self._names, self._sizes = tuple(columns), tuple(columns.values())
+
+    def sample_start(self, env_ids: Tensor, streams: RandomStreams) -> ResetState:
+        start = self.start_robot(env_ids, streams)
+        poses, qpos = draw_poses(self._areas, env_ids, streams), start.qpos
+        if self.object_body:  # a cube at rest on the table
+            qpos[:, 0:2], qpos[:, 2], qpos[:, 3:7] = poses[0][:, :2], HALF_CUBE, 0.0
+            qpos[:, 3], qpos[:, 6] = torch.cos(0.5 * poses[0][:, 3]), torch.sin(0.5 * poses[0][:, 3])
+        if self.goal_dim:
+            start.variables["goal"] = poses[-1][:, : self.goal_dim].to(torch.float32)
+        return start
 
     def read_arm(self, env_ids: Tensor | None) -> Scene:
         """Return the robot's joints, the position of its tool and the cube, if any, of these envs or of all."""
@@ -60,6 +80,9 @@ class ArmTask(Task):
 
     def metrics(self, scene: Scene) -> dict[str, Tensor]:
         return {"distance": scene["distance"]}
+
+    def markers(self) -> dict[str, Tensor]:
+        return {"goal": self.variables["goal"]}
 
     def variable(self, name: str, env_ids: Tensor | None) -> Tensor:
         """Return a task variable of these envs (default: all)."""
@@ -85,18 +108,6 @@ class CubeTask(ArmTask):
     """A task of an arm that has to bring a cube to a goal."""
 
     object_body = "cube"
-
-    def draw_cube(
-        self, env_ids: Tensor, streams: RandomStreams, goals: PoseRangeCfg | None = None
-    ) -> tuple[ResetState, Tensor]:
-        """Draw the robot, a cube at rest on the table, and a pose ``[n, 4]`` from ``goals``, if that is given."""
-        start = self.start_robot(env_ids, streams)
-        area = self.cfg.env.events.randomize_object_pose or PoseRangeCfg(x=(0.46, 0.46))
-        cube, *goal = draw_poses((area,) if goals is None else (area, goals), env_ids, streams)
-        qpos = start.qpos
-        qpos[:, 0:2], qpos[:, 2], qpos[:, 3:7] = cube[:, :2], HALF_CUBE, 0.0
-        qpos[:, 3], qpos[:, 6] = torch.cos(0.5 * cube[:, 3]), torch.sin(0.5 * cube[:, 3])
-        return start, goal[0] if goal else cube
 
     def observe(self, scene: Scene) -> dict[str, Any]:
         return {

@@ -11,9 +11,8 @@ from embodichain.envs.actions import RobotActionManager
 from embodichain.envs.env_cfg import EventsCfg, GymCfg, JointRangeCfg, PoseRangeCfg, RobotCfg
 from embodichain.envs.kinematics import length, mean_square
 from embodichain.envs.physics import Physics
-from embodichain.envs.random import RandomStreams
 from embodichain.envs.robots import Robot
-from embodichain.envs.task import ResetState, Scene
+from embodichain.envs.task import Scene
 from embodichain.envs.tasks.arm import HALF_CUBE, CubeTask, arm_cfg, shorten
 from embodichain.errors import ConfigError
 
@@ -26,6 +25,7 @@ class PickCube(CubeTask):
     """Grasp a cube with a two-finger gripper, lift it and place it at a random point above the table."""
 
     scene_file = "pick_scene.xml"
+    goal_area = PoseRangeCfg(x=(0.5, 0.5), z=(0.2, 0.2))
     reward_weights = {"reach": -1.0, "grasp": -1.0, "place": -2.0, "effort": -0.01, "success": 20.0}
 
     def __init__(self, cfg: GymCfg, physics: Physics, robot: Robot) -> None:
@@ -45,12 +45,6 @@ class PickCube(CubeTask):
         qpos = [-0.2449, -0.0699, 1.9673, -0.3266, -1.5708, -0.2449, 0.04, 0.04]
         robot = RobotCfg(tool="gripper", init_qpos=qpos)
         return arm_cfg("PickCubeRL", 150, threshold=0.03, events=events, scale=0.08, robot=robot)
-
-    def sample_start(self, env_ids: Tensor, streams: RandomStreams) -> ResetState:
-        goals = self.cfg.env.events.randomize_target or PoseRangeCfg(x=(0.5, 0.5), z=(0.2, 0.2))
-        start, goal = self.draw_cube(env_ids, streams, goals)
-        start.variables["goal"] = goal[:, :3].to(torch.float32)
-        return start
 
     def read(self, env_ids: Tensor | None = None) -> Scene:
         scene = self.read_arm(env_ids)
@@ -97,9 +91,6 @@ class PickCube(CubeTask):
         close = held | (aligned & low)
         grip = torch.where(close, -torch.ones_like(scene["held"]), torch.ones_like(scene["held"])).unsqueeze(1)
         return self.move_tool(scene, actions, shorten(by, _MAX_STEP), self._heading(scene), grip)
-
-    def markers(self) -> dict[str, Tensor]:
-        return {"goal": self.variables["goal"]}
 
     def _heading(self, scene: Scene) -> Tensor:
         """Return the cube's heading, turned by quarters to within 45 degrees: the fingers go flat against its sides.

@@ -30,6 +30,7 @@ class PushCube(CubeTask):
     """Push a cube to a random goal with a 6-DoF arm."""
 
     scene_file = "push_scene.xml"
+    goal_area, goal_dim = PoseRangeCfg(x=(0.66, 0.66)), 2
     reward_weights = {"reach": -1.0, "place": -4.0, "effort": -0.01, "success": 10.0}
 
     def __init__(self, cfg: GymCfg, physics: Physics, robot: Robot) -> None:
@@ -45,12 +46,6 @@ class PushCube(CubeTask):
         )
         robot = RobotCfg(tool="pusher", init_qpos=[-0.3267, -0.21, 2.4154, -0.6345, -1.5708, -0.3267])
         return arm_cfg("PushCubeRL", 100, threshold=0.04, events=events, scale=0.08, robot=robot)
-
-    def sample_start(self, env_ids: Tensor, streams: RandomStreams) -> ResetState:
-        goals = self.cfg.env.events.randomize_target or PoseRangeCfg(x=(0.66, 0.66))
-        start, goal = self.draw_cube(env_ids, streams, goals)
-        start.variables["goal"] = goal[:, :2].to(torch.float32)
-        return start
 
     def read(self, env_ids: Tensor | None = None) -> Scene:
         scene, goal = self.read_arm(env_ids), self.goal(env_ids)
@@ -111,13 +106,14 @@ class PushCubeLanguage(PushCube):
     """
 
     scene_file = "push_language_scene.xml"
+    goal_area, goal_dim = PoseRangeCfg(x=(0.66, 0.66), y=(-0.2, 0.2)), 0
     understands_language = True
 
     def __init__(self, cfg: GymCfg, physics: Physics, robot: Robot) -> None:
         super().__init__(cfg, physics, robot)
         language = cfg.env.language or LanguageCfg()
         self.colors = language.colors
-        self.area = cfg.env.events.randomize_target or PoseRangeCfg(x=(0.66, 0.66), y=(-0.2, 0.2))
+        self.area = cfg.env.events.randomize_target or self.goal_area
         lane = (self.area.y[1] - self.area.y[0]) / len(self.colors)
         apart = _APART * cfg.env.success_threshold
         if len(self.colors) > 1 and lane < apart:
@@ -136,7 +132,7 @@ class PushCubeLanguage(PushCube):
         return cfg.replace(id="PushCubeLanguageRL", env=cfg.env.replace(events=events, language=LanguageCfg()))
 
     def sample_start(self, env_ids: Tensor, streams: RandomStreams) -> ResetState:
-        start, count = self.draw_cube(env_ids, streams)[0], len(self.colors)
+        start, count = super().sample_start(env_ids, streams), len(self.colors)
         drawn = streams.uniform(env_ids, 3 * count + 2)
         # Each goal has a lane of its own; the order of one set of random numbers says which colour has which.
         lanes = drawn[:, :count].argsort(dim=1)

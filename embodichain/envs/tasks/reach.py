@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from embodichain.envs.actions import RobotActionManager
 from embodichain.envs.env_cfg import EventsCfg, GymCfg, JointRangeCfg, PoseRangeCfg, RobotCfg
 from embodichain.envs.kinematics import length, mean_square
-from embodichain.envs.random import RandomStreams
-from embodichain.envs.task import ResetState, Scene, draw_pose
+from embodichain.envs.task import Scene
 from embodichain.envs.tasks.arm import ArmTask, arm_cfg, shorten
 
 _MAX_STEP = 0.05  # metres the expert asks for in one step
@@ -21,6 +19,7 @@ class Reach(ArmTask):
     """Bring the tool of a 6-DoF arm to a random point."""
 
     scene_file = "reach_scene.xml"
+    goal_area = PoseRangeCfg(x=(0.5, 0.5), z=(0.3, 0.3))
     reward_weights = {"distance": -1.0, "effort": -0.01, "success": 5.0}
 
     @staticmethod
@@ -31,12 +30,6 @@ class Reach(ArmTask):
         )
         robot = RobotCfg(tool="pusher", init_qpos=[-0.22, 0.0103, 1.6931, -0.1326, -1.5708, -0.22])
         return arm_cfg("ReachRL", 100, threshold=0.02, events=events, scale=0.1, robot=robot)
-
-    def sample_start(self, env_ids: Tensor, streams: RandomStreams) -> ResetState:
-        start = self.start_robot(env_ids, streams)
-        area = self.cfg.env.events.randomize_target or PoseRangeCfg(x=(0.5, 0.5), z=(0.3, 0.3))
-        start.variables["goal"] = draw_pose(area, env_ids, streams)[:, :3].to(torch.float32)
-        return start
 
     def read(self, env_ids: Tensor | None = None) -> Scene:
         scene = self.read_arm(env_ids)
@@ -52,14 +45,7 @@ class Reach(ArmTask):
         }
 
     def reward_terms(self, scene: Scene, action: Tensor) -> dict[str, Tensor]:
-        return {
-            "distance": scene["distance"],
-            "effort": mean_square(action),
-            "success": scene["success"],
-        }
+        return {"distance": scene["distance"], "effort": mean_square(action), "success": scene["success"]}
 
     def expert_action(self, scene: Scene, actions: RobotActionManager) -> Tensor:
         return self.move_tool(scene, actions, shorten(scene["to_goal"], _MAX_STEP))
-
-    def markers(self) -> dict[str, Tensor]:
-        return {"goal": self.variables["goal"]}
