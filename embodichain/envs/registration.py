@@ -95,7 +95,13 @@ def make(
     """
     cfg = load_gym_config(config, **overrides)
     if cfg.id in _TASKS:
-        return _make_task(cfg, _TASKS[cfg.id].task)
+        task = _TASKS[cfg.id].task
+        model = task.build_model(cfg)
+        if cfg.device == "cpu":
+            return TaskEnv(cfg, task, MujocoCpuPhysics(model, cfg.num_envs, cfg.num_threads))
+        from embodichain.envs.physics.mujoco_warp import MujocoWarpPhysics  # an extra
+
+        return TaskEnv(cfg, task, MujocoWarpPhysics(model, cfg.num_envs, cfg.device))
     if ":" not in cfg.id and cfg.id not in gym.registry:
         names = [*_TASKS, *(name for name in gym.registry if not name.startswith(("phys2d/", "tabular/")))]
         close = nearest(cfg.id, names).split(" Valid:")[0]
@@ -112,12 +118,3 @@ def make(
         device=cfg.device,
         seed=cfg.seed,
     )
-
-
-def _make_task(cfg: GymCfg, task: type[Task]) -> VecEnv:
-    model = task.build_model(cfg)
-    if cfg.device == "cpu":
-        return TaskEnv(cfg, task, MujocoCpuPhysics(model, cfg.num_envs, cfg.num_threads))
-    from embodichain.envs.physics.mujoco_warp import MujocoWarpPhysics  # an extra
-
-    return TaskEnv(cfg, task, MujocoWarpPhysics(model, cfg.num_envs, cfg.device))

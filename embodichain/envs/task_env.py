@@ -120,15 +120,15 @@ class TaskEnv(VecEnv):
         self._scene = None
         return self._show(self._build(self._measurements(), self._all))
 
+    # The three parts of ``DefersResets``: a step in pieces, for action chunks.
+
     def advance(self, action: Action) -> StepOutcome:
-        """Act, simulate, measure and score; nothing is observed or reset."""
         applied = self.action_manager.unwrap(action, self._step)
         self._act(applied)
         self._simulate()
         return self._scoring.score(self._measure(), applied, self._step, self.physics.diverged)
 
     def observe(self, mask: Tensor) -> TensorDict:
-        """Observe the envs where ``mask`` ``[num_envs]`` holds; the rows of the others stay as they were."""
         ids = torch.nonzero(mask).reshape(-1)
         if ids.numel():
             scene = self._measurements()
@@ -137,7 +137,6 @@ class TaskEnv(VecEnv):
         return self._obs
 
     def reset_done(self, done: Tensor) -> tuple[TensorDict, Tensor]:
-        """Reset the envs where ``done`` holds; return the observation and the episode seeds of all envs."""
         return self._reset_done(done), self._streams.episode_seed
 
     def reset(self, seed: int | Tensor | None = None, env_ids: EnvIds = None) -> tuple[TensorDict, dict[str, Any]]:
@@ -178,7 +177,6 @@ class TaskEnv(VecEnv):
         self.physics.close()
 
     def expert_action(self) -> Tensor:
-        """Return the scripted expert's action ``[num_envs, action_dim]`` for the present state."""
         return self.task.expert_action(self._measurements(), self.action_manager)
 
     def create_demo_action_list(self) -> list[Tensor]:

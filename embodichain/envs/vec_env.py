@@ -66,7 +66,13 @@ class ActionManager:
         # A value that is not finite makes the sum so, too. On a GPU this would wait for the device, so there the
         # simulation guards itself.
         if value.device.type == "cpu" and not math.isfinite(float(value.sum())) and not torch.isfinite(value).all():
-            self._raise_not_finite(value, step)
+            bad = torch.nonzero(~torch.isfinite(value).reshape(self.num_envs, -1).all(dim=1)).reshape(-1)
+            env = int(bad[0])
+            at = f" at step {int(step[env]) if isinstance(step, Tensor) else step} of its episode"
+            raise ActionError(
+                f"action {self.action_type!r} of env {env}{'' if step is None else at} is not finite: "
+                f"{value[env].tolist()} ({bad.numel()} of {self.num_envs} envs); the simulation was left as it was"
+            )
         return value
 
     def unpack(self, action: Action) -> Tensor:
@@ -111,15 +117,6 @@ class ActionManager:
                 env = int(np.flatnonzero((choices < 0) | (choices >= self.num_choices))[0])
                 raise ActionError(f"action of env {env} must lie in [0, {self.num_choices}), got {int(value[env])}")
         return value
-
-    def _raise_not_finite(self, value: Tensor, step: Tensor | int | None) -> None:
-        bad = torch.nonzero(~torch.isfinite(value).reshape(self.num_envs, -1).all(dim=1)).reshape(-1)
-        env = int(bad[0])
-        at = "" if step is None else f" at step {int(step[env]) if isinstance(step, Tensor) else step} of its episode"
-        raise ActionError(
-            f"action {self.action_type!r} of env {env}{at} is not finite: {value[env].tolist()} "
-            f"({bad.numel()} of {self.num_envs} envs); the simulation was left as it was"
-        )
 
 
 class VecEnv(ABC):

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils import concatenate, create_empty_array
+from PIL import Image
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
@@ -209,12 +210,8 @@ class GymnasiumVecEnv(VecEnv):
                 frames = [every[i] for i in ids]
         except gym.error.DependencyNotInstalled as error:
             raise RenderingError(f"this Gymnasium env cannot be rendered: {error}") from error
-        images = torch.from_numpy(np.stack([np.asarray(frame, dtype=np.uint8) for frame in frames]))
-        if tuple(images.shape[1:3]) == size:
-            return images.numpy()
-        channels_first = images.permute(0, 3, 1, 2).to(torch.float32)
-        resized = torch.nn.functional.interpolate(channels_first, size, mode="bilinear", antialias=True)
-        return resized.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous().numpy()
+        images = [Image.fromarray(np.asarray(frame, dtype=np.uint8)) for frame in frames]
+        return np.stack([np.asarray(image.resize(size[::-1], Image.Resampling.BILINEAR)) for image in images])
 
     def close(self) -> None:
         self.vector_env.close()
@@ -222,11 +219,12 @@ class GymnasiumVecEnv(VecEnv):
     def _reset_envs(self, mask: np.ndarray, seed: int | Tensor | None) -> tuple[Any, dict[str, Any]]:
         """Reset the envs of ``mask`` ``[num_envs]``: each from the seed of its episode, or all from one seed."""
         ids = np.flatnonzero(mask)
-        given: Any = self._next_seeds(ids, seed)
-        if isinstance(given, np.ndarray):
-            given = [None] * self.num_envs
-            for env, value in zip(ids.tolist(), self._episode[ids].tolist(), strict=True):
-                given[env] = value
+        given: Any = seed
+        if self._own:
+            self._episode[ids] = self._next_seeds(ids, seed)
+            given = np.where(mask, self._episode, None).tolist()
+        elif isinstance(seed, Tensor) or (seed is not None and len(ids) < self.num_envs):
+            raise EnvContractError(f"{self.vector_env} takes one seed for all envs: reset all, with an int")
         if mask.all():
             return self.vector_env.reset(seed=given)
         if not self._own and self._mode is AutoresetMode.SAME_STEP:
@@ -235,23 +233,17 @@ class GymnasiumVecEnv(VecEnv):
             )
         return self.vector_env.reset(seed=given, options={"reset_mask": mask.copy()})
 
-    def _next_seeds(self, ids: np.ndarray, seed: int | Tensor | None) -> np.ndarray | int | None:
-        """Return the seeds of the episodes that begin in these envs, or one seed where there can be no other."""
-        if not self._own:
-            if isinstance(seed, Tensor) or (seed is not None and len(ids) < self.num_envs):
-                raise EnvContractError(f"{self.vector_env} takes one seed for all envs: reset all, with an int")
-            return seed
-        if isinstance(seed, Tensor):
-            seeds = seed.detach().cpu().reshape(-1).to(torch.int64).numpy()
-            if len(seeds) != len(ids) or (seeds < 0).any():
-                raise EnvContractError(
-                    f"reset of {len(ids)} envs needs as many episode seeds, none below 0, got {seeds.tolist()[:10]}"
-                )
-        else:
+    def _next_seeds(self, ids: np.ndarray, seed: int | Tensor | None) -> np.ndarray:
+        """Return the seeds of the episodes that begin in these envs."""
+        if not isinstance(seed, Tensor):
             if seed is not None:
                 self._seeds.seed(ids, int(seed))
-            seeds = self._seeds.take(ids)
-        self._episode[ids] = seeds
+            return self._seeds.take(ids)
+        seeds: np.ndarray = seed.detach().cpu().reshape(-1).to(torch.int64).numpy()
+        if len(seeds) != len(ids) or (seeds < 0).any():
+            raise EnvContractError(
+                f"reset of {len(ids)} envs needs as many episode seeds, none below 0, got {seeds.tolist()[:10]}"
+            )
         return seeds
 
     def _reset_done(self, rows: Rows, done: np.ndarray, native_end: np.ndarray) -> Rows:

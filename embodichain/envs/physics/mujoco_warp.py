@@ -105,11 +105,15 @@ def capacity(model: mujoco.MjModel, num_envs: int) -> Capacity:
 
     MuJoCo Warp allocates its memory before the first step, and leaves out of the simulation what does not fit.
     """
-    contacts, rows = 0, _fixed_rows(model)
+    rows = sum(_EQUALITY_ROWS.get(mujoco.mjtEq(int(kind)), 1) for kind in model.eq_type)
+    for field in (model.dof_frictionloss, model.tendon_frictionloss, model.jnt_limited, model.tendon_limited):
+        rows += int(np.count_nonzero(field))
+    contacts = 0
     for first in range(model.ngeom):
         for second in range(first + 1, model.ngeom):
             if _can_touch(model, first, second):
-                count = _contact_count(int(model.geom_type[first]), int(model.geom_type[second]))
+                kinds = frozenset(_GEOM(int(model.geom_type[geom])) for geom in (first, second))
+                count = 1 if kinds & _SMOOTH else _CONTACTS.get(kinds, _MAX_CONTACTS)
                 dimension = max(int(model.geom_condim[first]), int(model.geom_condim[second]))
                 contacts, rows = contacts + count, rows + count * _contact_rows(model, dimension)
     for pair in range(model.npair):
@@ -117,14 +121,6 @@ def capacity(model: mujoco.MjModel, num_envs: int) -> Capacity:
         rows += _MAX_CONTACTS * _contact_rows(model, int(model.pair_dim[pair]))
     pool = max(contacts, num_envs * min(contacts, _TYPICAL_CONTACTS))
     return Capacity(max(pool, 1), int(np.clip(rows, 1, _MOST_ROWS)))
-
-
-def _fixed_rows(model: mujoco.MjModel) -> int:
-    """Rows of equalities, dry friction, joint and tendon limits."""
-    equalities = sum(_EQUALITY_ROWS.get(mujoco.mjtEq(int(kind)), 1) for kind in model.eq_type)
-    friction = np.count_nonzero(model.dof_frictionloss) + np.count_nonzero(model.tendon_frictionloss)
-    limits = np.count_nonzero(model.jnt_limited) + np.count_nonzero(model.tendon_limited)
-    return int(equalities + friction + limits)
 
 
 def _can_touch(model: mujoco.MjModel, first: int, second: int) -> bool:
@@ -138,11 +134,6 @@ def _can_touch(model: mujoco.MjModel, first: int, second: int) -> bool:
     parents = [int(model.body_weldid[model.body_parentid[body]]) for body in (one, other)]
     related = (one != 0 and parents[1] == one) or (other != 0 and parents[0] == other)
     return not related or bool(model.opt.disableflags & mujoco.mjtDisableBit.mjDSBL_FILTERPARENT)
-
-
-def _contact_count(first: int, second: int) -> int:
-    kinds = frozenset((_GEOM(first), _GEOM(second)))
-    return 1 if kinds & _SMOOTH else _CONTACTS.get(kinds, _MAX_CONTACTS)
 
 
 def _contact_rows(model: mujoco.MjModel, dimension: int) -> int:
@@ -370,4 +361,4 @@ class MujocoWarpPhysics(Physics):
         return own
 
     def refresh_model(self, env_ids: Tensor) -> None:
-        """Nothing is to be done: every step begins by deriving the constants of all worlds."""
+        pass  # every step begins by deriving the constants of all worlds
