@@ -54,9 +54,8 @@ def main(argv: Sequence[str]) -> int:
         name = args.task or str(cfg.gym_config.get("id", args.config))
         writer = LeRobotWriter(args.out, source.layout, args.fps or _rate(source), name, quality=args.quality)
         with writer, Progress(console=console, transient=True) as progress:
-            bar = progress.add_task("recording", total=args.episodes)
-            only_success = cfg.check().only_success
-            traces = record(source, writer, args.episodes, only_success, lambda: progress.advance(bar))
+            recorded = record(source, writer, args.episodes, cfg.check().only_success)
+            traces = list(progress.track(recorded, total=args.episodes, description="recording"))
     frames = sum(trace.length for trace in traces)
     console.print(f"{args.out}: {len(traces)} episodes, {frames} frames at {writer.fps} per second")
     if args.read:

@@ -96,8 +96,12 @@ class WindowCopier:
     def __init__(self, frames: dict[Key, Tensor], layout: FrameLayout, device: torch.device) -> None:
         self._frames, self._layout, self._device = frames, layout, device
         self._key = torch.zeros(1, dtype=torch.int64, device=device)
-        # In kernels the draws, too, happen on the device: what is launched depends on no number of the host.
-        self._kernels = _kernels(frames, layout) if kernels_work(device) else {}
+        self._kernels: dict[Key, WindowKernel] = {}
+        if kernels_work(device):  # the draws, too, happen on the device: no number of the host decides what is launched
+            from embodichain.agents.engine.mirror_kernel import WindowKernel  # Triton is not there without a GPU
+
+            leaves = [leaf for leaf in layout.leaves if leaf.elements]
+            self._kernels = {leaf.key: WindowKernel(frames[leaf.key], leaf.nbytes) for leaf in leaves}
         self._recorder = Recorder("batches are drawn")
 
     def new_output(self, batch_size: int, chunk_size: int) -> DeviceOutput:
@@ -108,17 +112,17 @@ class WindowCopier:
     def fill(self, key: int, table: Table, out: DeviceOutput) -> None:
         """Draw and copy a batch."""
         if not self._kernels:
-            return self._select(key, table, out)
+            self._select(key, table, out)
+            return
         self._key.fill_(key)
         if out.graph is not None:
             out.graph.replay()
-            return None
+            return
         self._launch(table, out)
         if out.is_used and self._recorder.possible:  # this was the second time, and the kernels are compiled by now
             with torch.cuda.device(self._device):
                 out.graph = self._recorder.attempt(lambda: record(lambda: self._launch(table, out)))
         out.is_used = True
-        return None
 
     def _launch(self, table: Table, out: Output) -> None:
         with torch.cuda.device(self._device):
@@ -135,12 +139,6 @@ class WindowCopier:
             size = table.chunk_size * leaf.elements
             windows = self._frames[leaf.key].as_strided((count, size), (leaf.elements, 1))
             torch.index_select(windows, 0, index, out=out.tensors[leaf.key].view(batch_size, size))
-
-
-def _kernels(frames: dict[Key, Tensor], layout: FrameLayout) -> dict[Key, WindowKernel]:
-    from embodichain.agents.engine.mirror_kernel import WindowKernel  # Triton is not there without a GPU
-
-    return {leaf.key: WindowKernel(frames[leaf.key], leaf.nbytes) for leaf in layout.leaves if leaf.elements}
 
 
 @dataclass
@@ -197,19 +195,18 @@ class DeviceMirror:
                 table = self._tables[chunk_size] = Table(self._buffer.num_rows, chunk_size, self._device)
             table.refresh(self._length)
             key = draw_key(generator)
-            if reuse_outputs:
-                out = self._ring().get(batch_size, chunk_size)
-            else:
-                out = self._copier.new_output(batch_size, chunk_size)
+            new_output = self._ring.get if reuse_outputs else self._copier.new_output
+            out = new_output(batch_size, chunk_size)
             self._copier.fill(key, table, out)
             drawn = (key, batch_size, table.rows, table.length, chunk_size)
         return out.batch, lambda: pick(*drawn)[0]
 
+    @property
     def _ring(self) -> OutputRing[DeviceOutput]:
-        """Return the batches that this thread reuses."""
-        ring: OutputRing[DeviceOutput] | None = getattr(self._local, "ring", None)
-        if ring is None:
-            ring = self._local.ring = OutputRing(self._copier.new_output, _RING_SHAPES)
+        """The batches that this thread reuses."""
+        if not hasattr(self._local, "ring"):
+            self._local.ring = OutputRing(self._copier.new_output, _RING_SHAPES)
+        ring: OutputRing[DeviceOutput] = self._local.ring
         return ring
 
     def _follow_stream(self) -> None:

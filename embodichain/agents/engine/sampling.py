@@ -62,19 +62,17 @@ class _Block:
     """Memory for one array of a batch."""
 
     def __init__(self, leaf: Leaf, frames: int) -> None:
-        self.frames = frames
-        self._leaf = leaf
+        self._leaf, self._frames = leaf, frames
         self._base = torch.empty(frames * leaf.elements, dtype=leaf.dtype)
         self._storage = self._base.untyped_storage()
         self._own_count = _use_count(self._storage._cdata)
 
     def is_free(self) -> bool:
-        """Tell whether no tensor but our own uses this memory."""
         return _use_count(self._storage._cdata) == self._own_count
 
-    def is_shared(self) -> bool:
-        """Tell whether the memory went to another process (a DataLoader does that), whose holders cannot be counted."""
-        return self._storage.is_shared()
+    def has_room(self, frames: int) -> bool:
+        """Tell whether it can be used again: not if it went to another process, whose holders cannot be counted."""
+        return self._frames >= frames and not self._storage.is_shared()
 
     def tensor(self, batch_size: int, chunk_size: int) -> Tensor:
         """Return a new tensor ``[batch_size, chunk_size, ...]`` on this memory."""
@@ -99,7 +97,7 @@ class OutputPool:
         blocks = self._blocks[leaf.key]
         for index, block in enumerate(blocks):
             if block.is_free():
-                if block.frames < frames or block.is_shared():
+                if not block.has_room(frames):
                     block = blocks[index] = _Block(leaf, frames)
                 return block
         if len(blocks) == _POOL_SIZE:  # the caller keeps many batches: the oldest block is not tracked any more
@@ -193,7 +191,13 @@ class WindowSampler:
                 u = generator.random(2 * count)
                 chosen = (u[:count] * len(known.rows)).astype(np.int64)
                 return known, chosen, known.first[chosen] + (u[count:] * known.starts[chosen]).astype(np.int64)
-            self._explain_nothing_long_enough(known, chunk_size)
+            if not known.is_busy:  # else a row that is being written may turn out long enough
+                length = np.frombuffer(known.lengths, np.int64)
+                longest = int(length.max(initial=0))
+                raise ChunkSizeError(
+                    f"chunk_size is {chunk_size}, but the longest of the {int((length > 0).sum())} stored episodes has "
+                    f"{longest} steps: use a chunk_size of at most {longest}"
+                )
             deadline = self._wait_for_writers(deadline)
 
     def _candidates(self, chunk_size: int) -> Candidates:
@@ -272,17 +276,6 @@ class WindowSampler:
                 single.append(flat.view(torch.uint8).numpy())
             self._windows[chunk_size] = many, single
         return self._windows[chunk_size]
-
-    @staticmethod
-    def _explain_nothing_long_enough(known: Candidates, chunk_size: int) -> None:
-        if known.is_busy:
-            return  # a row that is being written may turn out long enough
-        length = np.frombuffer(known.lengths, np.int64)
-        longest = int(length.max(initial=0))
-        raise ChunkSizeError(
-            f"chunk_size is {chunk_size}, but the longest of the {int((length > 0).sum())} stored episodes has "
-            f"{longest} steps: use a chunk_size of at most {longest}"
-        )
 
     def _wait_for_writers(self, deadline: float) -> float:
         self._check_state()

@@ -34,20 +34,18 @@ def _resolve(entry_point: str) -> Any:
 class Actor(Protocol):
     """Chooses the actions of all envs."""
 
-    version: int
+    version: int = -1
     """How many updates shaped the policy that acts; -1 where there is none."""
 
     def __call__(self, observation: TensorDict) -> Tensor:
         """Return the actions ``[num_envs, ...]`` for the present observation."""
 
     def reset(self, env_ids: list[int]) -> None:
-        """Forget the episodes of these envs, which have ended."""
+        """Forget the episodes of these envs, which have ended; there is nothing to forget unless a class says so."""
 
 
-class ExpertActor:
-    """The scripted expert of the environment."""
-
-    version = -1
+class ExpertActor(Actor):
+    """The scripted expert of the environment, who looks at the present state alone."""
 
     def __init__(self, env: VecEnv, **_: object) -> None:
         if not isinstance(env, HasExpert):
@@ -58,33 +56,22 @@ class ExpertActor:
         self._env: HasExpert = env
 
     def __call__(self, observation: TensorDict) -> Tensor:
-        """Return what the expert does in the present state."""
         return self._env.expert_action()
 
-    def reset(self, env_ids: list[int]) -> None:
-        """Do nothing: the expert looks at the state alone."""
 
-
-class RandomActor:
-    """Uniform actions."""
-
-    version = -1
+class RandomActor(Actor):
+    """Uniform draws from [-1, 1], or from the choices of a discrete space."""
 
     def __init__(self, env: VecEnv, seed: int, **_: object) -> None:
-        self._generator = torch.Generator().manual_seed(seed)
-        self._device, self._num_envs = env.device, env.num_envs
-        self._space: gym.Space[Any] = env.action_space
+        self._env, self._generator = env, torch.Generator().manual_seed(seed)
 
     def __call__(self, observation: TensorDict) -> Tensor:
-        """Return uniform draws from [-1, 1], or from the choices of a discrete space."""
-        if isinstance(self._space, gym.spaces.Discrete):
-            action = torch.randint(int(self._space.n), (self._num_envs,), generator=self._generator)
+        space: gym.Space[Any] = self._env.action_space
+        if isinstance(space, gym.spaces.Discrete):
+            action = torch.randint(int(space.n), (self._env.num_envs,), generator=self._generator)
         else:
-            action = torch.rand((self._num_envs, *(self._space.shape or ())), generator=self._generator) * 2 - 1
-        return action.to(self._device)
-
-    def reset(self, env_ids: list[int]) -> None:
-        """Do nothing: every draw is independent."""
+            action = torch.rand((self._env.num_envs, *(space.shape or ())), generator=self._generator) * 2 - 1
+        return action.to(self._env.device)
 
 
 def make_actor(cfg: ActionSourceCfg, env: VecEnv, seed: int, trusted_modules: Sequence[str] = ()) -> Actor:
@@ -109,10 +96,8 @@ class SimulatedEpisodes:
     """
 
     def __init__(self, env: VecEnv, actor: Actor, seed: int, noise_std: float = 0.0) -> None:
-        self.env = env
-        self.actor = actor
+        self.env, self.actor, self._noise_std = env, actor, noise_std
         self.max_steps = env.max_episode_steps
-        self._noise_std = noise_std
         self._generator = torch.Generator().manual_seed(seed)
         self._observation, info = env.reset(seed=seed)
         self._seeds = _episode_seeds(info, env.num_envs)
@@ -122,25 +107,21 @@ class SimulatedEpisodes:
         self._step = 0
 
     def advance(self) -> list[Episode]:
-        """Take one step in every env and return the episodes that ended, valid until the next step."""
         at, env = self._step % self.max_steps, self.env
         action = self.actor(self._observation)
         for key, value in flatten(self._observation).items():
             self._ring[("observation", *key)][at] = value
         self._ring[("action",)][at] = action
-        self._observation, reward, terminated, truncated, info = env.step(self._disturbed(action))
+        if self._noise_std and action.is_floating_point():
+            noise = torch.randn(action.shape, generator=self._generator).to(action.device)
+            action = (action + self._noise_std * noise).clamp(-1, 1)
+        self._observation, reward, terminated, truncated, info = env.step(action)
         self._ring[("reward",)][at] = reward
         self._ring[("terminated",)][at] = terminated
         self._ring[("truncated",)][at] = truncated
         self._step += 1
         ended = torch.nonzero(terminated | truncated).reshape(-1).tolist()
         return self._collect(ended, info) if ended else []
-
-    def _disturbed(self, action: Tensor) -> Tensor:
-        if not self._noise_std or not action.is_floating_point():
-            return action
-        noise = torch.randn(action.shape, generator=self._generator).to(action.device)
-        return (action + self._noise_std * noise).clamp(-1, 1)
 
     def _collect(self, ended: list[int], info: dict[str, Any]) -> list[Episode]:
         """Cut the episodes of these envs out of the ring, and begin their next ones."""
@@ -169,7 +150,6 @@ class SimulatedEpisodes:
         return column[first:], column[: first + length - self.max_steps]
 
     def close(self) -> None:
-        """Close the environment."""
         self.env.close()
 
 

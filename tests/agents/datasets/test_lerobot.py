@@ -72,7 +72,7 @@ class Frames:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     with LeRobotWriter(tmp_path / "set", LAYOUT, fps=20, task="push the cube", robot_type="ur5") as writer:
-        record(Frames(), writer, 4)
+        list(record(Frames(), writer, 4))
     return tmp_path / "set"
 
 
@@ -134,7 +134,7 @@ def test_full_files_are_followed_by_others(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(writer_module, "_TABLE_MEGABYTES", 0)
     monkeypatch.setattr(writer_module, "_VIDEO_MEGABYTES", 0)
     with LeRobotWriter(tmp_path, LAYOUT, fps=20, task="push") as writer:
-        traces = record(Frames(), writer, 6)
+        traces = list(record(Frames(), writer, 6))
     assert len(list(tmp_path.glob("data/*/*.parquet"))) == 6
     assert len(list(tmp_path.glob("videos/observation.images.front/*/*.mp4"))) > 1
     assert [trace.length for trace in traces] == [7, 3, 12, 1, 7, 3]
@@ -145,7 +145,7 @@ def test_full_files_are_followed_by_others(tmp_path: Path, monkeypatch: pytest.M
 
 def test_reading_back_notices_what_changed(folder: Path) -> None:
     with LeRobotWriter(folder.parent / "other", LAYOUT, fps=20, task="push") as writer:
-        traces = record(Frames(), writer, 4)
+        traces = list(record(Frames(), writer, 4))
     read_back(folder, traces)
     traces[2].checksums[("action",)] += 1
     with pytest.raises(DatasetError, match="action of episode 2 is not what was written"):
@@ -157,7 +157,7 @@ def test_reading_back_notices_what_changed(folder: Path) -> None:
 
 def test_only_successes_are_recorded_when_asked(tmp_path: Path) -> None:
     with LeRobotWriter(tmp_path, LAYOUT, fps=20, task="push") as writer:
-        record(Frames(), writer, 3, only_success=True)
+        list(record(Frames(), writer, 3, only_success=True))
     reader = LeRobotReader(tmp_path)
     assert [reader.read(index).seed for index in range(3)] == [0, 2, 4]
 

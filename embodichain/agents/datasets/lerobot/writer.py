@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -38,10 +38,8 @@ class RunningStatistics:
     def __init__(self, is_camera: bool) -> None:
         self._is_camera = is_camera
         self._count = self._weight = 0
-        self._sum: NDArray[Any] | float = 0.0
-        self._squares: NDArray[Any] | float = 0.0
-        self._min: NDArray[Any] | float = np.inf
-        self._max: NDArray[Any] | float = -np.inf
+        self._sum, self._squares = np.zeros(()), np.zeros(())
+        self._min, self._max = np.array(np.inf), np.array(-np.inf)
 
     def add(self, values: NDArray[Any]) -> None:
         """Take in the frames ``[n, ...]`` of an episode; those of a camera are ``[n, height, width, 3]``."""
@@ -176,9 +174,13 @@ class LeRobotWriter:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._parquet.write_table(self._arrow.Table.from_pylist([{**row, **indices} for row in self._episodes]), path)
         self._write_tasks()
-        self._write_json(names.INFO_PATH, self._info())
-        self._write_json(names.STATS_PATH, {name: value.result() for name, value in self._statistics.items()})
-        self._write_json(names.OWN_PATH, {"layout": self.layout.to_json(), "episodes": self._own})
+        descriptions = {
+            names.INFO_PATH: self._info(),
+            names.STATS_PATH: {name: value.result() for name, value in self._statistics.items()},
+            names.OWN_PATH: {"layout": self.layout.to_json(), "episodes": self._own},
+        }
+        for name, data in descriptions.items():
+            (self.root / name).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
     def _info(self) -> dict[str, Any]:
         columns = dict(names.BOOKKEEPING)
@@ -215,9 +217,6 @@ class LeRobotWriter:
             table.replace_schema_metadata({"pandas": json.dumps(index)}), self.root / names.TASKS_PATH
         )
 
-    def _write_json(self, path: str, data: Any) -> None:
-        (self.root / path).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-
     def __enter__(self) -> Self:
         return self
 
@@ -242,27 +241,20 @@ class Trace:
         return cls(episode.length, {key: zlib.crc32(value.tobytes()) for key, value in numbers.items()}, images)
 
 
-def record(
-    source: EpisodeSource,
-    writer: LeRobotWriter,
-    episodes: int,
-    only_success: bool = False,
-    on_episode: Callable[[], None] = lambda: None,
-) -> list[Trace]:
-    """Write the next ``episodes`` episodes of a source and return their traces."""
+def record(source: EpisodeSource, writer: LeRobotWriter, episodes: int, only_success: bool = False) -> Iterator[Trace]:
+    """Write the next ``episodes`` episodes of a source; yield the trace of each."""
     cameras = {feature.leaf.key for feature in features_of(source.layout) if feature.is_video}
-    traces: list[Trace] = []
-    kept = 0
-    while len(traces) < episodes:
-        for episode in source.advance()[: episodes - len(traces)]:
+    left, image_bytes = episodes, 0
+    while left:
+        for episode in source.advance()[:left]:
             episode.check_finite()
             if only_success and not episode.success:
                 continue
             writer.add(episode)
-            traces.append(Trace.of(episode, cameras, keep=kept < _KEPT_IMAGE_BYTES))
-            kept += sum(image.nbytes for image in traces[-1].images.values())
-            on_episode()
-    return traces
+            trace = Trace.of(episode, cameras, keep=image_bytes < _KEPT_IMAGE_BYTES)
+            image_bytes += sum(image.nbytes for image in trace.images.values())
+            left -= 1
+            yield trace
 
 
 def read_back(root: Path, traces: list[Trace]) -> float | None:
