@@ -23,7 +23,7 @@ LAYOUT = FrameLayout(
 
 def stream(rounds: int) -> list[Row]:
     """Measure batches of several sizes; both sides count the bytes they write."""
-    buffer = SharedBuffer.create(LAYOUT, EPISODES, LENGTH, 1)
+    buffer = SharedBuffer(LAYOUT, EPISODES, LENGTH, 1)
     for row in range(EPISODES):
         frames = {leaf.key: (_random(leaf),) for leaf in LAYOUT.leaves}
         buffer.write(row, 0, Episode(frames, LENGTH))

@@ -42,7 +42,7 @@ def ingest(cfg: OnlineDataEngineCfg, episodes: int, seconds: float) -> dict[str,
     ray = load_ray()
     sender = ray.remote(Sender).options(num_cpus=1).remote(cfg.replace(workers="local").to_dict(), episodes)
     layout = FrameLayout.from_json(ray.get(sender.layout.remote()))
-    buffer = SharedBuffer.create(layout, cfg.buffer_size, cfg.max_episode_steps, 1)
+    buffer = SharedBuffer(layout, cfg.buffer_size, cfg.max_episode_steps, 1)
     awaited = deque(sender.batch.remote() for _ in range(_DEPTH))
     row = count = size = 0
     begin = time.perf_counter()

@@ -213,7 +213,7 @@ def bench_workers() -> None:
         cfg = stream_config(refill="continuous", gym_config=task)
         env = make(cfg.gym_config, seed=0)
         source = open_source(cfg)
-        buffer = SharedBuffer.create(source.layout, cfg.buffer_size, cfg.max_episode_steps, 1)
+        buffer = SharedBuffer(source.layout, cfg.buffer_size, cfg.max_episode_steps, 1)
         worker = Worker(cfg, 0, source, buffer)
 
         def with_engine(source: EpisodeSource = source, worker: Worker = worker) -> None:

@@ -25,7 +25,7 @@ def make_buffer(kind: str) -> SharedBuffer:
     leaves = [Leaf((name,), torch.float32, (size,)) for name, size in VECTORS.items()]
     if kind == "image":
         leaves.append(Leaf(("image",), torch.uint8, (3, 96, 96)))
-    buffer = SharedBuffer.create(FrameLayout(tuple(leaves)), ROWS, STEPS, 1)
+    buffer = SharedBuffer(FrameLayout(tuple(leaves)), ROWS, STEPS, 1)
     for leaf in leaves:
         frames = buffer.frames[leaf.key]
         frames.uniform_() if leaf.dtype == torch.float32 else frames.view(-1).view(torch.int64).random_()

@@ -67,7 +67,7 @@ def _read(buffer: SharedBuffer, windows: int, pipe: Any) -> None:
 
 def test_no_window_is_torn() -> None:
     context = mp.get_context("fork")
-    buffer = SharedBuffer.create(LAYOUT, ROWS, STEPS, 1)
+    buffer = SharedBuffer(LAYOUT, ROWS, STEPS, 1)
     first = Stamper(buffer)
     for row in range(ROWS):
         first.write(row)

@@ -84,13 +84,29 @@ class Read(enum.IntEnum):
 class SharedBuffer:
     """All shared state of one engine; pickle it (or fork) to attach in another process."""
 
-    def __init__(self, segment: Segment, layout: FrameLayout, num_rows: int, max_steps: int, num_workers: int) -> None:
-        self.segment = segment
-        self.layout = layout
-        self.num_rows = num_rows
-        self.max_steps = max_steps
-        self.num_workers = num_workers
-        views = _fields(layout, num_rows, max_steps, num_workers).views(segment.bytes)
+    def __init__(
+        self, layout: FrameLayout, num_rows: int, max_steps: int, num_workers: int, segment: Segment | None = None
+    ) -> None:
+        """Map the memory of a buffer, or allocate an empty one; SharedMemoryError if it does not fit."""
+        arrays: dict[str | Key, tuple[torch.dtype, tuple[int, ...]]] = {
+            "control": (torch.int64, (8,)),
+            "failure": (torch.uint8, (FAILURE_BYTES,)),
+            "workers": (torch.int64, (num_workers, WORK_WORDS)),
+            "owners": (torch.int64, (MAX_READERS,)),
+            "readers": (torch.float64, (MAX_READERS, 8)),
+            "sequence": (torch.int64, (num_rows,)),
+            "length": (torch.int64, (num_rows,)),
+            "stamps": (torch.float64, (num_rows, 2)),
+            "origins": (torch.int64, (num_rows, 4)),
+        }
+        arrays |= {leaf.key: (leaf.dtype, (num_rows, max_steps, *leaf.shape)) for leaf in layout.leaves}
+        block = BlockLayout((name, dtype, shape) for name, (dtype, shape) in arrays.items())
+        if segment is None:
+            what = f"a buffer of {num_rows} episodes x {max_steps} steps x {layout.nbytes} bytes"
+            segment = Segment.create(block.nbytes, what)
+        self.segment, self.layout = segment, layout
+        self.num_rows, self.max_steps, self.num_workers = num_rows, max_steps, num_workers
+        views = block.views(segment.bytes)
         self.control: Ints = views["control"].numpy()
         self.failure: NDArray[np.uint8] = views["failure"].numpy()
         self.workers: Ints = views["workers"].numpy()
@@ -106,20 +122,12 @@ class SharedBuffer:
         nested = TensorDict(unflatten(self.frames), batch_size=[num_rows, max_steps])
         self.tensordict = nested.share_memory_()
 
-    @classmethod
-    def create(cls, layout: FrameLayout, num_rows: int, max_steps: int, num_workers: int) -> SharedBuffer:
-        """Allocate an empty buffer, or raise SharedMemoryError if it does not fit."""
-        nbytes = _fields(layout, num_rows, max_steps, num_workers).nbytes
-        what = f"a buffer of {num_rows} episodes x {max_steps} steps x {layout.nbytes} bytes"
-        return cls(Segment.create(nbytes, what), layout, num_rows, max_steps, num_workers)
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return SharedBuffer, (self.segment, self.layout, self.num_rows, self.max_steps, self.num_workers)
+        return SharedBuffer, (self.layout, self.num_rows, self.max_steps, self.num_workers, self.segment)
 
     def rows_of(self, worker: int) -> range:
         """Return the rows that belong to a worker: as even a split as there is."""
-        first = [index * self.num_rows // self.num_workers for index in (worker, worker + 1)]
-        return range(*first)
+        return range(*(index * self.num_rows // self.num_workers for index in (worker, worker + 1)))
 
     def write(self, row: int, worker: int, episode: Episode) -> None:
         """Replace the episode in a row; readers that are copying from it notice and draw again."""
@@ -176,20 +184,3 @@ class SharedBuffer:
     def failure_report(self) -> str:
         """What ``fail`` was given."""
         return self.failure[: int(self.control[Control.FAILURE_LENGTH])].tobytes().decode(errors="replace")
-
-
-def _fields(layout: FrameLayout, num_rows: int, max_steps: int, num_workers: int) -> BlockLayout[str | Key]:
-    """Return where every array lies in the segment."""
-    arrays: dict[str | Key, tuple[torch.dtype, tuple[int, ...]]] = {
-        "control": (torch.int64, (8,)),
-        "failure": (torch.uint8, (FAILURE_BYTES,)),
-        "workers": (torch.int64, (num_workers, WORK_WORDS)),
-        "owners": (torch.int64, (MAX_READERS,)),
-        "readers": (torch.float64, (MAX_READERS, 8)),
-        "sequence": (torch.int64, (num_rows,)),
-        "length": (torch.int64, (num_rows,)),
-        "stamps": (torch.float64, (num_rows, 2)),
-        "origins": (torch.int64, (num_rows, 4)),
-    }
-    arrays |= {leaf.key: (leaf.dtype, (num_rows, max_steps, *leaf.shape)) for leaf in layout.leaves}
-    return BlockLayout((name, dtype, shape) for name, (dtype, shape) in arrays.items())

@@ -148,7 +148,7 @@ class Supervisor(threading.Thread):
         if self.buffer is None:
             check_layout(self._cfg, frames, max_steps)
             cfg = self._cfg
-            self.buffer = SharedBuffer.create(frames, cfg.buffer_size, cfg.max_episode_steps, cfg.num_workers)
+            self.buffer = SharedBuffer(frames, cfg.buffer_size, cfg.max_episode_steps, cfg.num_workers)
             self._last_look = time.monotonic()
             self.changed.set()
         elif frames != self.buffer.layout:

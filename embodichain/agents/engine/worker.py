@@ -121,4 +121,4 @@ def _join(channel: Channel, source: EpisodeSource) -> SharedBuffer:
         raise EngineStateError("the engine answered without its buffer")
     terms = answer.content()
     layout = FrameLayout.from_json(terms["layout"])
-    return SharedBuffer(answer.segment, layout, terms["num_rows"], terms["max_steps"], terms["num_workers"])
+    return SharedBuffer(layout, terms["num_rows"], terms["max_steps"], terms["num_workers"], answer.segment)

@@ -264,7 +264,7 @@ def test_staging_cuts_episodes_out_of_a_ring() -> None:
 
 def test_demonstrations_that_never_succeed_do_not_block_for_ever() -> None:
     supervisor = Supervisor(OnlineDataEngineCfg(start_timeout=0.05))
-    buffer = supervisor.buffer = SharedBuffer.create(FrameLayout(()), 16, 20, 1)
+    buffer = supervisor.buffer = SharedBuffer(FrameLayout(()), 16, 20, 1)
     buffer.workers[0, [Work.WRITTEN, Work.FINISHED, Work.JUDGED, Work.SUCCEEDED]] = (3, 40, 30, 3)
     supervisor._check_first_fill(buffer)
     time.sleep(0.1)

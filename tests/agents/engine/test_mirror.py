@@ -31,7 +31,7 @@ def write(buffer: SharedBuffer, row: int, stamp: int, length: int) -> None:
 
 @pytest.fixture
 def buffer() -> SharedBuffer:
-    buffer = SharedBuffer.create(LAYOUT, ROWS, STEPS, 1)
+    buffer = SharedBuffer(LAYOUT, ROWS, STEPS, 1)
     for row in range(ROWS):
         write(buffer, row, row, 5 + row % 7)
     buffer.control[Control.STATE] = State.RUNNING

@@ -18,7 +18,7 @@ from embodichain.errors import ConfigError, StreamStalledError, WorkerError
 
 
 def make_buffer(rows: int = 8, workers: int = 2) -> SharedBuffer:
-    return SharedBuffer.create(FrameLayout((Leaf(("action",), torch.float32, (1,)),)), rows, 4, workers)
+    return SharedBuffer(FrameLayout((Leaf(("action",), torch.float32, (1,)),)), rows, 4, workers)
 
 
 def threshold(buffer: SharedBuffer, worker: int) -> RefillPolicy:

@@ -33,7 +33,7 @@ def episode(row: int, length: int) -> Episode:
 
 @pytest.fixture
 def buffer() -> SharedBuffer:
-    buffer = SharedBuffer.create(LAYOUT, len(LENGTHS), 20, 1)
+    buffer = SharedBuffer(LAYOUT, len(LENGTHS), 20, 1)
     buffer.frames[("action",)].fill_(-7)  # what must never be seen
     for row, length in enumerate(LENGTHS):
         buffer.write(row, 0, episode(row, length))

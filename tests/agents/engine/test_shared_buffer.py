@@ -30,7 +30,7 @@ LAYOUT = FrameLayout(
 
 
 def make_buffer(rows: int = 6, steps: int = 10, workers: int = 2) -> SharedBuffer:
-    return SharedBuffer.create(LAYOUT, rows, steps, workers)
+    return SharedBuffer(LAYOUT, rows, steps, workers)
 
 
 def make_episode(length: int, seed: int = 0, cut: int | None = None, **changes: Any) -> Episode:
@@ -102,7 +102,7 @@ def test_rows_are_split_between_workers_without_gaps() -> None:
 def test_too_little_memory_is_said_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "available_bytes", lambda: 5 << 20)
     with pytest.raises(SharedMemoryError, match=r"needs .*GiB of shared memory, but 5.0 MiB are available"):
-        SharedBuffer.create(LAYOUT, 100_000, 1000, 1)
+        SharedBuffer(LAYOUT, 100_000, 1000, 1)
 
 
 def test_available_memory_is_no_more_than_the_machine_has() -> None:

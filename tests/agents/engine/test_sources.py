@@ -148,7 +148,7 @@ def test_only_success_needs_an_environment_that_tells() -> None:
         gym_config={"id": "CartPole-v1"}, action_config={"source": "random", "only_success": True}
     )
     source = open_source(cfg)
-    buffer = SharedBuffer.create(source.layout, cfg.buffer_size, source.max_steps, 1)
+    buffer = SharedBuffer(source.layout, cfg.buffer_size, source.max_steps, 1)
     worker = Worker(cfg, 0, source, buffer)
     while not (ended := source.advance()):
         pass

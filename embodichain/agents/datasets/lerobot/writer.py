@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from embodichain.agents.datasets.frames import Episode, EpisodeSource, FrameLayout, Key
-from embodichain.agents.datasets.lerobot import format as names
-from embodichain.agents.datasets.lerobot.format import Feature, Images, VideoFile, features_of, file_indices, to_column
-from embodichain.agents.datasets.lerobot.reader import LeRobotReader
+from embodichain.agents.datasets.lerobot import reader as names
+from embodichain.agents.datasets.lerobot.reader import Feature, Images, LeRobotReader, features_of, file_indices
 from embodichain.errors import DatasetError
 from embodichain.extras import require
 
@@ -30,6 +29,43 @@ _KEPT_IMAGE_BYTES = 256 << 20
 """Bytes of original images that are kept for the comparison."""
 MIN_PSNR = 25.0
 """Decibels below which an image counts as another one; compression costs less."""
+
+
+def to_column(values: NDArray[Any]) -> Any:
+    """Return an array ``[n, ...]`` as an Arrow column: numbers, or (nested) lists of fixed size."""
+    arrow = require("pyarrow", extra="data")
+    column = arrow.array(np.ascontiguousarray(values).reshape(-1))
+    for size in reversed(values.shape[1:]):
+        column = arrow.FixedSizeListArray.from_arrays(column, size)
+    return column
+
+
+class VideoFile:
+    """Writes images ``[n, height, width, 3]`` of many episodes, one after the other, to an mp4 file."""
+
+    def __init__(self, path: Path, feature: Feature, fps: int, quality: int) -> None:
+        self._av = require("av", extra="data")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.frames = self.nbytes = 0
+        self._container = self._av.open(str(path), "w")
+        # Two frames per group: any frame is found without decoding many others.
+        self._stream = self._container.add_stream("libx264", rate=fps, options={"crf": str(quality), "g": "2"})
+        self._stream.height, self._stream.width = feature.size
+        self._stream.pix_fmt = feature.pixel_format
+
+    def append(self, images: Images) -> None:
+        """Add images at the end."""
+        for image in images:
+            frame = self._av.VideoFrame.from_ndarray(np.ascontiguousarray(image), format="rgb24")
+            packets = self._stream.encode(frame)
+            self.nbytes += sum(packet.size for packet in packets)
+            self._container.mux(packets)
+        self.frames += len(images)
+
+    def close(self) -> None:
+        """Finish the file."""
+        self._container.mux(self._stream.encode())
+        self._container.close()
 
 
 class RunningStatistics:
