@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -27,35 +28,35 @@ class ChunkSizeSampler(ABC):
         """Return the next chunk size, at least 1."""
 
 
+@dataclass(eq=False)
 class UniformChunkSampler(ChunkSizeSampler):
     """Draws uniformly from the integers ``low, low + 1, ..., high``."""
 
-    def __init__(self, low: int, high: int) -> None:
-        _check_bounds(low, high)
-        self.low, self.high = low, high
+    low: int
+    high: int
+
+    def __post_init__(self) -> None:
+        _check_bounds(self.low, self.high)
 
     def __call__(self) -> int:
         return int(torch.randint(self.low, self.high + 1, ()))
 
-    def __repr__(self) -> str:
-        return f"UniformChunkSampler(low={self.low}, high={self.high})"
 
-
+@dataclass(eq=False)
 class GMMChunkSampler(ChunkSizeSampler):
     """Draws from a mixture of normal distributions, rounded to integers and clamped to ``[low, high]``.
 
     ``weights`` need not sum to one and default to equal ones. Without ``low`` the smallest chunk is 1.
     """
 
-    def __init__(
-        self,
-        means: Sequence[float],
-        stds: Sequence[float],
-        weights: Sequence[float] | None = None,
-        low: int | None = None,
-        high: int | None = None,
-    ) -> None:
-        weights = [1.0] * len(means) if weights is None else weights
+    means: Sequence[float]
+    stds: Sequence[float]
+    weights: Sequence[float] | None = None
+    low: int | None = None
+    high: int | None = None
+
+    def __post_init__(self) -> None:
+        means, stds, weights = self.means, self.stds, [1.0] * len(self.means) if self.weights is None else self.weights
         if not means:
             raise ChunkSizeError("a mixture needs at least one component: means is empty")
         for name, values in (("stds", stds), ("weights", weights)):
@@ -67,21 +68,14 @@ class GMMChunkSampler(ChunkSizeSampler):
             raise ChunkSizeError(f"every std must be > 0 and finite, got {list(stds)}")
         if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or sum(weights) <= 0:
             raise ChunkSizeError(f"weights must be >= 0, finite and not all zero, got {list(weights)}")
-        _check_bounds(low, high)
-        self.means = [float(mean) for mean in means]
-        self.stds = [float(std) for std in stds]
-        self.weights = torch.tensor([float(weight) for weight in weights], dtype=torch.float64)
-        self.low, self.high = 1 if low is None else low, high
+        _check_bounds(self.low, self.high)
+        self._weights = torch.tensor([float(weight) for weight in weights], dtype=torch.float64)
 
     def __call__(self) -> int:
-        component = int(torch.multinomial(self.weights, 1))
+        component = int(torch.multinomial(self._weights, 1))
         size = round(self.means[component] + self.stds[component] * float(torch.randn((), dtype=torch.float64)))
-        size = max(size, self.low)
+        size = max(size, self.low or 1)
         return size if self.high is None else min(size, self.high)
-
-    def __repr__(self) -> str:
-        weights = self.weights.tolist()
-        return f"GMMChunkSampler({self.means}, {self.stds}, weights={weights}, low={self.low}, high={self.high})"
 
 
 def check_size(name: str, value: object) -> None:

@@ -32,131 +32,6 @@ from embodichain.errors import ConfigError, EngineStateError
 __all__ = ["OnlineDataEngine", "OnlineDataEngineCfg"]
 
 
-@dataclass(frozen=True)
-class StreamStats:
-    """A snapshot of a stream; totals are since the start, rates since the snapshot before."""
-
-    episodes_written: int
-    episodes_per_second: float
-    frames_per_second: float
-    """Simulated environment steps per second, in episodes that were finished."""
-    samples: int
-    """Chunks drawn by all processes."""
-    samples_per_second: float
-    refills: float
-    """How often the buffer was written again after the first fill."""
-    mean_age_refills: float
-    """Mean age of a sampled episode, in refills of the buffer."""
-    mean_age_seconds: float
-    success_rate: float | None
-    """Of all finished episodes, stored or not; None if the environment does not say."""
-    restarts: int
-    rejected_reads: int
-    """Chunks that were drawn again because their row was overwritten while they were copied."""
-    frames: int
-    """Simulated environment steps, in episodes that were finished."""
-
-
-WorkerState = Literal["waiting", "building", "running", "unreachable"]
-
-
-@dataclass(frozen=True)
-class WorkerStats:
-    """A snapshot of one worker; rates are since the snapshot before."""
-
-    worker: int
-    node: str
-    """Name of its machine; empty while it has none."""
-    pid: int
-    """Its process id there."""
-    state: WorkerState
-    """``waiting`` for a node, ``building`` its environment, ``running``, or ``unreachable``: it did run, but
-    the cluster does not know at present whether it still does."""
-    episodes_written: int
-    episodes_per_second: float
-    frames_per_second: float
-    silent_seconds: float
-    """Time since its last sign of life; 0 unless it is running."""
-    mean_age_seconds: float
-    """Mean age of its episodes that are in the buffer; 0 if there are none."""
-    restarts: int
-    """How often this worker was replaced."""
-    frames: int
-    """Simulated environment steps, in episodes that were finished."""
-    idle: bool
-    """Whether it is running but has nothing to do, because the buffer is full of episodes that are still good."""
-
-
-class StatsCounter:
-    """Turns the shared counters into statistics; remembers the last snapshots for the rates."""
-
-    def __init__(self, buffer: SharedBuffer) -> None:
-        self._buffer = buffer
-        self._last = self._last_workers = self._counts()
-
-    def _counts(self) -> tuple[float, Ints, int]:
-        return time.monotonic(), self._buffer.workers.copy(), self._buffer.samples
-
-    def stream(self) -> StreamStats:
-        """Return the present statistics of the stream."""
-        buffer, (then, before, samples_before) = self._buffer, self._last
-        self._last = (now, records, samples) = self._counts()
-        seconds, work, read = max(now - then, 1e-9), records.sum(axis=0), buffer.readers.sum(axis=0)
-        rates = (work - before.sum(axis=0)) / seconds
-        aged, judged = max(read[Read.AGED], 1.0), int(work[Work.JUDGED])
-        return StreamStats(
-            episodes_written=int(work[Work.WRITTEN]),
-            episodes_per_second=float(rates[Work.WRITTEN]),
-            frames_per_second=float(rates[Work.FRAMES]),
-            samples=samples,
-            samples_per_second=(samples - samples_before) / seconds,
-            refills=max(int(work[Work.WRITTEN]) / buffer.num_rows - 1.0, 0.0),
-            mean_age_refills=float(read[Read.AGE_EPISODES] / aged / buffer.num_rows),
-            mean_age_seconds=float(read[Read.AGE_SECONDS] / aged),
-            success_rate=int(work[Work.SUCCEEDED]) / judged if judged else None,
-            restarts=int(buffer.control[Control.RESTARTS]),
-            rejected_reads=int(read[Read.REDRAWN]),
-            frames=int(work[Work.FRAMES]),
-        )
-
-    def workers(self, handles: Mapping[int, WorkerHandle], replaced: Sequence[int]) -> list[WorkerStats]:
-        """Return the present statistics of all workers, those that are being replaced included."""
-        then, before, _ = self._last_workers
-        self._last_workers = (now, records, _) = self._counts()
-        rates = (records - before) / max(now - then, 1e-9)
-        buffer, clock = self._buffer, time.time()
-        stats = []
-        for index, restarts in enumerate(replaced):
-            handle, own = handles.get(index), (buffer.length > 0) & (buffer.origins[:, 0] == index)
-            state = _state(handle)
-            running = state == "running"
-            stats.append(
-                WorkerStats(
-                    worker=index,
-                    node="" if handle is None else handle.node,
-                    pid=0 if handle is None else handle.pid,
-                    state=state,
-                    episodes_written=int(records[index, Work.WRITTEN]),
-                    episodes_per_second=float(rates[index, Work.WRITTEN]),
-                    frames_per_second=float(rates[index, Work.FRAMES]),
-                    silent_seconds=max(now - handle.heartbeat.last, 0.0) if handle is not None and running else 0.0,
-                    mean_age_seconds=float(clock - buffer.stamps[own, 0].mean()) if own.any() else 0.0,
-                    restarts=restarts,
-                    frames=int(records[index, Work.FRAMES]),
-                    idle=running and bool(records[index, Work.IDLE]),
-                )
-            )
-        return stats
-
-
-def _state(handle: WorkerHandle | None) -> WorkerState:
-    if handle is None or math.isinf(handle.started):
-        return "waiting"
-    if handle.unreachable:
-        return "unreachable"
-    return "running" if handle.joined else "building"
-
-
 class OnlineDataEngine:
     """A live buffer of episodes, filled by simulation processes and sampled by any number of others.
 
@@ -330,3 +205,128 @@ def _stop_in(pid: int, supervisor: Supervisor) -> None:
     """Stop the workers, unless this is a forked child of the process that started them."""
     if os.getpid() == pid:
         supervisor.stop()
+
+
+@dataclass(frozen=True)
+class StreamStats:
+    """A snapshot of a stream; totals are since the start, rates since the snapshot before."""
+
+    episodes_written: int
+    episodes_per_second: float
+    frames_per_second: float
+    """Simulated environment steps per second, in episodes that were finished."""
+    samples: int
+    """Chunks drawn by all processes."""
+    samples_per_second: float
+    refills: float
+    """How often the buffer was written again after the first fill."""
+    mean_age_refills: float
+    """Mean age of a sampled episode, in refills of the buffer."""
+    mean_age_seconds: float
+    success_rate: float | None
+    """Of all finished episodes, stored or not; None if the environment does not say."""
+    restarts: int
+    rejected_reads: int
+    """Chunks that were drawn again because their row was overwritten while they were copied."""
+    frames: int
+    """Simulated environment steps, in episodes that were finished."""
+
+
+WorkerState = Literal["waiting", "building", "running", "unreachable"]
+
+
+@dataclass(frozen=True)
+class WorkerStats:
+    """A snapshot of one worker; rates are since the snapshot before."""
+
+    worker: int
+    node: str
+    """Name of its machine; empty while it has none."""
+    pid: int
+    """Its process id there."""
+    state: WorkerState
+    """``waiting`` for a node, ``building`` its environment, ``running``, or ``unreachable``: it did run, but
+    the cluster does not know at present whether it still does."""
+    episodes_written: int
+    episodes_per_second: float
+    frames_per_second: float
+    silent_seconds: float
+    """Time since its last sign of life; 0 unless it is running."""
+    mean_age_seconds: float
+    """Mean age of its episodes that are in the buffer; 0 if there are none."""
+    restarts: int
+    """How often this worker was replaced."""
+    frames: int
+    """Simulated environment steps, in episodes that were finished."""
+    idle: bool
+    """Whether it is running but has nothing to do, because the buffer is full of episodes that are still good."""
+
+
+class StatsCounter:
+    """Turns the shared counters into statistics; remembers the last snapshots for the rates."""
+
+    def __init__(self, buffer: SharedBuffer) -> None:
+        self._buffer = buffer
+        self._last = self._last_workers = self._counts()
+
+    def _counts(self) -> tuple[float, Ints, int]:
+        return time.monotonic(), self._buffer.workers.copy(), self._buffer.samples
+
+    def stream(self) -> StreamStats:
+        """Return the present statistics of the stream."""
+        buffer, (then, before, samples_before) = self._buffer, self._last
+        self._last = (now, records, samples) = self._counts()
+        seconds, work, read = max(now - then, 1e-9), records.sum(axis=0), buffer.readers.sum(axis=0)
+        rates = (work - before.sum(axis=0)) / seconds
+        aged, judged = max(read[Read.AGED], 1.0), int(work[Work.JUDGED])
+        return StreamStats(
+            episodes_written=int(work[Work.WRITTEN]),
+            episodes_per_second=float(rates[Work.WRITTEN]),
+            frames_per_second=float(rates[Work.FRAMES]),
+            samples=samples,
+            samples_per_second=(samples - samples_before) / seconds,
+            refills=max(int(work[Work.WRITTEN]) / buffer.num_rows - 1.0, 0.0),
+            mean_age_refills=float(read[Read.AGE_EPISODES] / aged / buffer.num_rows),
+            mean_age_seconds=float(read[Read.AGE_SECONDS] / aged),
+            success_rate=int(work[Work.SUCCEEDED]) / judged if judged else None,
+            restarts=int(buffer.control[Control.RESTARTS]),
+            rejected_reads=int(read[Read.REDRAWN]),
+            frames=int(work[Work.FRAMES]),
+        )
+
+    def workers(self, handles: Mapping[int, WorkerHandle], replaced: Sequence[int]) -> list[WorkerStats]:
+        """Return the present statistics of all workers, those that are being replaced included."""
+        then, before, _ = self._last_workers
+        self._last_workers = (now, records, _) = self._counts()
+        rates = (records - before) / max(now - then, 1e-9)
+        buffer, clock = self._buffer, time.time()
+        stats = []
+        for index, restarts in enumerate(replaced):
+            handle, own = handles.get(index), (buffer.length > 0) & (buffer.origins[:, 0] == index)
+            state = _state(handle)
+            running = state == "running"
+            stats.append(
+                WorkerStats(
+                    worker=index,
+                    node="" if handle is None else handle.node,
+                    pid=0 if handle is None else handle.pid,
+                    state=state,
+                    episodes_written=int(records[index, Work.WRITTEN]),
+                    episodes_per_second=float(rates[index, Work.WRITTEN]),
+                    frames_per_second=float(rates[index, Work.FRAMES]),
+                    silent_seconds=max(now - handle.heartbeat.last, 0.0) if handle is not None and running else 0.0,
+                    mean_age_seconds=float(clock - buffer.stamps[own, 0].mean()) if own.any() else 0.0,
+                    restarts=restarts,
+                    frames=int(records[index, Work.FRAMES]),
+                    idle=running and bool(records[index, Work.IDLE]),
+                )
+            )
+        return stats
+
+
+def _state(handle: WorkerHandle | None) -> WorkerState:
+    if handle is None or math.isinf(handle.started):
+        return "waiting"
+    if handle.unreachable:
+        return "unreachable"
+    return "running" if handle.joined else "building"

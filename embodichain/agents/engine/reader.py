@@ -149,12 +149,10 @@ class StreamReader:
     def prepare(self, batch_size: int, chunk_size: int) -> None:
         """Check the request and the state of the engine, and wait if readers are ahead of a limit."""
         for name, size in (("batch_size", batch_size), ("chunk_size", chunk_size)):
-            if type(size) is not int and (isinstance(size, bool) or not isinstance(size, int | np.integer)):
+            if (type(size) is not int and not isinstance(size, np.integer)) or size < 1:
                 raise ChunkSizeError(f"{name} must be an integer >= 1, got {size!r}")
         if chunk_size > self.buffer.max_steps:
             raise ChunkSizeError(f"chunk_size is {chunk_size}, but max_episode_steps is {self.buffer.max_steps}")
-        if chunk_size < 1 or batch_size < 1:
-            raise ChunkSizeError(f"batch_size and chunk_size must be >= 1, got {batch_size} and {chunk_size}")
         self.check_state()
         if self._limit is not None:
             self._wait_for_episodes(batch_size, self._limit)
