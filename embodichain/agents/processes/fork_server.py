@@ -114,6 +114,9 @@ class ForkServer:
     def _end_all(self) -> None:
         for pid in self._statuses:
             _kill_group(pid)
+        for pid in self._statuses:
+            with contextlib.suppress(ChildProcessError):  # it was reaped just now
+                os.waitpid(pid, 0)
         os._exit(0)
 
 
