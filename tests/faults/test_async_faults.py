@@ -13,7 +13,6 @@ from functools import partial
 import pytest
 import torch
 
-from embodichain.agents.rl.collector.rollout_worker import Command
 from embodichain.errors import CollectorError, ConfigError, EnvironmentHungError
 from tests.agents.rl.async_cases import NUM_ENVS, NUM_STEPS, Env, make_collector, make_env, make_learner
 
@@ -175,7 +174,7 @@ def test_no_request_is_lost_in_a_full_queue():
         child = child_of(collector)
         os.kill(child, signal.SIGSTOP)
         for _ in range(2000):
-            collector._backend.send(Command("resume"))
+            collector._backend.send("resume")
         threading.Timer(1.0, os.kill, (child, signal.SIGCONT)).start()
         assert collector.collect().batch_size == (NUM_ENVS, NUM_STEPS)
         assert collector.statistics()["async/restarts"] == 0.0

@@ -11,8 +11,8 @@ import torch
 
 from embodichain.agents.processes.shared_memory import tensor_of
 from embodichain.agents.rl.collector import AsyncCfg
-from embodichain.agents.rl.collector.backends import ray_actor
-from embodichain.agents.rl.collector.backends.ray_actor import RolloutActor
+from embodichain.agents.rl.collector.backends import ray as ray_actor
+from embodichain.agents.rl.collector.backends.ray import RolloutActor
 from embodichain.agents.rl.collector.rollout_worker import WorkerSpec
 from embodichain.agents.rl.collector.weights import WeightSnapshot, WeightStore
 from embodichain.utils.tensor_tree import decode

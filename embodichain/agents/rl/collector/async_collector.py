@@ -21,17 +21,10 @@ from tensordict import TensorDict, TensorDictBase
 from embodichain.agents.rl.buffer.rollout_buffer import evaluate_rollout
 from embodichain.agents.rl.buffer.vla_buffer import VLABuffer
 from embodichain.agents.rl.collector.backends.process import ProcessBackend
-from embodichain.agents.rl.collector.backends.thread import ThreadBackend
+from embodichain.agents.rl.collector.backends.thread import Backend, ThreadBackend
 from embodichain.agents.rl.collector.base import BaseCollector, StepCallback
 from embodichain.agents.rl.collector.config import AsyncCfg
-from embodichain.agents.rl.collector.rollout_worker import (
-    Backend,
-    Command,
-    NewWeights,
-    RolloutRequest,
-    RolloutResult,
-    WorkerSpec,
-)
+from embodichain.agents.rl.collector.rollout_worker import Command, RolloutRequest, RolloutResult, WorkerSpec
 from embodichain.agents.rl.collector.sync_collector import RolloutStart
 from embodichain.agents.rl.collector.weights import WeightStore
 from embodichain.agents.rl.models.policy import Policy
@@ -126,8 +119,6 @@ class AsyncCollector(BaseCollector):
         self._episodes = _NOTHING
         self._statistics: dict[str, float] = {}
 
-    # --- life -----------------------------------------------------------------------------------------------------
-
     @property
     def is_running(self) -> bool:
         """Whether it was started, and not stopped since."""
@@ -139,7 +130,7 @@ class AsyncCollector(BaseCollector):
             return
         num_steps = self._settle_num_steps()
         _backends.add(self._backend)
-        self._backend.start(num_steps, self)
+        self._backend.start(num_steps, self._store, self._on_result)
         try:
             self._begin(self._capacity(num_steps))
         except BaseException:
@@ -154,7 +145,7 @@ class AsyncCollector(BaseCollector):
         self._pacing = Pacing(self.cfg.max_policy_lag, capacity, self.buffer.first)
         self._pacing.next = self.buffer.next
         for snapshot in self._store.kept():
-            self._backend.send(NewWeights(snapshot))
+            self._backend.send(snapshot)
         for number, version in self._repeated:
             self._backend.send(RolloutRequest(number, version))
             self._pacing.next = number + 1
@@ -179,7 +170,7 @@ class AsyncCollector(BaseCollector):
     def resume(self) -> None:
         """Continue after ``pause``."""
         if self._paused:
-            self._backend.send(Command("resume"))
+            self._backend.send("resume")
             self._paused = False
 
     def reset(self, seed: int | None = None) -> None:
@@ -193,8 +184,6 @@ class AsyncCollector(BaseCollector):
 
     def __exit__(self, *_: object) -> None:
         self.stop()
-
-    # --- the learner's loop ---------------------------------------------------------------------------------------
 
     def collect(self, num_steps: int | None = None) -> TensorDictBase:
         """Return the next rollout ``[num_envs, num_steps]``, waiting for it; it belongs to the caller.
@@ -242,13 +231,11 @@ class AsyncCollector(BaseCollector):
         """``return`` and ``length`` of the episodes that ended in the rollout that was taken last."""
         return self._episodes
 
-    # --- requests and weights go out ------------------------------------------------------------------------------
-
     def _publish(self) -> None:
         before = self._store.latest
         snapshot = self._store.publish()
         if snapshot is not before and self.is_running:
-            self._backend.send(NewWeights(snapshot))
+            self._backend.send(snapshot)
 
     def _settle(self) -> None:
         """Take note that the learner is done with all it has taken, and request what has become possible."""
@@ -261,8 +248,6 @@ class AsyncCollector(BaseCollector):
         shares_random = self.cfg.max_policy_lag == 0 and self.cfg.worker != "thread"
         for request in self._pacing.issue(self._store.latest.version):
             self._backend.send(replace(request, random=get_random_state() if shares_random else None))
-
-    # --- called by the buffer, in the learner's thread ------------------------------------------------------------
 
     def before_get(self) -> None:
         """The learner is between two updates: publish what it has learned, and let the collector continue."""
@@ -328,20 +313,12 @@ class AsyncCollector(BaseCollector):
             scalars["async/behaviour_kl"] = moved
         return scalars
 
-    # --- called by the backend, in its thread ---------------------------------------------------------------------
-
-    def on_adopted(self, version: int, digest: str | None) -> None:
-        """Check which weights are in use."""
-        self._store.acknowledge(version, digest)
-
-    def on_result(self, result: RolloutResult, timeout: float) -> None:
-        """Put a rollout into the buffer."""
+    def _on_result(self, result: RolloutResult, timeout: float) -> None:
+        """Put a rollout into the buffer; called in the backend's thread."""
         self._results[result.number] = replace(result, rollout=_NOTHING)
         number = self.buffer.add_rollout(result.rollout, timeout, copy=False)
         if number != result.number:
             raise CollectorError(f"rollout {result.number} became entry {number}: somebody else fills the buffer, too")
-
-    # --- saving ---------------------------------------------------------------------------------------------------
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -355,7 +332,7 @@ class AsyncCollector(BaseCollector):
         finally:
             self._held = None
             if self.is_running and not self._paused:
-                self._backend.send(Command("resume"))
+                self._backend.send("resume")
 
     def env_state(self) -> TensorDict | None:
         """Return the environment's state, ``None`` where it cannot be saved; inside ``hold``."""
@@ -389,13 +366,11 @@ class AsyncCollector(BaseCollector):
             self._store.keep(version, data.to(self.policy.device))
         self._store.trust({int(v) for entry in state["queue"]["entries"] for v in entry["policy_version"].unique()})
 
-    # --- inside ---------------------------------------------------------------------------------------------------
-
-    def _command(self, name: Any, timeout: float) -> dict[str, Any] | None:
+    def _command(self, name: Command, timeout: float) -> dict[str, Any] | None:
         """Send a command and wait until nothing moves."""
         if not self.is_running:
             raise CollectorError("the collector is not running: call start() first")
-        self._backend.send(Command(name))
+        self._backend.send(name)
         return self._backend.wait_until_paused(timeout)
 
     def _quiet_state(self) -> dict[str, Any]:

@@ -7,7 +7,6 @@ and given new weights there, and nowhere else.
 
 from __future__ import annotations
 
-import queue
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -18,21 +17,15 @@ from typing import Any, Literal, Protocol
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from embodichain.agents.processes.pool import Heartbeat
 from embodichain.agents.rl.collector.base import StepCallback
 from embodichain.agents.rl.collector.config import AsyncCfg
 from embodichain.agents.rl.collector.sync_collector import RolloutStart, SyncCollector
 from embodichain.agents.rl.collector.weights import InferenceCopy, WeightSnapshot, without_weights
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.envs.vec_env import VecEnv
-from embodichain.errors import CollectorError, WeightsError
+from embodichain.errors import WeightsError
 from embodichain.utils.torch_runtime import get_random_state, set_random_state
-
-STOP_SECONDS = 4.0
-"""How long a collector may take to end by itself."""
-POLL_SECONDS = 0.05
-"""How often something else is looked at while one thing is waited for."""
-ROOM_SECONDS = 0.2
-"""How long a rollout waits for room in the learner's buffer before something else is looked at."""
 
 
 @dataclass(frozen=True)
@@ -47,23 +40,10 @@ class RolloutRequest:
     """Random state to continue from, where collector and learner share one although they are two processes."""
 
 
-@dataclass(frozen=True)
-class NewWeights:
-    """The learner has published weights."""
-
-    snapshot: WeightSnapshot
-
-
-@dataclass(frozen=True)
-class Command:
-    """``pause`` waits after the present step; ``save`` finishes the rollout, reports its state and waits; ``resume``
-    continues; ``stop`` ends.
-    """
-
-    name: Literal["pause", "save", "resume", "stop"]
-
-
-Instruction = RolloutRequest | NewWeights | Command
+Command = Literal["pause", "save", "resume", "stop"]
+"""``pause`` waits after the present step; ``save`` finishes the rollout, reports its state and waits; ``resume``
+continues; ``stop`` ends."""
+Instruction = RolloutRequest | WeightSnapshot | Command
 
 
 @dataclass(frozen=True)
@@ -100,92 +80,15 @@ class RolloutResult:
 class Endpoint(Protocol):
     """The worker's end of the connection with the learner."""
 
+    heartbeat: Heartbeat
+
     def receive(self, timeout: float | None) -> Instruction | None:
         """Return the next instruction, waiting for it at most so long."""
 
-    def beat(self, busy: bool) -> None:
-        """Show a sign of life: a step begins, or there is nothing to do."""
-
-    def adopted(self, version: int, digest: str | None) -> None:
-        """Acknowledge weights."""
-
-    def deliver(self, result: RolloutResult) -> None:
-        """Hand over a rollout."""
-
-    def paused(self, state: dict[str, Any] | None) -> None:
-        """Report that nothing moves until further notice, after ``save`` with the state."""
-
-
-class Learner(Protocol):
-    """What a backend tells the learner's side; called from the backend's thread."""
-
-    def on_adopted(self, version: int, digest: str | None) -> None:
-        """Weights are in use."""
-
-    def on_result(self, result: RolloutResult, timeout: float) -> None:
-        """A rollout is there; ``BufferWaitError`` if there is no room for it in time."""
-
-
-class Backend(Protocol):
-    """Collects in the background; it can be started and stopped several times."""
-
-    num_envs: int | None
-    """Number of environments; ``None`` as long as it is not known."""
-    restarts: int
-    """How often a worker was replaced since the start."""
-
-    @property
-    def num_workers(self) -> int:
-        """How many workers have an environment at present."""
-
-    def start(self, num_steps: int, learner: Learner) -> None:
-        """Begin to collect by the learner's instructions, once an environment is there."""
-
-    def send(self, instruction: Instruction) -> None:
-        """Give an instruction."""
-
-    def check(self) -> None:
-        """Raise what keeps it from continuing."""
-
-    def wait_until_paused(self, timeout: float) -> dict[str, Any] | None:
-        """Wait until nothing moves after ``pause`` or ``save``; return the state after ``save``."""
-
-    def stop(self) -> None:
-        """End collection; returns within a few seconds, whatever it is doing."""
-
-    def reset(self, seed: int | None) -> None:
-        """Begin with new episodes; not while it collects."""
-
-    def state(self) -> dict[str, Any]:
-        """Return what the next rollout depends on; not while it collects."""
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state; not while it collects."""
-
-
-class PauseReports:
-    """Hands the report that nothing moves any more from a backend's thread to the learner's."""
-
-    def __init__(self, check: Callable[[], None]) -> None:
-        self._check = check
-        self._states: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        self.put = self._states.put
-
-    def clear(self) -> None:
-        """Forget what was reported: something else is asked for now."""
-        while not self._states.empty():
-            self._states.get()
-
-    def wait(self, timeout: float) -> dict[str, Any] | None:
-        """Return the state that was reported, if one was; raise what the worker failed of meanwhile."""
-        deadline = time.monotonic() + timeout
-        while True:
-            self._check()
-            try:
-                return self._states.get(timeout=POLL_SECONDS)
-            except queue.Empty:
-                if time.monotonic() > deadline:
-                    raise CollectorError(f"the collector did not pause within {timeout:g} s") from None
+    def report(self, kind: str, content: Any) -> None:
+        """Tell the learner that weights are ``adopted`` (version and hash), the ``result`` of a request, or that
+        nothing moves until further notice: ``paused``, after ``save`` with the state.
+        """
 
 
 class Stopped(Exception):  # noqa: N818 - it is no error
@@ -266,8 +169,6 @@ class RolloutWorker:
         self._in_use: int | None = None
         self._paused = self._save_asked = False
 
-    # --- the loop -------------------------------------------------------------------------------------------------
-
     def prepare(self) -> None:
         """On a GPU: record the policy as CUDA graphs, while no other thread uses the device; weights must be there."""
         if self.copy.has_weights:
@@ -285,14 +186,14 @@ class RolloutWorker:
         except Stopped:
             return
         finally:
-            endpoint.beat(busy=False)
+            endpoint.heartbeat.beat(busy=False)
             self.collector.before_step = None
 
     def _collect_one(self, num_steps: int) -> None:
         began = time.monotonic()
         request = self._next_request()
         requested = time.monotonic()
-        self._endpoint.beat(busy=True)
+        self._endpoint.heartbeat.beat(busy=True)
         self._adopt(request.version if self.cfg.adopt == "lockstep" else max(self._snapshots))
         if request.random is not None:
             set_random_state(request.random)
@@ -308,8 +209,8 @@ class RolloutWorker:
             random=get_random_state() if request.random is not None else None,
             ready=None if self._stream is None else self._stream.record_event(),
         )
-        self._endpoint.beat(busy=False)
-        self._endpoint.deliver(result)
+        self._endpoint.heartbeat.beat(busy=False)
+        self._endpoint.report("result", result)
 
     def _next_request(self) -> RolloutRequest:
         """Wait for a request; only here the state is complete and can be saved."""
@@ -330,15 +231,15 @@ class RolloutWorker:
         self._receive_all()
         if self._paused:
             self._pause(None)
-        self._endpoint.beat(busy=True)
+        self._endpoint.heartbeat.beat(busy=True)
         if self.cfg.adopt == "step":
             self._adopt(max(self._snapshots))
 
     def _pause(self, state: dict[str, Any] | None) -> None:
         """Do nothing until told to continue."""
         self._paused = True
-        self._endpoint.beat(busy=False)
-        self._endpoint.paused(state)
+        self._endpoint.heartbeat.beat(busy=False)
+        self._endpoint.report("paused", state)
         while self._paused:
             self._follow(self._endpoint.receive(None))
 
@@ -349,15 +250,14 @@ class RolloutWorker:
     def _follow(self, instruction: Instruction | None) -> None:
         if isinstance(instruction, RolloutRequest):
             self._requests.append(instruction)
-        elif isinstance(instruction, NewWeights):
+        elif isinstance(instruction, WeightSnapshot):
             if self.cfg.adopt != "lockstep":
                 self._snapshots.clear()
-            self._snapshots[instruction.snapshot.version] = instruction.snapshot
+            self._snapshots[instruction.version] = instruction
+        elif instruction == "stop":
+            raise Stopped
         elif instruction is not None:
-            if instruction.name == "stop":
-                raise Stopped
-            self._paused = instruction.name == "pause"
-            self._save_asked = instruction.name == "save"
+            self._paused, self._save_asked = instruction == "pause", instruction == "save"
 
     def _adopt(self, version: int) -> None:
         """Use these weights from now on, and say so."""
@@ -366,7 +266,7 @@ class RolloutWorker:
         if version not in self._snapshots:
             raise WeightsError(f"version {version} is wanted, but {sorted(self._snapshots)} arrived")
         self._in_use, digest = self.copy.adopt(self._snapshots[version])
-        self._endpoint.adopted(self._in_use, digest)
+        self._endpoint.report("adopted", {"version": self._in_use, "digest": digest})
         self.collector.record_policy()  # if that had to wait for weights
         for old in [v for v in self._snapshots if v < version]:
             del self._snapshots[old]

@@ -26,7 +26,6 @@ import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -89,29 +88,8 @@ def content_digest(module: nn.Module) -> str:
     return digest.hexdigest()
 
 
-class Slot(Protocol):
-    """Memory for one snapshot; it is written to only while nobody has leased it."""
-
-    data: Tensor
-    """Flat memory, uint8, laid out by ``WeightLayout``."""
-    version: int
-    """Version of the weights in it."""
-
-    def acquire(self, wait: bool) -> bool:
-        """Begin to write; return whether nobody has leased it, or wait for that."""
-
-    def publish(self) -> None:
-        """End writing."""
-
-    def lease(self) -> None:
-        """Begin to read; wait while it is written to."""
-
-    def release(self) -> None:
-        """End reading."""
-
-
 class SharedSlot:
-    """A slot in shared memory, for one process or several.
+    """Memory for one snapshot that processes share; it is written to only while nobody has leased it.
 
     Leases are locks of the memory's file, each through an open file of its own: the kernel ends that of a process that
     is killed.
@@ -133,6 +111,7 @@ class SharedSlot:
         self._version[0] = version
 
     def acquire(self, wait: bool) -> bool:
+        """Begin to write; return whether nobody has leased it, or wait for that."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
@@ -140,12 +119,12 @@ class SharedSlot:
         return True
 
     def lease(self) -> None:
+        """Begin to read; wait while it is written to."""
         fcntl.flock(self._file, fcntl.LOCK_SH)
 
     def release(self) -> None:
+        """End reading, or writing."""
         fcntl.flock(self._file, fcntl.LOCK_UN)
-
-    publish = release
 
     def __del__(self) -> None:
         file, self._file = getattr(self, "_file", -1), -1
@@ -153,11 +132,11 @@ class SharedSlot:
             os.close(file)
 
 
-class DeviceSlot:
-    """A slot on a GPU, for threads of one process: what they launch is put in order, and nobody waits for the GPU."""
+class LocalSlot:
+    """A slot for threads of one process; what they launch on a GPU is put in order, and nobody waits for it."""
 
-    def __init__(self, data: Tensor) -> None:
-        self.data, self.version = data, _INCOMPLETE
+    def __init__(self, data: Tensor, version: int = _INCOMPLETE) -> None:
+        self.data, self.version = data, version
         self._lock = threading.Lock()
         self._last: torch.cuda.Event | None = None
         """When the last access that was launched is complete."""
@@ -173,31 +152,19 @@ class DeviceSlot:
         self._follow()
 
     def release(self) -> None:
-        self._last = torch.cuda.current_stream(self.data.device).record_event()
+        if self.data.is_cuda:
+            self._last = torch.cuda.current_stream(self.data.device).record_event()
         self._lock.release()
 
-    publish = release
-
     def _follow(self) -> None:
-        stream = torch.cuda.current_stream(self.data.device)
-        if self._last is not None:
-            stream.wait_event(self._last)
-        self.data.record_stream(stream)
+        if self.data.is_cuda:
+            stream = torch.cuda.current_stream(self.data.device)
+            if self._last is not None:
+                stream.wait_event(self._last)
+            self.data.record_stream(stream)
 
 
-class OwnSlot:
-    """A slot that is written to once."""
-
-    def __init__(self, data: Tensor, version: int = _INCOMPLETE) -> None:
-        self.data, self.version = data, version
-
-    def acquire(self, wait: bool) -> bool:
-        return self.version == _INCOMPLETE
-
-    def publish(self) -> None:
-        """End writing."""
-
-    lease = release = publish
+Slot = SharedSlot | LocalSlot
 
 
 @dataclass(frozen=True)
@@ -248,9 +215,6 @@ class WeightStore:
             return latest
         if latest is not None and version < latest.version:
             raise WeightsError(f"version {version} comes after version {latest.version}: versions only grow")
-        if self.cfg.adopt != "lockstep":  # nobody needs what came before
-            with self._lock:
-                self._kept.clear()
         self.latest = self._write(version, None)
         return self.latest
 
@@ -327,20 +291,24 @@ class WeightStore:
             segment = slot.segment if isinstance(slot, SharedSlot) else None
             snapshot = WeightSnapshot(version, digest, slot.data, segment, slot)
             with self._lock:
+                if self.cfg.adopt != "lockstep":  # nobody needs what came before
+                    self._kept.clear()
                 self._kept[version], self._digests[version] = snapshot, digest
             slot.version = version
         finally:
-            slot.publish()
+            slot.release()
         return snapshot
 
     def _free_slot(self) -> Slot:
         """Return a slot that nobody uses, to be written to; wait for one if there are enough."""
         if self.cfg.worker == "ray":
-            return OwnSlot(self._memory())
+            own = LocalSlot(self._memory())
+            own.acquire(wait=True)
+            return own
         on_cpu = self.policy.version.device.type == "cpu"
         while True:
             with self._lock:
-                kept = {id(snapshot.slot) for snapshot in self._kept.values()}
+                kept = {id(snapshot.slot) for snapshot in self._kept.values() if self.cfg.adopt == "lockstep"}
             for slot in self._slots:
                 if id(slot) not in kept and slot.acquire(wait=False):
                     return slot
@@ -354,7 +322,7 @@ class WeightStore:
     def _new_slot(self, on_cpu: bool) -> Slot:
         if on_cpu or self.cfg.worker == "process":
             return SharedSlot(Segment.create(_HEADER + self.layout.nbytes, "a snapshot of the weights"))
-        return DeviceSlot(self._memory())
+        return LocalSlot(self._memory())
 
     def _memory(self) -> Tensor:
         return torch.zeros(self.layout.nbytes, dtype=torch.uint8, device=self.policy.version.device)
@@ -405,7 +373,7 @@ class InferenceCopy:
 
     def _slot_of(self, snapshot: WeightSnapshot) -> Slot:
         if snapshot.segment is None:
-            return snapshot.slot or OwnSlot(snapshot.data, snapshot.version)
+            return snapshot.slot or LocalSlot(snapshot.data, snapshot.version)
         inode = os.fstat(snapshot.segment.fd).st_ino
         slot = next((known for known in self._shared if known.inode == inode), None) or SharedSlot(snapshot.segment)
         self._shared = [*(known for known in self._shared if known is not slot), slot][-2:]

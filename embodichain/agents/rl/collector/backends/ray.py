@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import queue
 import statistics
 import sys
 import time
@@ -18,33 +19,43 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from embodichain.agents.processes.failure import FailureReport
-from embodichain.agents.processes.pool import Restarts
-from embodichain.agents.processes.ray_backend import ActorHandle, ActorPool, load_ray
+from embodichain.agents.processes.pool import Heartbeat, Restarts
+from embodichain.agents.processes.ray_backend import ActorHandle, ActorPool, cores_of_actor, load_ray, location_of_actor
 from embodichain.agents.processes.shared_memory import tensor_of
-from embodichain.agents.rl.collector.backends.process import SupervisedBackend, collector_error
-from embodichain.agents.rl.collector.backends.ray_actor import CONCURRENCY, Event, RolloutActor, Weights
+from embodichain.agents.rl.collector.backends.process import EMPTY_STATE, SupervisedBackend, collector_error
+from embodichain.agents.rl.collector.backends.thread import POLL_SECONDS
 from embodichain.agents.rl.collector.rollout_worker import (
-    POLL_SECONDS,
-    ROOM_SECONDS,
     Instruction,
-    Learner,
-    NewWeights,
     RolloutRequest,
     RolloutResult,
+    RolloutWorker,
+    Stopped,
+    WorkerSpec,
 )
-from embodichain.agents.rl.collector.weights import WeightSnapshot
+from embodichain.agents.rl.collector.weights import WeightSnapshot, move
+from embodichain.envs.physics.mujoco_cpu import limit_cores
 from embodichain.envs.random import combine
-from embodichain.errors import BufferWaitError
+from embodichain.errors import CollectorError
 from embodichain.utils.tensor_tree import decode, encode
 
 log = logging.getLogger("embodichain.collector")
 
 _STATUS_SECONDS = 1.0
 """How often a worker is asked what it is doing."""
-_EMPTY_STATE: dict[str, Any] = {"collector": {}, "env": None, "generator": None, "requests": []}
+_CONCURRENCY = {"control": 1}
+"""Calls of this group are answered while a rollout is collected."""
+
+Event = dict[str, Any]
+Bytes = NDArray[np.uint8]
+Encoded = tuple[dict[str, Any], Bytes]
+"""Nested data with tensors in it: its description, and one block of memory."""
+Weights = tuple[int, str | None]
+"""Version and hash of a snapshot, the bytes of which travel beside it."""
 
 
 class RolloutWorkerHandle(ActorHandle):
@@ -97,21 +108,18 @@ class RolloutWorkerHandle(ActorHandle):
         self.calls.append(self._control("interrupt", self._sequence))
 
     def awaited(self) -> list[Any]:
-        """Return the answers that may come next; now and then it is asked what it is doing."""
         now = time.monotonic()
         if self.joined and self._status is None and now >= self._status_due:
             self._status, self._status_due = self._control("status"), now + _STATUS_SECONDS
         return super().awaited() if self._status is None else [*super().awaited(), self._status]
 
     def answered(self, answer: Any) -> None:
-        """Await an answer no more."""
         if answer == self._status:
             self._status = None
         else:
             super().answered(answer)
 
     def kill(self) -> None:
-        """End it, now."""
         self._status = None
         super().kill()
 
@@ -122,32 +130,25 @@ class RolloutWorkerHandle(ActorHandle):
 class RayBackend(SupervisedBackend):
     """Workers of a cluster and the thread that gives them requests, reads their answers, and replaces them."""
 
-    def start(self, num_steps: int, learner: Learner) -> None:
-        """Connect with the cluster, start workers, and wait until an environment is there."""
+    def _open(self) -> None:
         cfg = self._cfg
-        self._pool = ActorPool(RolloutActor, RolloutWorkerHandle, cfg, cfg.step_timeout, CONCURRENCY)
+        self._pool = ActorPool(RolloutActor, RolloutWorkerHandle, cfg, cfg.step_timeout, _CONCURRENCY)
         try:
-            self._stored_spec = load_ray().put(replace(self._spec, num_steps=num_steps).for_another_process())
+            self._stored_spec = load_ray().put(self._spec.for_another_process())
         except BaseException:
             self._pool.stop()
             raise
         self._restarts = Restarts("worker {}", cfg.num_workers, cfg.max_restarts)
         self._rollouts = RolloutQueue()
-        self._snapshots: dict[int, WeightSnapshot] = {}
-        """The latest one; in lockstep also those that open requests name, which are no more than the lag allows."""
-        self._stored: dict[int, Any] = {}
-        """Snapshots in the object store: each is put there once, and every node fetches it once."""
+        self._stored: tuple[int, Any] | None = None
+        """The snapshot that was sent last: it is put into the object store once, and every node fetches it once."""
         self._paused = False
         self._command: str | None = None
         """The command that this thread still has to answer: from then on nothing is delivered."""
         atexit.register(self.stop)  # after the cluster's: this thread ends before Ray does
-        super().start(num_steps, learner)
-
-    # --- the learner's side ---------------------------------------------------------------------------------------
 
     @property
     def num_workers(self) -> int:
-        """How many workers have an environment."""
         return sum(bool(worker.joined) and not worker.is_killed for worker in self._pool.workers)
 
     def send(self, instruction: Instruction) -> None:
@@ -158,29 +159,20 @@ class RayBackend(SupervisedBackend):
             if isinstance(instruction, RolloutRequest):
                 self._rollouts.add(instruction)
                 self._assign()
-            elif isinstance(instruction, NewWeights):
-                if self._cfg.adopt != "lockstep":
-                    self._snapshots.clear()
-                    self._stored.clear()
-                self._snapshots[instruction.snapshot.version] = instruction.snapshot
+            elif isinstance(instruction, WeightSnapshot):
                 for worker in self._pool.workers if self._cfg.adopt == "step" else ():
                     if worker.request is not None:
-                        worker.adopt(*self._stored_weights(instruction.snapshot.version))
+                        worker.adopt(*self._stored_weights(instruction))
             else:
-                self._reports.clear()
-                self._paused = instruction.name in ("pause", "save")
-                self._command = instruction.name if self._paused else None
-
-    # --- the thread -----------------------------------------------------------------------------------------------
-
-    def _open(self) -> None:
-        """Do nothing: workers are started by ``_watch``."""
+                self._forget_pauses()
+                self._paused = instruction in ("pause", "save")
+                self._command = instruction if self._paused else None
 
     def _close(self) -> None:
         """End the workers, and release everything that is Ray's before it is shut down."""
         atexit.unregister(self.stop)
         with self._lock:
-            self._stored.clear()
+            self._stored = None
             del self._stored_spec
             self._pool.stop()
 
@@ -196,7 +188,7 @@ class RayBackend(SupervisedBackend):
         with self._lock:
             command, self._command = self._command, None
             if command is not None:
-                self._reports.put(dict(_EMPTY_STATE) if command == "save" else None)
+                self.report("paused", dict(EMPTY_STATE) if command == "save" else None)
             if not self._paused:
                 self._rollouts.interrupt_straggler(self._pool.workers, self._cfg.patience)
             self._assign()
@@ -215,7 +207,7 @@ class RayBackend(SupervisedBackend):
             worker.heartbeat.copy(content["seconds_ago"], content["steps"], content["busy"])
         elif kind == "rollout" and worker.request is not None:
             worker.heartbeat.beat(busy=False)
-            self._arrive(worker, worker.request, content)
+            self._arrive(worker, content)
         elif kind == "unreachable":
             self._rollouts.give_back(worker.request)
         elif kind == "failed":
@@ -224,30 +216,27 @@ class RayBackend(SupervisedBackend):
 
     def _assign(self) -> None:
         """Give requests to idle workers, the quickest first; the lock is held."""
-        if self._paused or not self._snapshots:
+        latest = self._store.latest
+        if self._paused or latest is None:
             return
         idle = (worker for worker in self._pool.workers if worker.is_idle and not worker.is_killed)
         for worker in sorted(idle, key=lambda worker: worker.delays):
             if (taken := self._rollouts.take()) is not None:
-                version = taken[0].version if self._cfg.adopt == "lockstep" else max(self._snapshots)
-                worker.collect(*taken, *self._stored_weights(version))
+                snapshot = self._store.at(taken[0].version) if self._cfg.adopt == "lockstep" else latest
+                worker.collect(*taken, *self._stored_weights(snapshot))
 
-    def _stored_weights(self, version: int) -> tuple[Weights, Any]:
+    def _stored_weights(self, snapshot: WeightSnapshot) -> tuple[Weights, Any]:
         """Return version and hash of a snapshot, and its reference in the object store."""
-        snapshot = self._snapshots[version]
-        if version not in self._stored:
-            self._stored[version] = load_ray().put(snapshot.data.cpu().numpy())
-        return (version, snapshot.digest), self._stored[version]
+        if self._stored is None or self._stored[0] != snapshot.version:
+            self._stored = (snapshot.version, load_ray().put(snapshot.data.cpu().numpy()))
+        return (snapshot.version, snapshot.digest), self._stored[1]
 
-    def _arrive(self, worker: RolloutWorkerHandle, request: RolloutRequest, event: Event) -> None:
+    def _arrive(self, worker: RolloutWorkerHandle, event: Event) -> None:
         description, block = event["content"]  # copied, for the object store's memory cannot be written to
         result = RolloutResult.of(decode(description, tensor_of(block)))
         for version in result.rollout["policy_version"][0].unique().tolist():
-            self._learner.on_adopted(version, event["adopted"][version])
+            self._store.acknowledge(version, event["adopted"][version])
         self._rollouts.arrive(worker, result)
-        for old in [v for v in self._snapshots if v < request.version and v != max(self._snapshots)]:
-            del self._snapshots[old]
-            self._stored.pop(old, None)
 
     def _deliver_all(self) -> None:
         """Hand over what has arrived, as far as nothing else becomes too old by it.
@@ -258,18 +247,14 @@ class RayBackend(SupervisedBackend):
         while not self._paused and not self._stopping.is_set():
             with self._lock:
                 result = self._rollouts.next_one(self._pool.workers)
-            if result is None:
-                return
-            try:
-                self._learner.on_result(result, ROOM_SECONDS)
-            except BufferWaitError:
+            if result is None or not self._put(result):
                 return
             self._rollouts.handed_over()
 
     def _replace(self, worker: RolloutWorkerHandle, report: FailureReport) -> None:
         """Start a new worker instead of one that failed, or give up; another collects what it was collecting."""
         self._rollouts.give_back(worker.request)
-        self._stored.clear()  # weights in the object store may be what is missing
+        self._stored = None  # weights in the object store may be what is missing
         worker.request = None
         worker.kill()
         never_worked = not self._ready.is_set() and not report.lost
@@ -283,9 +268,6 @@ class RayBackend(SupervisedBackend):
             return self._seed, self._cfg.seed
         both = [combine(torch.tensor(seed or 0), torch.tensor(number)) for seed in (self._seed, self._cfg.seed)]
         return int(both[0]) % 2**31, int(both[1]) % 2**31
-
-
-# --- the order of rollouts ----------------------------------------------------------------------------------------
 
 
 class RolloutQueue:
@@ -371,3 +353,106 @@ def choose(arrived: dict[int, int], running: Iterable[int], next_number: int) ->
     first = min(arrived, key=lambda key: arrived[key])
     others = [deadline for key, deadline in arrived.items() if key != first]
     return first if in_time([*others, *running], next_number + 1) else None
+
+
+class RolloutActor:
+    """An environment and a policy in a cluster, and the endpoint of the worker that brings them together.
+
+    Calls without a group come one after the other, in order.
+    """
+
+    def __init__(self, sys_path: list[str]) -> None:
+        """Prepare; nothing heavy happens before ``build``."""
+        sys.path += [entry for entry in sys_path if entry not in sys.path]
+        self.heartbeat = Heartbeat()
+        self._worker: RolloutWorker | None = None
+        self._num_steps = 1
+        self._idle_since = 0.0
+        self._sequence = self._interrupted = self._newest = -1
+        self._instructions: queue.SimpleQueue[Instruction] = queue.SimpleQueue()
+        self._result: RolloutResult | None = None
+        self._adoptions: dict[int, str | None] = {}
+        """Hashes of the weights that are used in the present rollout, by version."""
+
+    def build(self, spec: WorkerSpec, device: str, seed: int | None, action_seed: int | None) -> Event:
+        """Build the environment, unless it is there already because an answer got lost."""
+        try:
+            if self._worker is None:
+                cfg, cores = spec.cfg.replace(seed=action_seed), cores_of_actor()
+                limit_cores(cores)
+                torch.set_num_threads(cfg.num_threads or cores)
+                spec = replace(spec, device=torch.device(device), cfg=cfg)
+                move(spec.policy, spec.device)
+                worker = RolloutWorker(spec.make_env(), spec)
+                if seed is not None:
+                    worker.reset(seed)
+                self._worker, self._num_steps, self._idle_since = worker, spec.num_steps, time.monotonic()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the learner reports it
+            return _failed(error)
+        return {"event": "built", "num_envs": self._worker.env.num_envs}
+
+    def collect(
+        self, sequence: int, number: int, weights: Weights, data: Bytes, random: Encoded | None, required: int
+    ) -> Event:
+        """Collect a rollout, beginning with these weights; ``sequence`` counts the calls.
+
+        In lockstep, ``required`` is the version to use.
+        """
+        waited = time.monotonic() - self._idle_since
+        try:
+            if self._worker is None:
+                raise CollectorError("build() comes before collect()")
+            state = None if random is None else decode(random[0], tensor_of(random[1]))
+            self._instructions, self._result = queue.SimpleQueue(), None
+            self._adoptions = dict(list(self._adoptions.items())[-1:])  # it begins with those in use, or newer ones
+            self._newest = weights[0]
+            self._instructions.put(WeightSnapshot(*weights, tensor_of(data)))
+            self._instructions.put(RolloutRequest(number, required, state))
+            self._sequence = sequence
+            self._worker.run(self, self._num_steps)
+            if self._result is None:
+                self._worker.clear()
+                return {"event": "interrupted"}
+            description, block = encode(replace(self._result, waited=waited).content())
+            return {"event": "rollout", "adopted": self._adoptions, "content": (description, block.numpy())}
+        except Exception as error:  # noqa: BLE001 - whatever it is, the learner reports it
+            return _failed(error)
+        finally:
+            self._idle_since = time.monotonic()
+
+    def receive(self, timeout: float | None) -> Instruction | None:
+        """Return the next instruction, if there is one."""
+        if self._result is not None or self._interrupted >= self._sequence:
+            raise Stopped
+        try:
+            return self._instructions.get_nowait()
+        except queue.Empty:
+            return None
+
+    def report(self, kind: str, content: Any) -> None:
+        """Keep what the worker says for the answer."""
+        if kind == "adopted":
+            self._adoptions[content["version"]] = content["digest"]
+        elif kind == "result":
+            self._result = content
+
+    def adopt(self, weights: Weights, data: Bytes) -> None:
+        """Use newer weights from the next step on; calls of this group (control) may arrive in any order."""
+        if weights[0] > self._newest:
+            self._newest = weights[0]
+            self._instructions.put(WeightSnapshot(*weights, tensor_of(data)))
+
+    def interrupt(self, sequence: int) -> Event:
+        """Break off this rollout, or an earlier one, after the present step; return where this runs (control)."""
+        self._interrupted = sequence
+        return location_of_actor()
+
+    def status(self) -> Event:
+        """Return the last sign of life (control)."""
+        beats = self.heartbeat
+        seconds_ago = time.monotonic() - beats.last
+        return {"event": "status", "seconds_ago": seconds_ago, "steps": beats.steps, "busy": beats.busy}
+
+
+def _failed(error: Exception) -> Event:
+    return {"event": "failed", "report": FailureReport.of_exception(0, error).to_json()}

@@ -1,4 +1,4 @@
-"""Collection in a thread of the learner's process."""
+"""Where an ``AsyncCollector`` collects: what all backends have in common, and collection in a thread."""
 
 from __future__ import annotations
 
@@ -8,78 +8,199 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
+from embodichain.agents.processes.failure import drop_locals
 from embodichain.agents.processes.pool import FIRST_STEPS, Heartbeat
 from embodichain.agents.rl.collector.rollout_worker import (
-    ROOM_SECONDS,
-    STOP_SECONDS,
-    Command,
     Instruction,
-    Learner,
-    PauseReports,
+    RolloutRequest,
     RolloutResult,
     RolloutWorker,
     Stopped,
     WorkerSpec,
 )
+from embodichain.agents.rl.collector.weights import WeightSnapshot, WeightStore
 from embodichain.errors import BufferWaitError, CollectorError, EnvironmentHungError
 
 log = logging.getLogger("embodichain.collector")
 
+POLL_SECONDS = 0.05
+"""How often something else is looked at while one thing is waited for."""
+STOP_SECONDS = 4.0
+"""How long a collector may take to end by itself."""
+_ROOM_SECONDS = 0.2
+"""How long a rollout waits for room in the learner's buffer before something else is looked at."""
 
-class ThreadBackend:
-    """Runs a ``RolloutWorker`` in a thread, and is both ends of the connection with it.
+Deliver = Callable[[RolloutResult, float], None]
+"""Puts a rollout into the learner's buffer; ``BufferWaitError`` if there is no room for it in so many seconds."""
 
-    The environment lives here, and continues from where it is when collection is started again.
+
+class Backend(ABC):
+    """Collects in the background, in a thread that works or watches over workers elsewhere.
+
+    It can be started and stopped several times. The learner's thread calls the public methods.
     """
 
+    num_envs: int | None = None
+    """Number of environments; ``None`` as long as it is not known."""
     restarts = 0
-    num_workers = 1
+    """How often a worker was replaced since the start."""
 
     def __init__(self, spec: WorkerSpec) -> None:
-        self._worker, self._cfg = RolloutWorker(spec.make_env(), spec), spec.cfg
-        self.env = self._worker.env
-        self.num_envs: int | None = self.env.num_envs
-        self.reset, self.state = self._worker.reset, self._worker.state
+        self._spec, self._cfg = spec, spec.cfg
         self._thread: threading.Thread | None = None
+        self._stopping = threading.Event()
 
-    # --- the learner's end ----------------------------------------------------------------------------------------
+    @property
+    @abstractmethod
+    def num_workers(self) -> int:
+        """How many workers have an environment at present."""
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state."""
-        self._worker.load_state(state)
-
-    def start(self, num_steps: int, learner: Learner) -> None:
-        """Begin to collect."""
-        if self._thread is not None and self._thread.is_alive():
-            raise CollectorError("the former collection still hangs in its environment: make a new collector")
-        self._worker.clear()
-        self._worker.prepare()
-        self._learner = learner
-        self._instructions: queue.SimpleQueue[Instruction] = queue.SimpleQueue()
-        self._reports, self._heartbeat = PauseReports(self.check), Heartbeat()
-        self._failure: BaseException | None = None
-        self._stopping = False
-        self._thread = threading.Thread(target=self._run, args=(num_steps,), name="embodichain-collector", daemon=True)
-        self._thread.start()
-
+    @abstractmethod
     def send(self, instruction: Instruction) -> None:
         """Give an instruction."""
-        if isinstance(instruction, Command):
-            self._reports.clear()
-        self._instructions.put(instruction)
+
+    @abstractmethod
+    def reset(self, seed: int | None) -> None:
+        """Begin with new episodes; not while it collects."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """Return what the next rollout depends on; not while it collects."""
+
+    @abstractmethod
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state; not while it collects."""
+
+    @abstractmethod
+    def _open(self) -> None:
+        """Prepare to collect; in the learner's thread."""
+
+    @abstractmethod
+    def _work(self) -> None:
+        """Collect until it is to stop; in the thread."""
+
+    @abstractmethod
+    def _close(self) -> None:
+        """End what is left; in the thread, whatever happened."""
+
+    def start(self, num_steps: int, store: WeightStore, deliver: Deliver) -> None:
+        """Begin to collect by the learner's instructions, once an environment is there."""
+        self._spec, self._store, self._deliver = replace(self._spec, num_steps=num_steps), store, deliver
+        self._open()
+        self.restarts = 0
+        self._failure: Exception | None = None
+        self._stopping = threading.Event()
+        self._forget_pauses()
+        self._thread = threading.Thread(target=self._run, name="embodichain-collector", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End collection; returns within a few seconds, whatever it is doing."""
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join()
 
     def check(self) -> None:
         """Raise what keeps it from continuing."""
         if self._failure is not None:
-            details = "".join(traceback.format_exception(self._failure))
-            kind = type(self._failure).__name__
-            raise CollectorError(
-                f"collection failed: {kind}: {self._failure}\n\nIn the collector:\n{details}"
-            ) from self._failure
-        beats = self._heartbeat
+            raise self._failure
+
+    def wait_until_paused(self, timeout: float) -> dict[str, Any] | None:
+        """Wait until nothing moves after ``pause`` or ``save``; return the state after ``save``."""
+        deadline = time.monotonic() + timeout
+        while True:
+            self.check()
+            try:
+                return self._pauses.get(timeout=POLL_SECONDS)
+            except queue.Empty:
+                if time.monotonic() > deadline:
+                    raise CollectorError(f"the collector did not pause within {timeout:g} s") from None
+
+    def report(self, kind: str, content: Any) -> None:
+        """Deal with what a worker reports (see ``Endpoint``)."""
+        if kind == "adopted":
+            self._store.acknowledge(**content)
+        elif kind == "paused":
+            self._pauses.put(content)
+        else:
+            while not self._stopping.is_set() and not self._put(content):
+                pass
+
+    def _put(self, result: RolloutResult) -> bool:
+        """Hand over a rollout; tell whether there was room for it."""
+        try:
+            self._deliver(result, _ROOM_SECONDS)
+        except BufferWaitError:
+            return False
+        return True
+
+    def _forget_pauses(self) -> None:
+        self._pauses: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except Exception as error:  # noqa: BLE001 - it is raised in the learner's thread
+            drop_locals(error)
+            self._failure = error
+            self._stopping.set()
+        finally:
+            self._close()
+
+
+class ThreadBackend(Backend):
+    """Runs a ``RolloutWorker`` in its thread, and is both ends of the connection with it.
+
+    The environment lives here, and continues from where it is when collection is started again.
+    """
+
+    num_workers = 1
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        super().__init__(spec)
+        self._worker = RolloutWorker(spec.make_env(), spec)
+        self.env = self._worker.env
+        self.num_envs = self.env.num_envs
+
+    def reset(self, seed: int | None) -> None:
+        self._worker.reset(seed)
+
+    def state(self) -> dict[str, Any]:
+        return self._worker.state()
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._worker.load_state(state)
+
+    def _open(self) -> None:
+        if self._thread is not None and self._thread.is_alive():
+            raise CollectorError("the former collection still hangs in its environment: make a new collector")
+        self._worker.clear()
+        self._worker.prepare()
+        self._instructions: queue.SimpleQueue[Instruction] = queue.SimpleQueue()
+        self.heartbeat = Heartbeat()
+
+    def send(self, instruction: Instruction) -> None:
+        if not isinstance(instruction, (RolloutRequest, WeightSnapshot)):
+            self._forget_pauses()
+        self._instructions.put(instruction)
+
+    def receive(self, timeout: float | None) -> Instruction | None:
+        """Return the next instruction, waiting for it at most so long; called by the worker."""
+        if self._stopping.is_set():  # whatever else was sent before it
+            raise Stopped
+        try:
+            return self._instructions.get(block=timeout != 0.0, timeout=timeout or None)
+        except queue.Empty:
+            return None
+
+    def check(self) -> None:
+        super().check()
+        beats = self.heartbeat
         limit = self._cfg.step_timeout if beats.steps > FIRST_STEPS else self._cfg.start_timeout
         if beats.busy and time.monotonic() - beats.last > limit:
             raise EnvironmentHungError(
@@ -87,16 +208,12 @@ class ThreadBackend:
                 f"{self._stack()}\nWith worker='process' such a simulator is replaced."
             )
 
-    def wait_until_paused(self, timeout: float) -> dict[str, Any] | None:
-        """Wait until nothing moves; return the state after ``save``."""
-        return self._reports.wait(timeout)
-
     def stop(self) -> None:
         """End the thread; one that hangs in its environment is left to itself."""
         if self._thread is None:
             return
-        self._stopping = True
-        self.send(Command("stop"))
+        self._stopping.set()
+        self.send("stop")
         self._thread.join(STOP_SECONDS)
         if self._thread.is_alive():
             log.warning("the collector hangs in its environment and is left behind; it is here:\n%s", self._stack())
@@ -106,40 +223,14 @@ class ThreadBackend:
         frame = sys._current_frames().get(thread or 0)
         return "".join(traceback.format_stack(frame)) if frame is not None else "(it has ended)"
 
-    # --- the worker's end -----------------------------------------------------------------------------------------
-
-    def _run(self, num_steps: int) -> None:
+    def _work(self) -> None:
         try:
-            self._worker.run(self, num_steps)
-        except BaseException as error:  # noqa: BLE001 - it is raised in the learner's thread
-            self._failure = error
+            self._worker.run(self, self._spec.num_steps)
+        except BaseException as error:
+            details = "".join(traceback.format_exception(error))
+            raise CollectorError(
+                f"collection failed: {type(error).__name__}: {error}\n\nIn the collector:\n{details}"
+            ) from error
 
-    def receive(self, timeout: float | None) -> Instruction | None:
-        """Return the next instruction, waiting for it at most so long."""
-        if self._stopping:  # whatever else was sent before it
-            raise Stopped
-        try:
-            return self._instructions.get(block=timeout != 0.0, timeout=timeout or None)
-        except queue.Empty:
-            return None
-
-    def beat(self, busy: bool) -> None:
-        """Show a sign of life."""
-        self._heartbeat.beat(busy)
-
-    def adopted(self, version: int, digest: str | None) -> None:
-        """Acknowledge weights."""
-        self._learner.on_adopted(version, digest)
-
-    def deliver(self, result: RolloutResult) -> None:
-        """Hand over a rollout, waiting for room if somebody else took it."""
-        while not self._stopping:
-            try:
-                return self._learner.on_result(result, ROOM_SECONDS)
-            except BufferWaitError:
-                continue
-        raise Stopped
-
-    def paused(self, state: dict[str, Any] | None) -> None:
-        """Report that nothing moves until further notice."""
-        self._reports.put(state)
+    def _close(self) -> None:
+        pass
