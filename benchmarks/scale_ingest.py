@@ -13,8 +13,8 @@ from typing import Any
 from benchmarks.timing import cores
 from embodichain.agents.datasets.frames import FrameLayout
 from embodichain.agents.engine import OnlineDataEngineCfg
-from embodichain.agents.engine.ray_workers import EpisodeBatch, StreamWorker
 from embodichain.agents.engine.shared_buffer import SharedBuffer
+from embodichain.agents.engine.worker import EpisodeBatch, StreamWorker
 from embodichain.agents.processes.ray_backend import load_ray
 
 _DEPTH = 2

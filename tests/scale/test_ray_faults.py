@@ -14,8 +14,8 @@ import pytest
 from ray_envs import make_in_some_processes, make_troubled
 from stream_envs import stream_settings
 
-from embodichain.agents.engine import OnlineDataEngine, OnlineDataEngineCfg, ray_workers
-from embodichain.agents.engine.ray_workers import StreamWorker
+from embodichain.agents.engine import OnlineDataEngine, OnlineDataEngineCfg, worker
+from embodichain.agents.engine.worker import StreamWorker
 from embodichain.agents.processes.pool import restart_delay
 from embodichain.agents.rl.collector.backends.ray import RayBackend
 from embodichain.errors import CollectorError, WorkerError
@@ -48,7 +48,7 @@ def test_a_constructor_that_fails_is_counted_and_told(
                 raise ModuleNotFoundError("this node has no simulator")
             super().__init__(job)
 
-    monkeypatch.setattr(ray_workers, "StreamWorker", Broken)
+    monkeypatch.setattr(worker, "StreamWorker", Broken)
     settings = stream_settings(workers="ray", address=cluster.address, start_timeout=60.0, refill_threshold=4)
     with OnlineDataEngine(OnlineDataEngineCfg(**settings, max_restarts=2)) as engine:
         os.kill(engine.worker_pids[0], signal.SIGKILL)

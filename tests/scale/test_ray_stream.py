@@ -15,8 +15,8 @@ from stream_envs import check_chunks, gym_config, stream_settings
 
 from embodichain.agents.datasets.frames import Episode, FrameLayout, Leaf
 from embodichain.agents.engine import OnlineDataEngine, OnlineDataEngineCfg
-from embodichain.agents.engine.ray_workers import BatchWriter
 from embodichain.agents.engine.sources import open_source
+from embodichain.agents.engine.worker import BatchWriter
 from embodichain.errors import ClusterError, ConfigError, SimulationError
 
 SETTINGS = {"start_timeout": 60.0, "worker_timeout": 30.0, "refill_threshold": 4}

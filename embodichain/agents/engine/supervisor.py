@@ -2,38 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from embodichain.agents.datasets.frames import FrameLayout
 from embodichain.agents.engine.config import OnlineDataEngineCfg
-from embodichain.agents.engine.shared_buffer import Control, SharedBuffer, State, Work
+from embodichain.agents.engine.shared_buffer import Control, Ints, SharedBuffer, State, Work
 from embodichain.agents.processes.failure import FailureReport, drop_locals
 from embodichain.agents.processes.pool import Restarts, WorkerHandle, WorkerPool, WorkerProcess
+from embodichain.agents.processes.ray_backend import ActorHandle, ActorPool
 from embodichain.errors import ConfigError, EmbodiChainError, StreamStalledError
 
+if TYPE_CHECKING:
+    from embodichain.agents.engine.worker import EpisodeBatch, RefillPolicy
+
 _POLL_SECONDS = 0.05
+_IDLE_SECONDS = 0.002
+_TURN_SECONDS = 0.25
+"""How long a worker of a cluster simulates before it answers; its answers are its heartbeat."""
+_DEPTH = 2
+"""Requests that it has at a time: it begins the next one while the answer to the last one is on its way."""
 STOP_SECONDS = 3.0
 """How long workers may take to stop by themselves before they are killed."""
-
-
-class SimulationPool(Protocol):
-    """Starts simulation workers and tells what they say: processes of this machine, or of a Ray cluster."""
-
-    def start(self, index: int, incarnation: int) -> WorkerHandle:
-        """Start a worker."""
-
-    def poll(self, seconds: float) -> Iterator[tuple[WorkerHandle, str, Any]]:
-        """Wait for something to happen; return ``layout`` of workers that are built, and why others ``failed``."""
-
-    def share(self, worker: WorkerHandle, buffer: SharedBuffer) -> None:
-        """Let a worker begin to fill the buffer."""
-
-    def stop(self, seconds: float) -> None:
-        """Let the workers end by themselves for some time, then end them."""
 
 
 class LocalPool(WorkerPool):
@@ -46,7 +41,7 @@ class LocalPool(WorkerPool):
         super().__init__(simulate, lambda *worker: (settings, *worker), cfg.start_timeout, cfg.worker_timeout)
 
     def share(self, worker: WorkerHandle, buffer: SharedBuffer) -> None:
-        """Hand over the buffer."""
+        """Let a worker begin to fill the buffer."""
         terms = {
             "layout": buffer.layout.to_json(),
             "num_rows": buffer.num_rows,
@@ -58,13 +53,102 @@ class LocalPool(WorkerPool):
             worker.channel.send("buffer", terms, buffer.segment, wait=False)
 
 
-def make_pool(cfg: OnlineDataEngineCfg) -> SimulationPool:
-    """Return the pool that the config asks for."""
-    if cfg.workers == "ray":
-        from embodichain.agents.engine.ray_workers import RayPool  # it needs an extra
+class RayPool(ActorPool[ActorHandle]):
+    """Workers in a Ray cluster: they are asked for episodes as the refill policy wants, and these are written here.
 
-        return RayPool(cfg)
-    return LocalPool(cfg)
+    Rows are written one after the other, whoever sends an episode: a worker that is slow, or waits for a node, leaves
+    its work to the others, and no row grows old because its worker is gone.
+    """
+
+    def __init__(self, cfg: OnlineDataEngineCfg) -> None:
+        from embodichain.agents.engine.worker import RefillPolicy, StreamWorker
+
+        super().__init__(StreamWorker, ActorHandle, cfg, cfg.worker_timeout)
+        self._settings = _worker_settings(cfg)
+        self._make_refill = functools.partial(RefillPolicy, cfg)
+        self._buffer: SharedBuffer | None = None
+        self._refill: RefillPolicy | None = None
+        self._row = 0
+        self._requested: dict[Any, int] = {}
+        """Numbers of episodes that were asked for, by the answers that will bring them."""
+
+    def start(self, index: int, incarnation: int) -> WorkerHandle:
+        """Ask for a worker."""
+        job = {"sys_path": sys.path, "worker": index, "incarnation": incarnation, "cfg": self._settings}
+        return self.launch(index, incarnation, job)
+
+    def share(self, worker: WorkerHandle, buffer: SharedBuffer) -> None:
+        """Write what the worker sends into this buffer from now on."""
+        worker.joined = time.monotonic()
+        worker.heartbeat.beat(busy=False)
+        if self._buffer is None:
+            self._buffer, self._refill = buffer, self._make_refill(buffer, None)
+
+    def poll(self, seconds: float) -> Iterator[tuple[WorkerHandle, str, Any]]:
+        """Ask for what is due, wait for answers, and write the episodes in them; return ``layout`` and ``failed``."""
+        self._ask_for_episodes()
+        is_waiting = any(worker.calls for worker in self.workers)
+        for worker, kind, content in self.answers(seconds if is_waiting else _IDLE_SECONDS):
+            if kind == "located" and not worker.joined:
+                worker.calls.append(worker.actor.open.remote())
+            elif kind == "episodes":
+                self._write(worker, content["batch"])
+            elif kind == "layout":
+                yield worker, kind, {"layout": content["layout"], "max_steps": content["max_steps"]}
+            elif kind == "failed":
+                yield worker, kind, content
+
+    def _ask_for_episodes(self) -> None:
+        """Share what is due among the workers that can take more; who has waited longest is asked first."""
+        if self._refill is None or self._buffer is None:
+            return
+        reachable = [worker for worker in self.workers if worker.joined and not worker.unreachable]
+        for worker in reachable:
+            if not worker.calls:
+                worker.heartbeat.beat(busy=False)  # it was not asked for anything, so no answer is due
+        awaited = {answer for worker in self.workers for answer in worker.calls}
+        self._requested = {answer: count for answer, count in self._requested.items() if answer in awaited}
+        due = self._refill.episodes_due() - sum(self._requested.values())
+        able = sorted((w for w in reachable if len(w.calls) < _DEPTH), key=lambda worker: len(worker.calls))
+        for position, worker in enumerate(able):
+            share = math.ceil(due / (len(able) - position))
+            if share > 0:
+                answer = worker.actor.work.remote(share, _TURN_SECONDS)
+                worker.calls.append(answer)
+                worker.heartbeat.beat()
+                self._requested[answer] = share
+                due -= share
+        for worker in reachable:
+            self._buffer.workers[worker.index, Work.IDLE] = not worker.calls
+
+    def _write(self, worker: ActorHandle, batch: EpisodeBatch) -> None:
+        """Write a batch into the next rows, and count what its worker did."""
+        buffer, refill = self._buffer, self._refill
+        if buffer is None or refill is None:
+            return
+        record: Ints = buffer.workers[worker.index]
+        record += batch.counts
+        worker.heartbeat.beat()
+        for episode in batch.episodes(buffer.layout):
+            buffer.write(self._row, worker.index, episode)
+            self._row = (self._row + 1) % buffer.num_rows
+            record[Work.WRITTEN] += 1
+            refill.record[Work.WRITTEN] += 1
+        self.workers.remove(worker)  # to the end of the queue
+        self.workers.append(worker)
+
+    def stop(self, seconds: float = 0.0) -> None:
+        self._requested.clear()
+        super().stop(seconds)
+
+
+def _worker_settings(cfg: OnlineDataEngineCfg) -> dict[str, Any]:
+    """Return the settings that are sent to workers: a simulator has as many threads as its worker has cores."""
+    data = cfg.to_dict()
+    if cfg.gym_config:
+        threads = max(1, math.floor(cfg.placement.num_cpus))
+        data["gym_config"] = {"num_threads": threads, **cfg.gym_config}
+    return data
 
 
 class Supervisor(threading.Thread):
@@ -80,7 +164,7 @@ class Supervisor(threading.Thread):
         self._cfg = cfg
         self._workers: dict[int, WorkerHandle] = {}
         self._restarts = Restarts("simulation worker {}", cfg.num_workers, cfg.max_restarts)
-        self._pool = make_pool(cfg)
+        self._pool = RayPool(cfg) if cfg.workers == "ray" else LocalPool(cfg)
         self._stopping = threading.Event()
         self._progress = (0, 0.0)
         """Episodes written before the first fill, and the seconds since there was a new one."""

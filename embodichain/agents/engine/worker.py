@@ -1,19 +1,36 @@
-"""What runs in a simulation process: open the source, tell its layout, then write episodes into the rows it owns."""
+"""What runs in a simulation process: open the source, tell its layout, then write episodes into the rows it owns.
+
+In a Ray cluster a worker sends batches of episodes instead.
+"""
 
 from __future__ import annotations
 
+import sys
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
-from embodichain.agents.datasets.frames import Episode, EpisodeSource, FrameLayout
+from embodichain.agents.datasets.frames import Episode, EpisodeSource, FrameLayout, Key
 from embodichain.agents.engine.config import OnlineDataEngineCfg
 from embodichain.agents.engine.shared_buffer import WORK_WORDS, Control, Ints, SharedBuffer, State, Work
 from embodichain.agents.engine.sources import open_source
 from embodichain.agents.processes.channel import Channel
+from embodichain.agents.processes.failure import FailureReport
 from embodichain.agents.processes.pool import Heartbeat
+from embodichain.agents.processes.ray_backend import location_of_actor
+from embodichain.agents.processes.shared_memory import tensor_of
 from embodichain.errors import ConfigError, EngineStateError
+from embodichain.utils.tensor_tree import BlockLayout
+
+MAX_BATCH_BYTES = 64 << 20
+"""A batch is sent when it is as large as this, however many episodes were asked for."""
+_FIRST_BYTES = 1 << 20
 
 _IDLE_SECONDS = 0.002
 
@@ -122,3 +139,126 @@ def _join(channel: Channel, source: EpisodeSource) -> SharedBuffer:
     terms = answer.content()
     layout = FrameLayout.from_json(terms["layout"])
     return SharedBuffer(layout, terms["num_rows"], terms["max_steps"], terms["num_workers"], answer.segment)
+
+
+class StreamWorker:
+    """A worker as a Ray actor, which sends episodes when it is asked for them.
+
+    Answers are plain data. An exception becomes a report, because the engine's process may lack what it takes to
+    rebuild exceptions of user code.
+    """
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        """Take the job; nothing heavy happens before ``open``."""
+        sys.path += [entry for entry in job["sys_path"] if entry not in sys.path]
+        self._job = job
+        self._index = int(job["worker"])
+        self._source: EpisodeSource | None = None
+        self._batch: BatchWriter | None = None
+        self._wanted: Selection | None = None
+
+    def locate(self) -> dict[str, Any]:
+        """Return where the worker runs."""
+        return location_of_actor()
+
+    def open(self) -> dict[str, Any]:
+        """Build the environment and return what its frames look like."""
+        if self._source is not None:  # the answer got lost
+            return self._opened(self._source)
+        try:
+            torch.set_num_threads(1)
+            cfg = OnlineDataEngineCfg.from_dict(self._job["cfg"])
+            source = self._source = open_source(cfg, self._index, int(self._job["incarnation"]))
+            self._batch = BatchWriter(source.layout)
+            self._wanted = Selection(cfg.check().only_success, self._batch.counts)
+            return self._opened(source)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the engine reports it
+            return self._failed(error)
+
+    def work(self, episodes: int, seconds: float) -> dict[str, Any]:
+        """Simulate until there are so many episodes to send, or for so long; return those that are finished."""
+        source, batch, wanted = self._source, self._batch, self._wanted
+        if source is None or batch is None or wanted is None:
+            return self._failed(EngineStateError("open() comes before work()"))
+        try:
+            until = time.monotonic() + seconds
+            while len(batch) < episodes and batch.nbytes < MAX_BATCH_BYTES and time.monotonic() < until:
+                for episode in source.advance():
+                    if wanted.takes(episode):
+                        batch.add(episode)
+            return {"event": "episodes", "batch": batch.take()}
+        except Exception as error:  # noqa: BLE001 - whatever it is, the engine reports it
+            return self._failed(error)
+
+    def _opened(self, source: EpisodeSource) -> dict[str, Any]:
+        return {"event": "layout", "layout": source.layout.to_json(), "max_steps": source.max_steps}
+
+    def _failed(self, error: Exception) -> dict[str, Any]:
+        return {"event": "failed", "report": FailureReport.of_exception(self._index, error).to_json()}
+
+
+@dataclass(frozen=True)
+class EpisodeBatch:
+    """Episodes of one worker, and what it has done meanwhile."""
+
+    headers: Ints
+    """``[num_episodes, 5]``: where an episode begins in ``data``, its length, seed, policy version, and success."""
+    data: NDArray[np.uint8]
+    """The frames: each episode in one piece, its arrays one after the other in the order of the layout."""
+    counts: Ints
+    """Counts to be added to the worker's record, see ``Work``."""
+
+    def episodes(self, layout: FrameLayout) -> Iterator[Episode]:
+        """Return the episodes; their frames lie in ``data``, which is not copied."""
+        memory = tensor_of(self.data)
+        for offset, length, seed, version, success in self.headers.tolist():
+            views = _block(layout, length).views(memory[offset:])
+            frames: dict[Key, tuple[Tensor, ...]] = {key: (view,) for key, view in views.items()}
+            yield Episode(frames, length, seed, None if success < 0 else bool(success), version)
+
+
+class BatchWriter:
+    """Gathers episodes, whose frames are copied at once, into a batch."""
+
+    def __init__(self, layout: FrameLayout) -> None:
+        self.layout = layout
+        self.counts: Ints = np.zeros(WORK_WORDS, np.int64)
+        self._headers: list[tuple[int, ...]] = []
+        self._data = np.empty(_FIRST_BYTES, np.uint8)
+        self._used = 0
+
+    def __len__(self) -> int:
+        return len(self._headers)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes gathered so far."""
+        return self._used
+
+    def add(self, episode: Episode) -> None:
+        """Copy an episode into the batch."""
+        block, offset = _block(self.layout, episode.length), self._used
+        size = block.nbytes
+        if offset + size > self._data.size:
+            grown = np.empty(max(2 * self._data.size, offset + size), np.uint8)
+            grown[:offset] = self._data[:offset]
+            self._data = grown
+        for key, view in block.views(torch.from_numpy(self._data[offset : offset + size])).items():
+            torch.cat(episode.frames[key], out=view)
+        success = -1 if episode.success is None else int(episode.success)
+        self._headers.append((offset, episode.length, episode.seed, episode.policy_version, success))
+        self._used = offset + size
+
+    def take(self) -> EpisodeBatch:
+        """Return the batch, and begin the next one."""
+        headers = np.array(self._headers, np.int64).reshape(len(self._headers), 5)
+        batch = EpisodeBatch(headers, self._data[: self._used], self.counts.copy())
+        self._headers, self._used = [], 0
+        self.counts[:] = 0
+        self._data = np.empty(self._data.size, np.uint8)
+        return batch
+
+
+def _block(layout: FrameLayout, length: int) -> BlockLayout[Key]:
+    """Return where the arrays ``[length, ...]`` of an episode lie."""
+    return BlockLayout((leaf.key, leaf.dtype, (length, *leaf.shape)) for leaf in layout.leaves)

@@ -117,6 +117,10 @@ class WorkerProcess:
     """
 
     unreachable = False
+    is_closed = True
+    """Whether it was killed from here, or never started."""
+    _pid: int | None
+    _code: int | None
 
     def __init__(
         self, target: Callable[..., None], args: tuple[Any, ...], index: int = 0, incarnation: int = 0
@@ -126,85 +130,65 @@ class WorkerProcess:
         self.started, self.joined = time.monotonic(), 0.0
         segment = Segment.create(_HEARTBEAT_BYTES, "a heartbeat")
         self.heartbeat = Heartbeat(segment)
+        self._owner = os.getpid()
+        self._pid = self._code = None
         with os.fdopen(os.memfd_create("embodichain-job"), "w+b") as job:
             _write_job(job, target, args)
             self.channel, other = Channel.pair()
             read, write = os.pipe()
+            self._status = FileIO(read)
             with os.fdopen(write), other.socket:
-                self._process = _Process(FileIO(read))
                 _request_fork(target.__module__, [job.fileno(), other.socket.fileno(), segment.fd, write])
-        self._end = weakref.finalize(self, _end, self._process, self.channel)
-        self._end.atexit = False  # the server ends all workers with the program
+        self.is_closed = False
 
     @property
     def pid(self) -> int:
         """The process id; waits until the process is there."""
-        return self._process.pid
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether it was killed from here."""
-        return not self._end.alive
+        if self._pid is None and not self._status.closed:
+            self._read_status()
+        return self._pid or 0
 
     def wait(self, seconds: float) -> bool:
         """Wait for the process to end; tell whether it did."""
-        return self.is_closed or self._process.wait(seconds)
+        if self.is_closed:
+            return True
+        if self.pid and self._code is None and wait([self._status.fileno()], max(seconds, 0.0)):
+            self._read_status()
+        return self._code is not None
 
     def describe_end(self) -> str:
         """Wait for a process that hung up to end, and tell how it did."""
-        self._process.wait(_END_SECONDS)
-        code = self._process.code
+        self.wait(_END_SECONDS)
+        code = self._code
         if code is None:
             return "closed its connection without ending"
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
     def kill(self) -> None:
         """End the process and whatever it started, now; calling it twice is fine."""
-        self._end()
+        if self.is_closed:
+            return
+        if self._pid is None and not wait([self._status.fileno()], 0.0):
+            self.channel.shut_down()  # it ends as soon as the server, which still imports modules, has forked it
+        elif not self.wait(0.0):
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.killpg(self.pid, signal.SIGKILL)
+            self.wait(_END_SECONDS)
+        self.is_closed = True
+        self._status.close()
 
+    def __del__(self) -> None:
+        if not self.is_closed and self._owner == os.getpid():
+            self.kill()
 
-class _Process:
-    """What the server tells about a worker: its process id, later its exit code."""
-
-    def __init__(self, status: FileIO) -> None:
-        self.status = status
-        self.code: int | None = None
-        self._pid: int | None = None
-
-    @property
-    def pid(self) -> int:
-        if self._pid is None and not self.status.closed:
-            self._read()
-        return self._pid or 0
-
-    def has_started(self) -> bool:
-        """Tell whether the process is there, or was."""
-        return self._pid is not None or bool(wait([self.status.fileno()], 0.0))
-
-    def wait(self, seconds: float) -> bool:
-        """Wait for the process to end; tell whether it did."""
-        if self.pid and self.code is None and wait([self.status.fileno()], max(seconds, 0.0)):
-            self._read()
-        return self.code is not None
-
-    def _read(self) -> None:
-        data = self.status.read(fork_server.STATUS.size)
+    def _read_status(self) -> None:
+        """Hear from the server which process id the worker has, and later its exit code."""
+        data = self._status.read(fork_server.STATUS.size)
         if data:
             self._pid, code = fork_server.STATUS.unpack(data)
-            self.code = None if code == fork_server.RUNNING else code
+            self._code = None if code == fork_server.RUNNING else code
         else:  # the server was killed, and all workers with it
-            self._pid, self.code = self._pid or 0, -signal.SIGKILL
-
-
-def _end(process: _Process, channel: Channel) -> None:
-    """End a worker and whatever it started."""
-    if not process.has_started():
-        channel.shut_down()  # it ends as soon as the server, which still imports modules, has forked it
-    elif not process.wait(0.0):
-        with contextlib.suppress(ProcessLookupError):  # it has just ended
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait(_END_SECONDS)
-    process.status.close()
+            self._pid, self._code = self._pid or 0, -signal.SIGKILL
 
 
 class HangDetector:
@@ -345,9 +329,6 @@ class Restarts:
         log.warning("%s %s; replacing it%s%s", self._name.format(index), report.describe(), count, details)
         self.plan(index, incarnation + 1, pause)
         return True
-
-
-# --- the server and its workers -------------------------------------------------------------------------------------
 
 
 class _Server:
