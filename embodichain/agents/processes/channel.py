@@ -26,7 +26,6 @@ from embodichain.errors import SharedMemoryError
 from embodichain.utils.tensor_tree import decode, encode
 
 _LARGEST = 1 << 20
-_PING, _PONG = "ping", "pong"
 
 
 @dataclass(frozen=True)
@@ -106,10 +105,8 @@ class Channel:
                 packet, descriptors, flags, _ = socket.recv_fds(self.socket, _LARGEST, 1)
             except ConnectionResetError:  # closed there, with something unread; what was sent before is still here
                 packet, descriptors, flags, _ = socket.recv_fds(self.socket, _LARGEST, 1)
-        except (ConnectionResetError, ValueError):  # closed there, or here
-            packet, descriptors, flags = b"", [], 0
-        except OSError as error:
-            if error.errno != errno.EBADF:
+        except (OSError, ValueError) as error:  # closed there, or here
+            if getattr(error, "errno", errno.EBADF) not in (errno.EBADF, errno.ECONNRESET):
                 raise
             packet, descriptors, flags = b"", [], 0
         if not packet:
@@ -157,27 +154,28 @@ class Channel:
 
 
 class RequestChannel:
-    """One end of a connection between two processes that take turns, through memory that is used again and again.
+    """One end of a connection on which one process asks and the other answers, through memory that is used again.
 
     The memory that carried the last message carries the next one, if it is large enough. That is safe because nobody
     sends a second message before the first was answered, and whoever receives one copies it at once. After an
     interruption, a Ctrl-C for instance, it is not known whether a message went out or an answer came in: the next
-    request then waits until the other side has no answer left to give.
+    request then comes in new memory, wants its answer in new memory, and answers to earlier requests are skipped.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._channel = Channel(connection)
+    def __init__(self, connection: socket.socket, asks: bool) -> None:
+        self._channel, self._asks = Channel(connection), asks
         self._outgoing: Segment | None = None
         self._incoming: Segment | None = None
-        self._in_step = True
-        """Whether every message that was sent has arrived, and every answer was received."""
-        self._pings = 0
+        self._number = 0
+        """How many requests there were."""
+        self._interrupted = False
+        """Whether what was sent or received last may not have arrived."""
 
     @classmethod
     def pair(cls) -> tuple[RequestChannel, RequestChannel]:
-        """Return the two ends of a new connection."""
+        """Return the two ends of a new connection: the one that asks, and the one that answers."""
         mine, other = Channel.pair()
-        return cls(mine.socket), cls(other.socket)
+        return cls(mine.socket, asks=True), cls(other.socket, asks=False)
 
     @property
     def socket(self) -> socket.socket:
@@ -186,9 +184,7 @@ class RequestChannel:
 
     def send(self, kind: str, content: Any = None) -> None:
         """Send nested data, waiting for room; if the other process is gone, ``receive`` tells."""
-        if not self._in_step:
-            self._catch_up()
-        memory, new = self._outgoing, None
+        memory, new = None if self._interrupted else self._outgoing, None
 
         def allocate(nbytes: int) -> Tensor:
             nonlocal memory, new
@@ -196,10 +192,11 @@ class RequestChannel:
                 new = memory = Segment.create(nbytes, "a request to another process, or the answer,")
             return memory.bytes
 
-        words = {"kind": kind, **encode(content, allocate)[0]}
-        self._in_step = False
-        self._channel._post(words, new, wait=True)
-        self._outgoing, self._in_step = memory, True
+        words = {"kind": kind, "renew": self._interrupted, **encode(content, allocate)[0]}
+        self._interrupted = True
+        self._number += self._asks
+        self._channel._post({**words, "number": self._number}, new, wait=True)
+        self._outgoing, self._interrupted = memory, False
 
     def has_arrived(self) -> bool:
         """Tell whether ``receive`` would not have to wait."""
@@ -211,14 +208,18 @@ class RequestChannel:
         TensorDicts in it say that they are on the CPU, as those of an environment do.
         """
         while True:
-            self._in_step = False
-            message = self._next()
+            self._interrupted = True
+            message = self._channel.receive()
+            if message is None:
+                raise EOFError("nothing was received")
             self._incoming = message.segment or self._incoming
-            self._in_step = True
-            if message.kind != _PING:
-                return message.kind, Message(message.kind, message.description, self._incoming).content(device="cpu")
-            self._outgoing = None  # the other side may have lost it
-            self._channel.send(_PONG, message.content())
+            self._interrupted = False
+            words = message.description
+            if not self._asks:
+                self._number = words["number"]
+                self._outgoing = None if words["renew"] else self._outgoing
+            if words.get("number", self._number) == self._number:  # else nobody waits for it any more
+                return message.kind, Message(message.kind, words, self._incoming).content(device="cpu")
 
     def shut_down(self) -> None:
         """Let nobody wait for a message any more, here or at the other end."""
@@ -228,19 +229,3 @@ class RequestChannel:
         """Close this end; calling it twice is fine."""
         self._channel.close()
         self._outgoing = self._incoming = None
-
-    def _next(self) -> Message:
-        message = self._channel.receive()
-        if message is None:
-            raise EOFError("nothing was received")
-        return message
-
-    def _catch_up(self) -> None:
-        """Wait for the answer to a ping that is sent now: what comes before it, nobody waits for any more."""
-        self._outgoing = None
-        self._pings += 1
-        self._channel.send(_PING, self._pings)
-        message = self._next()
-        while message.kind != _PONG or message.content() != self._pings:
-            message = self._next()
-        self._in_step = True

@@ -60,7 +60,7 @@ def test_a_message_that_could_not_be_sent_changes_nothing() -> None:
     mine.send("small", torch.arange(4))
     assert other.receive()[1].tolist() == [0, 1, 2, 3]
     heard: list[tuple[str, Tensor]] = []
-    thread = threading.Thread(target=lambda: heard.append(other.receive()))  # it also answers that all is well
+    thread = threading.Thread(target=lambda: heard.append(other.receive()))
     thread.start()
     with pytest.raises(OSError, match="too long"):
         mine.send("large", [torch.arange(100_000), "x" * 10_000_000])

@@ -82,7 +82,7 @@ class RemoteEnv(StepsInHalves):
             self._process = WorkerProcess(_serve, (make, (torch.initial_seed() + next(_made)) % 2**63))
         except ConfigError as error:
             raise EnvContractError(f"what makes the environment: {error}") from None
-        self._channel = RequestChannel(self._process.channel.socket)
+        self._channel = RequestChannel(self._process.channel.socket, asks=True)
 
     def _meet(self) -> None:
         """Wait for the environment to be made and learn what it is like."""
@@ -196,7 +196,7 @@ def _serve(channel: Channel, _: Heartbeat, make: Callable[[], VecEnv], seed: int
     seed_everything(seed)
     env = make()
     try:
-        _answer_all(env, RequestChannel(channel.socket))
+        _answer_all(env, RequestChannel(channel.socket, asks=False))
     finally:
         env.close()
 
