@@ -112,6 +112,11 @@ class TrainerCfg(Config):
         """Whether rollouts are collected while others are learned from, or elsewhere."""
         return self.collector.mode == "async" or self.collector.worker == "ray"
 
+    @property
+    def environment(self) -> dict[str, Any]:
+        """The environment's settings; an id stands for itself."""
+        return {"id": self.gym_config} if isinstance(self.gym_config, str) else self.gym_config
+
     def with_mode(self) -> TrainerCfg:
         """Return these settings with ``collector.mode`` in the place of its alias."""
         if self.model_type is None:
@@ -168,14 +173,11 @@ def override(cfg: TrainCfg, words: list[str], prog: str = "embodichain train") -
     """Return a completed config with flags such as ``--trainer.num_envs 128`` applied, ready to be run."""
     changed = parse_overrides(cfg, words, prog=prog, description="Train a policy.") if words else cfg
     device, before = changed.trainer.device, cfg.trainer.device
-    if device != before and changed.algorithm.cfg["device"] == before and not _is_set("algorithm.cfg.device", words):
+    is_set = any(word.partition("=")[0] == "--algorithm.cfg.device" for word in words)
+    if device != before and changed.algorithm.cfg["device"] == before and not is_set:
         algorithm = changed.algorithm.replace(cfg=changed.algorithm.cfg | {"device": device})  # it learns where it acts
         changed = changed.replace(algorithm=algorithm)
     return _checked(changed)
-
-
-def _is_set(name: str, words: list[str]) -> bool:
-    return any(word.partition("=")[0] == f"--{name}" for word in words)
 
 
 def check_devices(cfg: TrainCfg) -> None:
@@ -220,8 +222,7 @@ def for_rank(cfg: TrainCfg, ranks: Ranks) -> TrainCfg:
     if ranks.count == 1:
         return cfg
     trainer, seed = cfg.trainer, ranks.seed(cfg.trainer.seed)
-    given = trainer.gym_config
-    environment: dict[str, Any] = {**({"id": given} if isinstance(given, str) else given), "seed": seed}
+    environment = trainer.environment | {"seed": seed}
     environment["device"] = _own_device(str(environment.get("device", "cpu")))
     if not environment.get("num_threads"):
         environment["num_threads"] = max(1, available_cores() // local_count())

@@ -63,7 +63,6 @@ class RunFolder:
         self.checkpoints = path / CHECKPOINTS
         self.metrics = path / "metrics.jsonl"
         self.videos = path / "videos"
-        self.failure = path / "failure"
 
     @classmethod
     def create(cls, cfg: TrainCfg) -> RunFolder:
@@ -113,7 +112,7 @@ class RunFolder:
 
     def failure_of(self, rank: int) -> Path:
         """Return where a rank saves the failing batch at the first NaN."""
-        return self.failure if rank == 0 else self.path / f"failure_rank_{rank}"
+        return self.path / ("failure" if rank == 0 else f"failure_rank_{rank}")
 
     def video(self, step: int) -> Path:
         """Return the path of the video of an evaluation."""

@@ -67,8 +67,6 @@ Train a policy as a train_config.json (or .yaml) says, or continue a run as if i
   --SECTION.FIELD VALUE     change any field; 'embodichain train CONFIG --help' lists them
 """
 
-# --- the command --------------------------------------------------------------------------------------------------
-
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse command line arguments to either ``config`` or ``resume`` (paths), ``trust`` and ``overrides``.
@@ -119,9 +117,6 @@ def report(result: TrainingResult) -> str:
     if result.reason == "interrupted":
         lines.append(f"continue with: {resume_command(result.run_dir)}")
     return "\n".join(lines)
-
-
-# --- runs ---------------------------------------------------------------------------------------------------------
 
 
 def train_from_config(
@@ -208,9 +203,6 @@ def opened_trainer(
             trainer.eval_env.close()
 
 
-# --- objects ------------------------------------------------------------------------------------------------------
-
-
 def build_trainer(
     cfg: TrainCfg,
     folder: RunFolder,
@@ -226,7 +218,7 @@ def build_trainer(
         warn_about_config(given)
     seed_everything(settings.seed)
     maker = EnvMaker(
-        dict(_mapping(settings.gym_config)),
+        settings.environment,
         tuple(trusted_modules),
         settings.collector.pipeline_stages,
         processes=settings.collector.env_processes,
@@ -279,7 +271,7 @@ def make_eval_env(cfg: TrainCfg, trusted_modules: Collection[str] = (), **change
     settings = cfg.trainer
     num_envs = min(settings.num_eval_envs, settings.num_eval_episodes)
     chosen: dict[str, Any] = {"num_envs": num_envs, "seed": settings.eval_seed} | changes
-    given = merge(merge(_mapping(settings.gym_config), settings.eval_gym_config), chosen)
+    given = merge(merge(settings.environment, settings.eval_gym_config), chosen)
     if settings.eval_video and given["id"] not in {spec.id for spec in list_envs()}:
         given = merge({"kwargs": {"render_mode": "rgb_array"}}, given)  # Gymnasium wants to know beforehand
         with suppress(RenderingError):  # its MuJoCo envs take the backend from MUJOCO_GL; others need none
@@ -342,10 +334,6 @@ def async_settings(trainer: TrainerCfg, algorithm: BaseAlgorithm) -> AsyncCfg:
         seed=trainer.seed if cfg.seed is None else cfg.seed,
         num_threads=trainer.collect_threads if cfg.num_threads is None else cfg.num_threads,
     )
-
-
-def _mapping(value: str | Mapping[str, Any]) -> Mapping[str, Any]:
-    return {"id": value} if isinstance(value, str) else value
 
 
 if __name__ == "__main__":

@@ -25,10 +25,10 @@ from embodichain.agents.rl.checkpoint import NanGuard, load_weights
 from embodichain.agents.rl.collector.async_collector import AsyncCollector
 from embodichain.agents.rl.collector.config import AsyncCfg
 from embodichain.agents.rl.collector.sync_collector import SyncCollector
-from embodichain.agents.rl.config import TrainCfg, TrainerCfg, num_iterations
+from embodichain.agents.rl.config import TrainCfg, num_iterations
 from embodichain.agents.rl.evaluation import Evaluation, evaluate
 from embodichain.agents.rl.runs import ProgressView, RunFolder, RunLog, StopSignals
-from embodichain.agents.rl.utils.distributed import Ranks, check_equal
+from embodichain.agents.rl.utils.distributed import check_equal
 from embodichain.agents.rl.utils.tensordicts import space_to_data
 from embodichain.envs.vec_env import VecEnv
 from embodichain.errors import CheckpointError
@@ -145,7 +145,6 @@ class Trainer:
         self.view = ProgressView(settings.exp_name, console)
         self.counters = Counters()
         self.evaluation: Evaluation | None = None
-        self.stop_criteria = StopCriteria(settings, ranks.count, in_chunks=self.policy.chunk_size > 1)
         self._update_threads = settings.update_threads or update_threads(self.policy, algorithm.cfg.batch_size)
         self._eval_schedule, self._save_schedule = Every(settings.eval_freq), Every(settings.save_freq)
         self._saved_at = -1
@@ -165,8 +164,6 @@ class Trainer:
             self._log = RunLog(self.folder, self.cfg, self._resumed_at)
         return self._log
 
-    # --- the loop -------------------------------------------------------------------------------------------------
-
     def train(self) -> TrainingResult:
         """Train until a stop criterion is met or a signal interrupts the run, and save the state at the end."""
         self._began = time.perf_counter() - self.counters.seconds
@@ -179,7 +176,7 @@ class Trainer:
                     began = time.perf_counter()
                     rollout = self._collect()
                     collected = time.perf_counter()
-                    self.algorithm.progress = self.stop_criteria.progress(self.counters)
+                    self.algorithm.progress = self._progress()
                     with torch_threads(self._update_threads):
                         measures = self.algorithm.update(rollout)
                     self._check_update(measures, rollout)
@@ -204,10 +201,42 @@ class Trainer:
     def _stop_reason(self, signals: StopSignals) -> StopReason | None:
         """Return why training ends here: any rank was interrupted, or the first one's clock and evaluations decide."""
         self._update_clock()
-        own = self.stop_criteria.reason(self.counters, self.evaluation)
-        answers = self.ranks.exchange(["interrupted" if signals.received is not None else own, self.counters.seconds])
+        own = "interrupted" if signals.received is not None else self._criterion_met()
+        answers = self.ranks.exchange([own, self.counters.seconds])
         self.counters.seconds = answers[0][1]
         return "interrupted" if any(reason == "interrupted" for reason, _ in answers) else answers[0][0]
+
+    def _criterion_met(self) -> StopReason | None:
+        """Return which of the config's limits or targets is reached."""
+        settings, now = self.cfg.trainer, self.counters
+        if settings.iterations is not None and now.iteration >= settings.iterations:
+            return "iterations"
+        if settings.total_steps is not None and now.global_step >= settings.total_steps:
+            return "total_steps"
+        if settings.max_seconds is not None and now.seconds >= settings.max_seconds:
+            return "max_seconds"
+        wanted_return, wanted_success = settings.target_return, settings.target_success
+        if self.evaluation is None or (wanted_return is None and wanted_success is None):
+            return None
+        summary = self.evaluation.summary
+        enough = wanted_return is None or summary.mean_return >= wanted_return
+        return "target" if enough and (summary.success_rate or 0.0) >= (wanted_success or 0.0) else None
+
+    def _progress(self) -> float:
+        """Return the share of the training that is over: by the clock only if nothing else ends it."""
+        settings, now = self.cfg.trainer, self.counters
+        limit = num_iterations(settings, self.ranks.count, now.iteration, now.global_step)
+        if limit is None:
+            return self._share_of_time()
+        share = now.iteration / limit
+        if settings.total_steps is not None and self.policy.chunk_size > 1:  # a rollout has more steps than decisions
+            share = max(share, now.global_step / settings.total_steps)
+        return min(1.0, share)
+
+    def _share_of_time(self) -> float:
+        """Return the share of the time that is over, where time is limited."""
+        seconds = self.cfg.trainer.max_seconds
+        return 0.0 if seconds is None else min(1.0, self.counters.seconds / seconds)
 
     def _collect(self) -> TensorDictBase:
         """Return one rollout ``[num_envs, num_steps]`` without NaN or infinity."""
@@ -228,7 +257,8 @@ class Trainer:
     def _log_iteration(self, rollout: TensorDictBase, measures: Scalars, began: float, collected: float) -> None:
         """Count, log and show one iteration."""
         updated = time.perf_counter()
-        steps, statistics = gather_statistics(self.ranks, count_transitions(rollout), self.collector.statistics())
+        rows = self.ranks.exchange([count_transitions(rollout), dict(self.collector.statistics())])
+        steps, statistics = sum(row[0] for row in rows), merge_statistics([row[1] for row in rows])
         self.counters.global_step += steps
         self.counters.iteration += 1
         times = {
@@ -240,16 +270,13 @@ class Trainer:
         if self.ranks.is_first:
             self.log.write(self.global_step, statistics | {f"update/{k}": v for k, v in measures.items()} | times)
         self.counters.add_episodes(statistics)
-        now, criteria = self.counters, self.stop_criteria
-        share = max(criteria.progress(now), criteria.share_of_time(now) or 0.0)
+        share, now = max(self._progress(), self._share_of_time()), self.counters
         self.view.show(self.global_step, share, now.mean_return, now.success_rate)
 
     def _update_clock(self) -> float:
         """Bring the time spent training up to date and return it."""
         self.counters.seconds = time.perf_counter() - self._began
         return self.counters.seconds
-
-    # --- evaluation -----------------------------------------------------------------------------------------------
 
     def evaluate(self) -> None:
         """Evaluate the policy, on the first rank; log how it did, and save it if it is the best so far."""
@@ -278,8 +305,6 @@ class Trainer:
             return False
         self.counters.best_score = result.score
         return True
-
-    # --- checkpoints ----------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, best: bool = False) -> None:
         """Write a checkpoint of everything the next iteration depends on, on all ranks."""
@@ -391,56 +416,10 @@ class Every:
         self.next = (step // self.frequency + 1) * self.frequency if self.frequency else 0
 
 
-class StopCriteria:
-    """What ends a run, apart from an interruption."""
-
-    def __init__(self, trainer: TrainerCfg, num_ranks: int = 1, in_chunks: bool = False) -> None:
-        """Take a run's settings; ``in_chunks``: a rollout has more steps than decisions."""
-        self.trainer, self.num_ranks, self.in_chunks = trainer, num_ranks, in_chunks
-
-    def reason(self, now: Counters, evaluation: Evaluation | None) -> StopReason | None:
-        """Return why the run ends here, ``None`` if it continues."""
-        trainer = self.trainer
-        if trainer.iterations is not None and now.iteration >= trainer.iterations:
-            return "iterations"
-        if trainer.total_steps is not None and now.global_step >= trainer.total_steps:
-            return "total_steps"
-        if trainer.max_seconds is not None and now.seconds >= trainer.max_seconds:
-            return "max_seconds"
-        return "target" if evaluation is not None and self._is_reached(evaluation) else None
-
-    def progress(self, now: Counters) -> float:
-        """Return the share of the training that is over: by the clock only if nothing else ends it."""
-        limit = num_iterations(self.trainer, self.num_ranks, now.iteration, now.global_step)
-        if limit is None:
-            return self.share_of_time(now) or 0.0
-        total = self.trainer.total_steps
-        if total is not None and self.in_chunks:
-            return min(1.0, max(now.iteration / limit, now.global_step / total))
-        return min(1.0, now.iteration / limit)
-
-    def share_of_time(self, now: Counters) -> float | None:
-        """Return the share of the time that is over, where time is limited."""
-        seconds = self.trainer.max_seconds
-        return None if seconds is None else min(1.0, now.seconds / seconds)
-
-    def _is_reached(self, evaluation: Evaluation) -> bool:
-        trainer, summary = self.trainer, evaluation.summary
-        pairs = ((trainer.target_return, summary.mean_return), (trainer.target_success, summary.success_rate or 0.0))
-        reached = [value >= target for target, value in pairs if target is not None]
-        return bool(reached) and all(reached)
-
-
-def gather_statistics(ranks: Ranks, steps: int, statistics: Scalars) -> tuple[int, dict[str, float]]:
-    """Return the environment steps of all ranks, and the averages of their rollouts."""
-    if ranks.count == 1:
-        return steps, dict(statistics)
-    rows = ranks.exchange([steps, dict(statistics)])
-    return sum(row[0] for row in rows), merge_statistics([row[1] for row in rows])
-
-
 def merge_statistics(rows: Sequence[Scalars]) -> dict[str, float]:
     """Return averages over ranks: those of episodes by the number of episodes, others where a rank has them."""
+    if len(rows) == 1:
+        return dict(rows[0])
     merged: dict[str, float] = {}
     for name in dict.fromkeys(name for row in rows for name in row):
         having = [row for row in rows if name in row]

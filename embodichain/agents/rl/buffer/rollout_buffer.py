@@ -211,7 +211,7 @@ class RolloutBuffer:
         for all transitions, ``[num_steps, num_envs]``, it counts at those alone, and they are not waited for.
         ``value`` ``[num_steps, num_envs]`` is for steps that were added without.
         """
-        storage = self._full_storage("finalize()")
+        storage = self.full_storage("finalize()")
         if value is not None:
             storage["value"].copy_(value)
         elif self._lacks_values:
@@ -236,7 +236,7 @@ class RolloutBuffer:
 
     def set_extras(self, extras: Mapping[str, Tensor]) -> None:
         """Attach algorithm-specific tensors ``[num_steps, num_envs, ...]`` for batching."""
-        storage = self._full_storage("set_extras()")
+        storage = self.full_storage("set_extras()")
         for name, tensor in extras.items():
             if tensor.shape[:2] != storage.batch_size:
                 expected = f"[num_steps, num_envs, ...] = {list(storage.batch_size)}"
@@ -247,12 +247,12 @@ class RolloutBuffer:
     @property
     def advantages(self) -> Tensor:
         """Advantages ``[num_steps, num_envs]`` after ``finalize`` with an estimator."""
-        return self._full_storage("advantages")["advantage"]
+        return self.full_storage("advantages")["advantage"]
 
     @property
     def returns(self) -> Tensor:
         """Returns ``[num_steps, num_envs]`` after ``finalize`` with an estimator."""
-        return self._full_storage("returns")["return"]
+        return self.full_storage("returns")["return"]
 
     def get(self, flatten: bool = False) -> TensorDictBase:
         """Hand the rollout out: views ``[num_envs, num_steps]``, valid until the next ``add``.
@@ -291,13 +291,14 @@ class RolloutBuffer:
         size = 0 if data is None else data.bytes()
         return {"steps": self.step, "num_steps": self.num_steps, "transitions": len(self), "bytes": size}
 
-    def _full_storage(self, what: str) -> TensorDict:
+    def full_storage(self, what: str) -> TensorDict:
+        """Return all parts ``[num_steps, num_envs, ...]`` of a complete rollout, for ``what`` needs them."""
         if self.storage is None or not self.is_full():
             raise RolloutError(f"{what} needs a complete rollout: {self.step} of {self.num_steps} steps are written")
         return self.storage
 
     def _rollout(self, what: str) -> TensorDictBase:
-        return self._adopted if self._adopted is not None else self._full_storage(what).transpose(0, 1)
+        return self._adopted if self._adopted is not None else self.full_storage(what).transpose(0, 1)
 
     def _allocate(self, obs: Observation, like: Mapping[str, Tensor | None]) -> None:
         """Take memory ``[num_steps, num_envs, ...]`` for observations and parts like these."""

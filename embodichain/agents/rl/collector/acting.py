@@ -13,7 +13,7 @@ from embodichain.agents.rl.buffer.rollout_buffer import RolloutBuffer
 from embodichain.agents.rl.collector.base import Decision
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils.tensordicts import Observation, sorted_leaves
-from embodichain.errors import EmbodiChainError, RolloutError
+from embodichain.errors import EmbodiChainError
 from embodichain.utils.cuda_graphs import WARM_UP, Recorded, Recorder, copy_together, record
 
 Result = TypeVar("Result")
@@ -209,9 +209,7 @@ class DeferredValues:
 
     def finish(self, buffer: RolloutBuffer, obs: Observation, state: Tensor | None) -> None:
         """Complete the values of a rollout; ``obs`` and the recurrent ``state`` are those after its last step."""
-        storage = buffer.storage
-        if storage is None:
-            raise RolloutError("nothing was collected")
+        storage = buffer.full_storage("collect()")
         everywhere = storage["value"]
         if not self._policy.has_critic:
             zeros = torch.zeros_like(everywhere)

@@ -19,6 +19,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from embodichain.agents.rl.buffer.rollout_buffer import RolloutBuffer
 from embodichain.agents.rl.collector.base import Decision, bound_action, result_to
 from embodichain.agents.rl.utils.tensordicts import Observation
 from embodichain.envs.vec_env import StepResult, StepsInHalves, VecEnv
@@ -56,8 +57,8 @@ class Pipeline:
         self.device = device
         self._groups = [_Group(group, device) for group in env.groups]
 
-    def run(self, collector: SyncCollector, obs: Observation, num_steps: int) -> Observation:
-        """Take ``num_steps`` in all envs from the collector's present observation; return the one after them."""
+    def run(self, collector: SyncCollector, obs: Observation, buffer: RolloutBuffer) -> Observation:
+        """Fill a buffer with steps of all envs from an observation on; return the one after them."""
         state, groups = collector.state, self._groups
         for group, rows in zip(groups, self.env.slices, strict=True):
             group.obs, group.state = obs[rows], None if state is None else state[rows]
@@ -65,14 +66,14 @@ class Pipeline:
             version = collector.next_version()
             for group in groups:
                 group.begin(collector)
-            for remaining in reversed(range(num_steps)):
+            for remaining in reversed(range(buffer.num_steps)):
                 begun = [group.decision for group in groups]
                 results, next_version = [], collector.next_version() if remaining else version
                 for group in groups:
                     results.append(group.finish(collector))
                     if remaining:
                         group.begin(collector)
-                obs = collector.record(_join(begun), self._joined(results), num_steps, version)
+                obs = collector.record(_join(begun), self._joined(results), version, buffer)
                 version = next_version
             return obs
         finally:  # after an error, too: nobody may step an environment that is being stepped

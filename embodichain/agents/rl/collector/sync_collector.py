@@ -108,15 +108,21 @@ class SyncCollector(BaseCollector):
             raise RolloutError(f"num_steps must be at least 1, got {num_steps}")
         with torch_threads(self.num_threads):
             obs, self.obs = self._begin_rollout(), None
+            if self.buffer is None or self.buffer.num_steps != num_steps:
+                self.buffer = RolloutBuffer(num_steps, self.env.num_envs, device=self.device)
+            buffer = self.buffer
             if self._pipeline is not None:
-                obs = self._pipeline.run(self, obs, num_steps)
+                obs = self._pipeline.run(self, obs, buffer)
             else:
                 for _ in range(num_steps):
                     version = self.next_version()
                     decision = self.decide(obs, self.state)
-                    obs = self.record(decision, self._env_step(decision.action), num_steps, version)
+                    obs = self.record(decision, self._env_step(decision.action), version, buffer)
             self.obs = obs
-            return self._finish(obs)
+            self._values.finish(buffer, obs, self.state)
+            storage = buffer.full_storage("collect()")
+            self.tracker.update(storage["reward"], storage["done"], storage.get("num_actions", None))
+            return buffer.get()
 
     @property
     def episodes(self) -> TensorDict:
@@ -196,8 +202,8 @@ class SyncCollector(BaseCollector):
         with torch.no_grad(), torch_threads(self.num_threads):
             self._decider.record(obs)
 
-    def record(self, decision: Decision, result: StepResult, num_steps: int, version: Tensor) -> Observation:
-        """Write a step of all envs to the buffer; return the next observation."""
+    def record(self, decision: Decision, result: StepResult, version: Tensor, buffer: RolloutBuffer) -> Observation:
+        """Write a step of all envs to a buffer; return the next observation."""
         next_obs, reward, terminated, truncated, info = result
         done = terminated | truncated
         if info["final_observation"] is not next_obs or not self._values.may_look:  # else no episode ended
@@ -207,7 +213,7 @@ class SyncCollector(BaseCollector):
         if decision.state is not None:
             parts["hidden"] = decision.state
         obs, action = decision.obs, decision.action
-        self._buffer_for(num_steps).add(obs, action, reward, done, decision.value, decision.log_prob, **parts)
+        buffer.add(obs, action, reward, done, decision.value, decision.log_prob, **parts)
         self._averages.add(info, done if self.env.device == self.device else done.to(self.env.device))
         if self.callback is not None:
             self.callback(obs, action, reward, done, info, next_obs)
@@ -227,18 +233,3 @@ class SyncCollector(BaseCollector):
         if state is None or initial is None:
             return state
         return torch.where(done.view(-1, *[1] * (state.ndim - 1)), initial, state)
-
-    def _buffer_for(self, num_steps: int) -> RolloutBuffer:
-        if self.buffer is None or self.buffer.num_steps != num_steps:
-            self.buffer = RolloutBuffer(num_steps, self.env.num_envs, device=self.device)
-        return self.buffer
-
-    def _finish(self, obs: Observation) -> TensorDictBase:
-        """Compute the values that are missing, and hand the rollout out."""
-        buffer = self.buffer
-        if buffer is None or buffer.storage is None:
-            raise RolloutError("nothing was collected")
-        storage = buffer.storage
-        self._values.finish(buffer, obs, self.state)
-        self.tracker.update(storage["reward"], storage["done"], storage.get("num_actions", None))
-        return buffer.get()
