@@ -146,7 +146,6 @@ class Trainer:
         self.counters = Counters()
         self.evaluation: Evaluation | None = None
         self._update_threads = settings.update_threads or update_threads(self.policy, algorithm.cfg.batch_size)
-        self._eval_schedule, self._save_schedule = Every(settings.eval_freq), Every(settings.save_freq)
         self._saved_at = -1
         self._resumed_at: int | None = None
         self._log: RunLog | None = None
@@ -166,14 +165,15 @@ class Trainer:
 
     def train(self) -> TrainingResult:
         """Train until a stop criterion is met or a signal interrupts the run, and save the state at the end."""
+        settings = self.cfg.trainer
         self._began = time.perf_counter() - self.counters.seconds
         try:
             with StopSignals(aloud=self.ranks.is_first) as signals, self.view:
                 if self._resumed_at is None:
-                    self.collector.reset(seed=self.ranks.seed(self.cfg.trainer.seed))
+                    self.collector.reset(seed=self.ranks.seed(settings.seed))
                     self.save_checkpoint()
                 while (reason := self._stop_reason(signals)) is None:
-                    began = time.perf_counter()
+                    began, before = time.perf_counter(), self.global_step
                     rollout = self._collect()
                     collected = time.perf_counter()
                     self.algorithm.progress = self._progress()
@@ -182,9 +182,9 @@ class Trainer:
                     self._check_update(measures, rollout)
                     self.collector.publish()
                     self._log_iteration(rollout, measures, began, collected)
-                    if self._eval_schedule.due(self.global_step):
+                    if crossed(settings.eval_freq, before, self.global_step):
                         self.evaluate()
-                    if self._save_schedule.due(self.global_step) and self._saved_at != self.global_step:
+                    if crossed(settings.save_freq, before, self.global_step) and self._saved_at != self.global_step:
                         self.save_checkpoint()
                 if reason != "interrupted" and self.counters.evaluated_at != self.global_step:
                     self.evaluate()
@@ -324,8 +324,6 @@ class Trainer:
         message = resume_message(state, self.cfg.trainer.collector, self.ranks.count)
         if message is not None:
             self.view.print(message)
-        for schedule in (self._eval_schedule, self._save_schedule):
-            schedule.continue_from(self.global_step)
         self._saved_at = self._resumed_at = self.global_step
         if self.ranks.is_first:
             self.folder.forget_after(self.global_step)
@@ -396,24 +394,9 @@ def resume_message(state: Mapping[str, Any], collector: AsyncCfg, ranks: int) ->
     return "this environment cannot be saved: the run continues with new episodes"
 
 
-class Every:
-    """Fires when a multiple of ``frequency`` steps was crossed, however large the jumps are; 0 never fires."""
-
-    def __init__(self, frequency: int) -> None:
-        self.frequency = frequency
-        self.next = frequency
-        """The step at which it fires next."""
-
-    def due(self, step: int) -> bool:
-        """Tell whether a multiple was crossed since the last time this was true; several at once count as one."""
-        if not self.frequency or step < self.next:
-            return False
-        self.continue_from(step)
-        return True
-
-    def continue_from(self, step: int) -> None:
-        """Continue as if every multiple up to this step had fired."""
-        self.next = (step // self.frequency + 1) * self.frequency if self.frequency else 0
+def crossed(frequency: int, before: int, step: int) -> bool:
+    """Tell whether a multiple of ``frequency`` lies behind one step and not behind a later one; 0 has none."""
+    return frequency > 0 and step // frequency > before // frequency
 
 
 def merge_statistics(rows: Sequence[Scalars]) -> dict[str, float]:

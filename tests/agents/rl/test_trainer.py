@@ -22,7 +22,7 @@ from embodichain.agents.rl.collector.sync_collector import SyncCollector
 from embodichain.agents.rl.config import TrainCfg, complete, override
 from embodichain.agents.rl.runs import ProgressView, RunFolder, RunLog, read_metrics
 from embodichain.agents.rl.train import build_trainer, resume_training, train_from_config
-from embodichain.agents.rl.trainer import Counters, Every, Trainer
+from embodichain.agents.rl.trainer import Counters, Trainer, crossed
 from embodichain.envs.registration import load_gym_config, make
 from embodichain.errors import ConfigError, MissingExtraError, NotFiniteError, OutputError, WorkerError
 from embodichain.extras import available
@@ -47,17 +47,14 @@ def steps_with(run_dir, name):
 
 @pytest.mark.parametrize(("frequency", "jump"), [(200, 65_536), (1000, 300), (300, 300), (7, 3)])
 def test_schedule_fires_at_the_first_step_past_each_multiple(frequency, jump):
-    schedule, fired = Every(frequency), []
-    for step in range(jump, 20 * jump + 1, jump):
-        if schedule.due(step):
-            fired.append(step)
+    steps = range(jump, 20 * jump + 1, jump)
+    fired = [step for step in steps if crossed(frequency, step - jump, step)]
     # Oracle: an interval (step - jump, step] contains a multiple of the frequency.
-    expected = [s for s in range(jump, 20 * jump + 1, jump) if s // frequency > (s - jump) // frequency]
-    assert fired == expected
+    assert fired == [s for s in steps if any(k % frequency == 0 for k in range(s - jump + 1, s + 1))]
 
 
 def test_schedule_of_zero_never_fires():
-    assert not any(Every(0).due(step) for step in range(0, 1000, 10))
+    assert not any(crossed(0, step, step + 10) for step in range(0, 1000, 10))
 
 
 def test_evaluations_and_checkpoints_happen_on_crossing(tmp_path):

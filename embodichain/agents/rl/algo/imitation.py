@@ -56,7 +56,6 @@ class Imitation:
         trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=cfg.learning_rate, weight_decay=cfg.weight_decay)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._scale)
-        self.steps = 0
 
     def update(self, chunks: TensorDictBase, points: Tensor | None = None) -> dict[str, Tensor]:
         """Do one gradient step on ``[batch, n]``; ``points`` ``[batch, num_points]`` is what a model should point out.
@@ -79,18 +78,21 @@ class Imitation:
             point_loss = self._point_loss(pointed, points)
             loss = loss + self.cfg.point_coef * point_loss
             losses["point_loss"] = point_loss.detach()
-        self._descend(loss)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.policy.parameters(), self.cfg.max_grad_norm)
+        self.optimizer.step()
+        self.schedule.step()
         return losses
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimiser's state and how far it came."""
-        return {"optimizer": self.optimizer.state_dict(), "schedule": self.schedule.state_dict(), "steps": self.steps}
+        return {"optimizer": self.optimizer.state_dict(), "schedule": self.schedule.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what ``state_dict`` returned."""
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
-        self.steps = state["steps"]
 
     def _point_loss(self, pointed: Tensor, points: Tensor | None) -> Tensor:
         normalizer = self.model.point_normalizer
@@ -101,32 +103,20 @@ class Imitation:
         normalizer.update(labels)
         return (pointed - normalizer(labels)).abs().sum(-1).mean()
 
-    def _descend(self, loss: Tensor) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        nn.utils.clip_grad_norm_(self.policy.parameters(), self.cfg.max_grad_norm)
-        self.optimizer.step()
-        self.schedule.step()
-        self.steps += 1
-
     def _scale(self, step: int) -> float:
         """Return the factor on the step size: a rise, then a cosine to a tenth."""
         share = min(1.0, step / self.cfg.total_steps)
         return min(1.0, (step + 1) / self.cfg.warmup_steps) * (0.1 + 0.45 * (1.0 + math.cos(math.pi * share)))
 
 
-VALUE_HEAD = "model.to_value"
-"""The value head of a ``VLAPolicy``."""
-
-
 def warm_up_value(
-    policy: Policy, env: VecEnv, cfg: PPOCfg, num_steps: int, rollouts: int, head: str = VALUE_HEAD
+    policy: Policy, env: VecEnv, cfg: PPOCfg, num_steps: int, rollouts: int, head: str = "model.to_value"
 ) -> list[float]:
     """Let the value head alone learn from rollouts ``[num_envs, num_steps]``; the policy acts as before.
 
     A cloned policy acts well and judges badly: advantages from a value that knows nothing would undo what was cloned.
-    So the value learns first, from what the policy does as it is. ``env`` takes the policy's chunks. Returns the
-    explained variance before each update: 1 is a perfect value.
+    So the value learns first, from what the policy does as it is. ``env`` takes the policy's chunks. ``head``
+    is a ``VLAPolicy``'s by default. Returns the explained variance before each update: 1 is a perfect value.
     """
     with only_trained(policy, head):
         algorithm = PPO(cfg.replace(cuda_graphs=False), policy)  # too few updates to be worth recording

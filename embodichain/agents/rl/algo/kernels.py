@@ -94,17 +94,8 @@ def accumulate_gae(rows: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
 
 LOSS_BLOCK = 256
 """Transitions of one program."""
-_SIZES = [
-    "count",
-    "clip",
-    "vf_coef",
-    "new_log_prob_stride",
-    "log_prob_stride",
-    "advantage_stride",
-    "new_value_stride",
-    "value_stride",
-    "return_stride",
-]
+_READ = ("new_log_prob", "log_prob", "advantage", "new_value", "value", "return")
+_SIZES = ["count", "clip", "vf_coef", *(f"{name}_stride" for name in _READ)]
 """Numbers for which nothing is compiled anew: minibatches of one rollout may differ in size by one."""
 
 
