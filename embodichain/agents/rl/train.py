@@ -232,7 +232,7 @@ def build_trainer(
         eval_env = make_eval_env(cfg, trusted_modules) if settings.enable_eval and ranks.is_first else None
     algorithm.join(ranks)
     collector = build_collector(settings, env, maker, algorithm)
-    return Trainer(given, env, algorithm, folder, eval_env, console, collector)
+    return Trainer(given, env, algorithm, collector, folder, eval_env, console)
 
 
 @dataclass(frozen=True)
@@ -316,10 +316,10 @@ def build_collector(
         )
     cfg = async_settings(trainer, algorithm)
     buffer = VLABuffer((cfg.max_policy_lag + 1) * env.num_envs * trainer.buffer_size, device)
-    if cfg.worker == "thread":
-        return AsyncCollector(env, policy, buffer, device, cfg=cfg, start_rollout=algorithm.start_rollout)
-    env.close()  # its spaces are known by now; collecting processes make environments of their own
-    return AsyncCollector(make_env, policy, buffer, device, cfg=cfg, start_rollout=algorithm.start_rollout)
+    if cfg.worker != "thread":
+        env.close()  # its spaces are known by now
+    source = env if cfg.worker == "thread" else make_env
+    return AsyncCollector(source, policy, buffer, device, cfg=cfg, start_rollout=algorithm.start_rollout)
 
 
 def async_settings(trainer: TrainerCfg, algorithm: BaseAlgorithm) -> AsyncCfg:

@@ -120,27 +120,18 @@ class Trainer:
         cfg: TrainCfg,
         env: VecEnv,
         algorithm: BaseAlgorithm,
+        collector: SyncCollector | AsyncCollector,
         folder: RunFolder,
         eval_env: VecEnv | None = None,
         console: Console | None = None,
-        collector: SyncCollector | AsyncCollector | None = None,
     ) -> None:
-        """Prepare a run; ``cfg`` is complete (see ``config.complete``), ``eval_env`` is needed to evaluate.
-
-        Without a ``collector``, rollouts are collected synchronously.
-        """
+        """Prepare a run; ``cfg`` is complete (see ``config.complete``), ``eval_env`` is needed to evaluate."""
         algorithm.check_num_envs(env.num_envs)
         settings, ranks = cfg.trainer, algorithm.ranks
         self.cfg, self.env, self.eval_env, self.folder = cfg, env, eval_env, folder
         self.algorithm, self.policy, self.ranks = algorithm, algorithm.policy, ranks
-        self.collector = collector or SyncCollector(
-            env,
-            self.policy,
-            algorithm.device,
-            start_rollout=algorithm.start_rollout,
-            num_threads=settings.collect_threads,
-        )
-        owned = env if isinstance(self.collector, SyncCollector) else None  # other collectors step it at any time
+        self.collector = collector
+        owned = env if isinstance(collector, SyncCollector) else None  # other collectors step it at any time
         self.guard = NanGuard(owned, self.policy, folder.failure_of(ranks.rank)) if settings.nan_guard else None
         self.view = ProgressView(settings.exp_name, console)
         self.counters = Counters()

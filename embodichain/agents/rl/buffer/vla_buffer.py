@@ -31,8 +31,8 @@ class VLABuffer:
     """A bounded queue of whole rollouts or of single transitions, for any number of threads of one process.
 
     ``add_rollout`` and ``add`` wait while there is no room (back-pressure); with ``overwrite=True`` they push out the
-    oldest entries instead. What ``get`` returned is the caller's, and nobody gets it again. Rollouts and transitions do
-    not mix: the queue takes the other kind once it is empty. Entries are numbered in the order in which they came.
+    oldest entries instead. Rollouts and transitions do not mix: the queue takes the other kind once it is empty.
+    Entries are numbered in the order in which they came.
     """
 
     def __init__(self, buffer_size: int = 4096, device: torch.device | str = "cpu", *, overwrite: bool = False) -> None:

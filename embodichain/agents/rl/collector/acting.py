@@ -144,7 +144,6 @@ class _Replayed(Generic[Result]):
 
 
 def _addresses_of(policy: Policy) -> list[int]:
-    """Return the addresses of the weights."""
     return [tensor.data_ptr() for tensor in (*policy.parameters(), *policy.buffers())]
 
 
