@@ -6,19 +6,19 @@ one term: ``delta_qpos``, ``qpos``, ``ee_delta`` or ``effort``.
 
 from __future__ import annotations
 
+from typing import Any
+
 import gymnasium as gym
 import numpy as np
 import torch
 from torch import Tensor
 
-from embodichain.envs.env_cfg import ActionsCfg, EndEffectorTermCfg, JointTermCfg
+from embodichain.envs.env_cfg import ActionsCfg, EffortTermCfg, EndEffectorTermCfg, JointTermCfg
 from embodichain.envs.kinematics import SerialChain, rotation_error
 from embodichain.envs.robots import Robot
 from embodichain.envs.vec_env import Action
 from embodichain.envs.vec_env import ActionManager as ActionManager
 from embodichain.errors import ConfigError
-
-_NAMES = ("delta_qpos", "qpos", "ee_delta", "effort")
 
 
 class DeltaQpos:
@@ -28,7 +28,7 @@ class DeltaQpos:
         self.scale, self.robot, self.dim = cfg.scale, robot, robot.num_joints
 
     def target(self, action: Tensor, qpos: Tensor) -> Tensor:
-        """Return joint targets ``[n, num_joints]``."""
+        """Return joint targets ``[n, num_joints]``, or motor commands."""
         return torch.clamp(torch.add(qpos.float(), action, alpha=self.scale), self.robot.lower, self.robot.upper)
 
     def encode(self, qpos: Tensor, displacement: Tensor, twist: Tensor) -> Tensor:
@@ -44,7 +44,6 @@ class Qpos:
         self.middle, self.half = 0.5 * (robot.upper + robot.lower), 0.5 * (robot.upper - robot.lower)
 
     def target(self, action: Tensor, qpos: Tensor) -> Tensor:
-        """Return joint targets ``[n, num_joints]``."""
         return self.middle + self.half * action
 
     def encode(self, qpos: Tensor, displacement: Tensor, twist: Tensor) -> Tensor:
@@ -62,7 +61,6 @@ class EndEffectorDelta:
         self._upright = self.chain.pose(home.unsqueeze(0))[1]
 
     def target(self, action: Tensor, qpos: Tensor) -> Tensor:
-        """Return joint targets ``[n, num_joints]``."""
         qpos = qpos.float()
         if self.cfg.rotation_scale:
             turn = self.cfg.rotation_scale * action[:, 3:]
@@ -83,11 +81,10 @@ class EndEffectorDelta:
 class Effort:
     """The action goes to the motors, 1 being the most they can do."""
 
-    def __init__(self, robot: Robot) -> None:
+    def __init__(self, cfg: EffortTermCfg, robot: Robot) -> None:
         self.dim, self.limit = robot.num_joints, robot.max_control
 
     def target(self, action: Tensor, qpos: Tensor) -> Tensor:
-        """Return motor commands ``[n, num_joints]``."""
         return self.limit * action
 
 
@@ -96,7 +93,7 @@ def _shorten(action: Tensor) -> Tensor:
     return action / torch.amax(action.abs(), dim=1, keepdim=True).clamp_min(1.0)
 
 
-Term = DeltaQpos | Qpos | EndEffectorDelta | Effort
+_TERMS: dict[str, Any] = {"delta_qpos": DeltaQpos, "qpos": Qpos, "ee_delta": EndEffectorDelta, "effort": Effort}
 
 
 def chain_of(robot: Robot, wanted_by: str) -> SerialChain:
@@ -110,23 +107,17 @@ class RobotActionManager(ActionManager):
     """Turns actions into controls through the one term set in the config; a gripper adds one action at the end."""
 
     def __init__(self, cfg: ActionsCfg, robot: Robot, num_envs: int, device: torch.device | str) -> None:
-        chosen = [name for name in _NAMES if getattr(cfg, name) is not None]
+        chosen = [name for name in _TERMS if getattr(cfg, name) is not None]
         if len(chosen) != 1:
-            raise ConfigError(f"env.actions: set exactly one of {', '.join(_NAMES)}, got {chosen or 'none'}")
-        if (chosen[0] == "effort") == robot.has_servos:
+            raise ConfigError(f"env.actions: set exactly one of {', '.join(_TERMS)}, got {chosen or 'none'}")
+        name, term = chosen[0], getattr(cfg, chosen[0])
+        if (name == "effort") == robot.has_servos:
             wanted, has = ("motors", "servos") if robot.has_servos else ("servos", "motors")
-            raise ConfigError(f"env.actions.{chosen[0]}: needs joints with {wanted}, and this robot's have {has}")
-        self.robot = robot
-        self.term: Term = Effort(robot)
-        if cfg.delta_qpos is not None:
-            self.term = DeltaQpos(cfg.delta_qpos, robot)
-        elif cfg.qpos is not None:
-            self.term = Qpos(cfg.qpos, robot)
-        elif cfg.ee_delta is not None:
-            self.term = EndEffectorDelta(cfg.ee_delta, robot)
-        self.clip = float(getattr(cfg, chosen[0]).clip)
+            raise ConfigError(f"env.actions.{name}: needs joints with {wanted}, and this robot's have {has}")
+        self.robot, self.clip = robot, float(term.clip)
+        self.term: DeltaQpos | Qpos | EndEffectorDelta | Effort = _TERMS[name](term, robot)
         dim = self.term.dim + (1 if robot.num_fingers else 0)
-        super().__init__(chosen[0], gym.spaces.Box(-1.0, 1.0, (dim,), np.float32), num_envs, device)
+        super().__init__(name, gym.spaces.Box(-1.0, 1.0, (dim,), np.float32), num_envs, device)
 
     def unwrap(self, action: Action, step: Tensor | int | None = None) -> Tensor:
         """Return the action as a checked tensor ``[num_envs, action_dim]`` within [-clip, clip]."""

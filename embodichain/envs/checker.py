@@ -345,14 +345,15 @@ def _info(env: VecEnv, info: dict[str, Any], reward: Any) -> Iterator[Finding]:
     else:
         yield from _observation(env, info["final_observation"], "info[final_observation]")
     yield from _episode_seed(env, info)
-    for group in ("rewards", "metrics"):
+    values: Any = {}
+    for group in ("metrics", "rewards"):
         values = info.get(group)
         if not isinstance(values, Mapping):
             yield f"info[{group}] is a dict of tensors", repr(values), "an empty dict will do"
-            continue
+            values = {}
         for name, value in values.items():
             yield from _tensor(env, f"info[{group}][{name}]", value, None)
-    parts = list(dict(info.get("rewards") or {}).values())
+    parts = list(values.values())
     if parts and all(isinstance(part, Tensor) for part in (*parts, reward)):
         total = torch.stack([part.double() for part in parts]).sum(dim=0)
         if total.shape == reward.shape and not torch.allclose(total, reward.double(), rtol=1e-4, atol=1e-5):
@@ -511,12 +512,8 @@ def check_state(play: Play) -> Iterator[Finding]:
 def check_actions(play: Play) -> Iterator[Finding]:
     """Wrong actions raise ``ActionError`` and change nothing; a dict with the one key is an action too."""
     env, actions = play.env, play.actions(2 * _SHORT)
-    key, action, expected, played = (
-        env.action_manager.action_type,
-        actions[0],
-        play.random(2 * _SHORT),
-        play.random(_SHORT),
-    )
+    key, action = env.action_manager.action_type, actions[0]
+    expected, played = play.random(2 * _SHORT), play.random(_SHORT)
     wrong: dict[str, Any] = {
         f"an action for {len(action) + 1} envs": torch.cat([action, action[:1]]),
         "a dict with another key": {f"not_{key}": action},

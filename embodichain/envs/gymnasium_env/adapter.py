@@ -222,7 +222,7 @@ class GymnasiumVecEnv(VecEnv):
         given: Any = seed
         if self._own:
             self._episode[ids] = self._next_seeds(ids, seed)
-            given = np.where(mask, self._episode, None).tolist()
+            given = np.where(mask, self._episode, np.array(None)).tolist()
         elif isinstance(seed, Tensor) or (seed is not None and len(ids) < self.num_envs):
             raise EnvContractError(f"{self.vector_env} takes one seed for all envs: reset all, with an int")
         if mask.all():
@@ -275,12 +275,11 @@ class GymnasiumVecEnv(VecEnv):
         final = infos.get("final_info")
         for name in ("is_success", "success"):
             now, last = infos.get(name), final.get(name) if isinstance(final, dict) else None
-            if now is None and last is None:
-                continue
-            success = np.zeros(self.num_envs) if now is None else np.asarray(now, dtype=np.float32)
-            if last is not None:
-                success = np.where(ended, np.asarray(last, dtype=np.float32), success)
-            return {"success": self._tensor(success, np.float32)}
+            if now is not None or last is not None:
+                success = np.zeros(self.num_envs) if now is None else now
+                return {
+                    "success": self._tensor(success if last is None else np.where(ended, last, success), np.float32)
+                }
         return {}
 
     def _tensordict(self, rows: Rows) -> TensorDict:
