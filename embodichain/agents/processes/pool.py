@@ -244,7 +244,8 @@ class WorkerPool:
     def poll(self, seconds: float) -> Iterator[tuple[WorkerProcess, str, Any]]:
         """Wait for something to happen; return kinds and contents of the messages that came.
 
-        ``failed`` comes with a ``FailureReport``: the worker has ended, or hung and was killed.
+        ``failed`` comes with a ``FailureReport``: the worker has ended, or hung and was killed. Tensors of a message
+        lie in the memory that came with it.
         """
         self._drop_closed()
         wait([worker.channel.socket for worker in self._workers], seconds)
@@ -252,13 +253,18 @@ class WorkerPool:
         for worker in list(self._workers):
             if worker.is_closed:
                 continue
-            kind, content = self._receive(worker)
-            if not kind and (report := self._hangs.check(worker)):
-                kind, content = "failed", report
-            if kind == "failed":
+            try:
+                message = worker.channel.receive(0.0)  # it also sends what had to wait
+                report = self._hangs.check(worker) if message is None else None
+            except EOFError:
+                message, report = None, FailureReport(worker.index, worker.describe_end())
+            if message is not None and message.kind == "failed":
+                report = replace(FailureReport.from_json(message.content()), worker=worker.index)
+            if report is not None:
                 worker.kill()
-            if kind:
-                yield worker, kind, content
+                yield worker, "failed", report
+            elif message is not None:
+                yield worker, message.kind, message.content(copy=False)
 
     def stop(self, seconds: float = 0.0) -> None:
         """Let the workers end by themselves for some time, then end them."""
@@ -273,19 +279,6 @@ class WorkerPool:
         for worker in [worker for worker in self._workers if worker.is_closed]:
             worker.channel.close()
             self._workers.remove(worker)
-
-    def _receive(self, worker: WorkerProcess) -> tuple[str, Any]:
-        """Return the next message, if there is one; tensors in it lie in the memory that came with it."""
-        try:
-            message = worker.channel.receive(0.0)  # it also sends what had to wait
-        except EOFError:
-            return "failed", FailureReport(worker.index, worker.describe_end())
-        if message is None:
-            return "", None
-        content = message.content(copy=False)
-        if message.kind == "failed":
-            content = replace(FailureReport.from_json(content), worker=worker.index)
-        return message.kind, content
 
 
 def restart_delay(faults: int) -> float:

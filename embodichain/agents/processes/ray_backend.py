@@ -54,8 +54,7 @@ _RETRY_SECONDS = 0.05
 _STORE_BYTES = 512 << 20
 """Object store of a cluster that is started here: it holds what is in flight only."""
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-_LINE_LENGTH = 120
-"""Ray describes the end of a process in one long line; the whole text follows the message."""
+_LINE_LENGTH = 120  # Ray describes the end of a process in one long line; the whole text follows the message
 
 
 @configclass
@@ -98,9 +97,6 @@ class ClusterCfg(Protocol):
     num_workers: int
     placement: PlacementCfg
     start_timeout: float
-
-
-# --- the connection -----------------------------------------------------------------------------------------------
 
 
 class RayCluster:
@@ -261,9 +257,6 @@ def _refused(address: str) -> ClusterError:
         f"the Ray cluster at {address!r} asks for its token, and {given}: set {_AUTH_MODE}=token and copy "
         "~/.ray/auth_token from the machine on which it was started"
     )
-
-
-# --- actors -------------------------------------------------------------------------------------------------------
 
 
 def location_of_actor() -> Location:
@@ -438,9 +431,6 @@ def _wait(awaited: Mapping[Any, Handle], seconds: float) -> Iterator[tuple[Any, 
         ready, _ = ray.wait(list(awaited), num_returns=len(awaited), timeout=0)
     for answer in ready:
         yield answer, awaited[answer]
-
-
-# --- nodes --------------------------------------------------------------------------------------------------------
 
 
 class NodeNames:

@@ -12,9 +12,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import select
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from multiprocessing.connection import wait
 from typing import Any, Self
 
 import gymnasium as gym
@@ -60,13 +60,10 @@ class RemoteEnv(StepsInHalves):
                 env = cls.__new__(cls)
                 env._start(make)
                 envs.append(env)
-            waiting, arrivals = {env._channel.socket.fileno(): env for env in envs}, select.poll()
-            for descriptor in waiting:
-                arrivals.register(descriptor, select.POLLIN)
+            waiting: dict[Any, Self] = {env._channel.socket: env for env in envs}
             while waiting:  # in the order in which they are there, so that a failure is told at once
-                for descriptor, _ in arrivals.poll():
-                    arrivals.unregister(descriptor)
-                    waiting.pop(descriptor)._meet()
+                for connection in wait(list(waiting)):
+                    waiting.pop(connection)._meet()
         except BaseException:
             for env in envs:
                 env._process.kill()  # they have done nothing yet that would have to be ended in good order

@@ -215,7 +215,7 @@ class WeightStore:
             return latest
         if latest is not None and version < latest.version:
             raise WeightsError(f"version {version} comes after version {latest.version}: versions only grow")
-        self.latest = self._write(version, None)
+        self.latest = self.keep(version)
         return self.latest
 
     def is_new(self) -> bool:
@@ -244,10 +244,6 @@ class WeightStore:
         """Return the snapshots that are still there, oldest first."""
         with self._lock:
             return [self._kept[version] for version in sorted(self._kept)]
-
-    def keep(self, version: int, data: Tensor) -> None:
-        """Take back a snapshot of an older version, when a run is resumed."""
-        self._write(version, data)
 
     def acknowledge(self, version: int, digest: str | None) -> None:
         """Check what a collector says it has adopted."""
@@ -278,8 +274,8 @@ class WeightStore:
         if unknown:
             raise WeightsError(f"transitions are stamped with versions {unknown}, which no collector acknowledged")
 
-    def _write(self, version: int, data: Tensor | None) -> WeightSnapshot:
-        """Copy flat memory, or else the policy, into a slot."""
+    def keep(self, version: int, data: Tensor | None = None) -> WeightSnapshot:
+        """Copy the policy into a slot, or the flat memory of an older version, when a run is resumed."""
         slot = self._free_slot()
         try:
             slot.version = _INCOMPLETE
@@ -301,31 +297,25 @@ class WeightStore:
 
     def _free_slot(self) -> Slot:
         """Return a slot that nobody uses, to be written to; wait for one if there are enough."""
-        if self.cfg.worker == "ray":
-            own = LocalSlot(self._memory())
-            own.acquire(wait=True)
-            return own
-        on_cpu = self.policy.version.device.type == "cpu"
+        on_ray, on_cpu = self.cfg.worker == "ray", self.policy.version.device.type == "cpu"
         while True:
             with self._lock:
                 kept = {id(snapshot.slot) for snapshot in self._kept.values() if self.cfg.adopt == "lockstep"}
             for slot in self._slots:
                 if id(slot) not in kept and slot.acquire(wait=False):
                     return slot
-            if len(self._slots) < len(kept) + (2 if on_cpu else 1):
-                slot = self._new_slot(on_cpu)
-                self._slots.append(slot)
-                slot.acquire(wait=True)
-                return slot
+            if on_ray or len(self._slots) < len(kept) + (2 if on_cpu else 1):
+                break
             time.sleep(_WAIT_SECONDS)
-
-    def _new_slot(self, on_cpu: bool) -> Slot:
-        if on_cpu or self.cfg.worker == "process":
-            return SharedSlot(Segment.create(_HEADER + self.layout.nbytes, "a snapshot of the weights"))
-        return LocalSlot(self._memory())
-
-    def _memory(self) -> Tensor:
-        return torch.zeros(self.layout.nbytes, dtype=torch.uint8, device=self.policy.version.device)
+        if not on_ray and (on_cpu or self.cfg.worker == "process"):
+            new: Slot = SharedSlot(Segment.create(_HEADER + self.layout.nbytes, "a snapshot of the weights"))
+        else:
+            data = torch.zeros(self.layout.nbytes, dtype=torch.uint8, device=self.policy.version.device)
+            new = LocalSlot(data)
+        if not on_ray:  # there nothing is overwritten
+            self._slots.append(new)
+        new.acquire(wait=True)
+        return new
 
 
 class InferenceCopy:

@@ -421,7 +421,6 @@ class RolloutActor:
             self._idle_since = time.monotonic()
 
     def receive(self, timeout: float | None) -> Instruction | None:
-        """Return the next instruction, if there is one."""
         if self._result is not None or self._interrupted >= self._sequence:
             raise Stopped
         try:
@@ -430,7 +429,6 @@ class RolloutActor:
             return None
 
     def report(self, kind: str, content: Any) -> None:
-        """Keep what the worker says for the answer."""
         if kind == "adopted":
             self._adoptions[content["version"]] = content["digest"]
         elif kind == "result":

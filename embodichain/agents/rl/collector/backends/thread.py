@@ -190,7 +190,6 @@ class ThreadBackend(Backend):
         self._instructions.put(instruction)
 
     def receive(self, timeout: float | None) -> Instruction | None:
-        """Return the next instruction, waiting for it at most so long; called by the worker."""
         if self._stopping.is_set():  # whatever else was sent before it
             raise Stopped
         try:
