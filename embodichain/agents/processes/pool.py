@@ -21,12 +21,13 @@ import sys
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from io import FileIO
 from multiprocessing import current_process, spawn
 from multiprocessing.connection import wait
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -83,40 +84,37 @@ class Heartbeat:
         return bool(self._words[2])
 
 
-class WorkerHandle(Protocol):
+class WorkerHandle(ABC):
     """One worker, wherever it runs, seen from its owner."""
 
-    index: int
-    incarnation: int
-    """How many workers it replaces."""
-    node: str
-    """Name of the machine it is on; empty as long as it is on none."""
-    started: float
-    """When it began to build its environment (monotonic); infinite while it waits for a node."""
-    joined: float
-    """When its owner took it into service; 0 while it is still building its environment."""
-    unreachable: bool
-    """Whether nobody knows at present what has become of it."""
-    heartbeat: Heartbeat
+    def __init__(self, index: int, incarnation: int, heartbeat: Heartbeat, node: str, started: float) -> None:
+        self.index, self.incarnation, self.heartbeat = index, incarnation, heartbeat
+        """``incarnation`` is how many workers it replaces."""
+        self.node = node
+        """Name of the machine it is on; empty as long as it is on none."""
+        self.started = started
+        """When it began to build its environment (monotonic); infinite while it waits for a node."""
+        self.joined = 0.0
+        """When its owner took it into service; 0 while it is still building its environment."""
+        self.unreachable = False
+        """Whether nobody knows at present what has become of it."""
 
     @property
+    @abstractmethod
     def pid(self) -> int:
         """The process id, on its machine; 0 while there is none."""
 
-    def wait(self, seconds: float) -> bool:
-        """Give it time to end by itself; tell whether it did."""
-
+    @abstractmethod
     def kill(self) -> None:
-        """End it, now."""
+        """End it and whatever it started, now; calling it twice is fine."""
 
 
-class WorkerProcess:
+class WorkerProcess(WorkerHandle):
     """A process that runs ``target(channel, heartbeat, *args)``; it ends with this object, or with the program.
 
     It leads a process group of its own, so Ctrl-C does not reach it, and whatever it starts ends with it.
     """
 
-    unreachable = False
     is_closed = True
     """Whether it was killed from here, or never started."""
     _pid: int | None
@@ -125,11 +123,8 @@ class WorkerProcess:
     def __init__(
         self, target: Callable[..., None], args: tuple[Any, ...], index: int = 0, incarnation: int = 0
     ) -> None:
-        self.index, self.incarnation = index, incarnation
-        self.node = socket.gethostname()
-        self.started, self.joined = time.monotonic(), 0.0
         segment = Segment.create(_HEARTBEAT_BYTES, "a heartbeat")
-        self.heartbeat = Heartbeat(segment)
+        super().__init__(index, incarnation, Heartbeat(segment), socket.gethostname(), time.monotonic())
         self._owner = os.getpid()
         self._pid = self._code = None
         with os.fdopen(os.memfd_create("embodichain-job"), "w+b") as job:
@@ -165,7 +160,6 @@ class WorkerProcess:
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
     def kill(self) -> None:
-        """End the process and whatever it started, now; calling it twice is fine."""
         if self.is_closed:
             return
         if self._pid is None and not wait([self._status.fileno()], 0.0):

@@ -27,7 +27,7 @@ from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 from embodichain.agents.processes.failure import FailureReport
-from embodichain.agents.processes.pool import HangDetector, Heartbeat
+from embodichain.agents.processes.pool import HangDetector, Heartbeat, WorkerHandle
 from embodichain.config import Config, Field, configclass
 from embodichain.errors import ClusterError
 from embodichain.extras import require
@@ -272,18 +272,14 @@ def cores_of_actor() -> int:
     return max(1, int(load_ray().get_runtime_context().get_assigned_resources().get("CPU", 1)))
 
 
-class ActorHandle:
-    """One actor, seen from the process that owns it; see ``WorkerHandle``."""
+class ActorHandle(WorkerHandle):
+    """One actor, seen from the process that owns it."""
+
+    pid = 0
 
     def __init__(self, index: int, incarnation: int, actor: Any) -> None:
-        self.index, self.incarnation, self.actor = index, incarnation, actor
-        self.node, self.node_id, self.pid = "", "", 0
-        """Where it runs: empty while it waits for a node."""
-        self.started, self.joined = math.inf, 0.0
-        self.heartbeat = Heartbeat()
-        self.unreachable = False
-        """Whether Ray could not reach it and does not know yet what has become of it."""
-        self.is_killed = False
+        super().__init__(index, incarnation, Heartbeat(), "", math.inf)
+        self.actor, self.node_id, self.is_killed = actor, "", False
         self.calls: deque[Any] = deque()
         """Answers that are awaited, in the order in which they come."""
 
@@ -307,12 +303,7 @@ class ActorHandle:
         """Await an answer no more."""
         self.calls.popleft()
 
-    def wait(self, seconds: float) -> bool:
-        """Do nothing: an actor has nothing to finish."""
-        return False
-
     def kill(self) -> None:
-        """End it, now."""
         self.is_killed = True
         self.calls.clear()
         if RayCluster.is_alive():
