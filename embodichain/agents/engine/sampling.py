@@ -18,7 +18,6 @@ from typing import Generic, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -32,7 +31,7 @@ RING_SIZE = 2
 STALL_SECONDS = 60.0
 """How long a reader waits for rows that are being rewritten before it says so; a new worker repairs what a killed one
 left half-written, and takes its time to start."""
-_POOL_SIZE, _QUICK_TRIES = 8, 16
+_POOL_SIZE = 8
 _NONE: Ints = np.zeros(0, np.int64)
 
 # How many tensors share a storage; torch has no public name for it.
@@ -48,11 +47,6 @@ class Output:
         self.tensors = tensors
         # The shapes are ours; the checks of the public constructor take several times as long as the rest.
         self.batch = TensorDict._new_unsafe(unflatten(tensors), torch.Size((batch_size, chunk_size)), device)
-
-    @cached_property
-    def bytes(self) -> list[NDArray[np.uint8]]:
-        """The same memory, ``[batch_size, chunk_size * bytes_per_frame]`` per key, for copying single windows."""
-        return [value.flatten(1).view(torch.uint8).numpy() for value in self.tensors.values()]
 
 
 AnyOutput = TypeVar("AnyOutput", bound=Output)
@@ -160,10 +154,7 @@ class WindowSampler:
         """``check_state`` is called while the sampler waits, to end the waiting by an exception if it is in vain."""
         self.buffer = buffer
         self._check_state = check_state
-        self._windows: dict[int, tuple[list[Tensor], list[NDArray[np.uint8]]]] = {}
-        """All windows of a chunk size, overlapping in memory, for every key: ``[num_windows, chunk_size, ...]`` for
-        copying many, and as bytes ``[num_windows, chunk_size * bytes_per_frame]`` for copying one, in numpy, which has
-        the smaller overhead."""
+        self._windows: dict[int, list[Tensor]] = {}
         self._known = Candidates(b"", b"", 0, _NONE, _NONE, np.zeros(0))
 
     def draw(self, generator: np.random.Generator, out: Output, batch_size: int, chunk_size: int) -> tuple[Ints, int]:
@@ -173,10 +164,26 @@ class WindowSampler:
         """
         known, chosen, picks = self.pick(generator, batch_size, chunk_size)
         index = torch.from_numpy(picks)
-        for windows, target in zip(self._windows_of(chunk_size)[0], out.tensors.values(), strict=True):
+        for windows, target in zip(self._windows_of(chunk_size), out.tensors.values(), strict=True):
             torch.index_select(windows, 0, index, out=target)
         changed = self._changed(known, chosen)
         return picks, self._redraw(generator, out, picks, changed, chunk_size) if len(changed) else 0
+
+    def _redraw(self, generator: np.random.Generator, out: Output, picks: Ints, changed: Ints, chunk_size: int) -> int:
+        """Replace the windows whose row changed while it was copied, and only those; return how often."""
+        pairs = list(zip(self._windows_of(chunk_size), out.tensors.values(), strict=True))
+        redrawn, deadline = 0, 0.0
+        while len(changed):
+            redrawn += len(changed)
+            known, chosen, picks[changed] = self.pick(generator, len(changed), chunk_size)
+            for slot, window in zip(changed.tolist(), picks[changed].tolist(), strict=True):
+                for source, target in pairs:
+                    target.select(0, slot).copy_(source.select(0, window))
+            again = self._changed(known, chosen)
+            if len(again) == len(changed):
+                deadline = self._wait_for_writers(deadline)
+            changed = changed[again]
+        return redrawn
 
     def pick(self, generator: np.random.Generator, count: int, chunk_size: int) -> tuple[Candidates, Ints, Ints]:
         """Choose ``count`` windows: return the candidates, which of their rows were chosen, and the windows.
@@ -227,54 +234,14 @@ class WindowSampler:
         marks = changed[known.rows[chosen]]
         return np.flatnonzero(marks) if b"\1" in marks.tobytes() else _NONE
 
-    def _redraw(self, generator: np.random.Generator, out: Output, picks: Ints, changed: Ints, chunk_size: int) -> int:
-        """Replace the windows whose row changed while it was copied, and only those, one by one; return how often."""
-        pairs = list(zip(out.bytes, self._windows_of(chunk_size)[1], strict=True))
-        redrawn, deadline = 0, time.monotonic() + STALL_SECONDS
-        for slot in changed.tolist():
-            while True:
-                row, start, sequence = self._pick_one(generator, chunk_size)
-                window = row * self.buffer.max_steps + start
-                for target, source in pairs:
-                    target[slot] = source[window]
-                redrawn += 1
-                fence()
-                if self.buffer.sequence[row] == sequence:
-                    break
-                if time.monotonic() > deadline:
-                    raise StreamStalledError(
-                        f"rows are rewritten faster than a chunk of {chunk_size} steps can be copied: raise buffer_size"
-                    )
-            picks[slot] = window
-        return redrawn
-
-    def _pick_one(self, generator: np.random.Generator, chunk_size: int) -> tuple[int, int, int]:
-        """Choose one window of a row that nobody is writing to: return row, start and the row's sequence number."""
-        deadline = 0.0
-        while True:
-            for _ in range(_QUICK_TRIES):  # uniform over all rows, until one is fit: uniform over those that are
-                row = int(generator.random() * self.buffer.num_rows)
-                sequence = int(self.buffer.sequence[row])
-                fence()
-                length = int(self.buffer.length[row])
-                if sequence % 2 == 0 and length >= chunk_size:
-                    return row, int(generator.random() * (length - chunk_size + 1)), sequence
-            known, _, (window,) = self.pick(generator, 1, chunk_size)  # few are fit: ask for these
-            row, start = divmod(int(window), self.buffer.max_steps)
-            if known.sequence[row] % 2 == 0:
-                return row, start, int(known.sequence[row])
-            deadline = self._wait_for_writers(deadline)
-
-    def _windows_of(self, chunk_size: int) -> tuple[list[Tensor], list[NDArray[np.uint8]]]:
+    def _windows_of(self, chunk_size: int) -> list[Tensor]:
+        """Return all windows of every key, which overlap in memory."""
         if chunk_size not in self._windows:
-            count = self.buffer.num_rows * self.buffer.max_steps - chunk_size + 1
-            many, single = [], []
-            for leaf in self.buffer.layout.leaves:
-                frames = self.buffer.frames[leaf.key]
-                many.append(frames.as_strided((count, chunk_size, *leaf.shape), (leaf.elements, *leaf.strides)))
-                flat = frames.as_strided((count, chunk_size * leaf.elements), (leaf.elements, 1))
-                single.append(flat.view(torch.uint8).numpy())
-            self._windows[chunk_size] = many, single
+            count, buffer = self.buffer.num_rows * self.buffer.max_steps - chunk_size + 1, self.buffer
+            self._windows[chunk_size] = [
+                buffer.frames[leaf.key].as_strided((count, chunk_size, *leaf.shape), (leaf.elements, *leaf.strides))
+                for leaf in buffer.layout.leaves
+            ]
         return self._windows[chunk_size]
 
     def _wait_for_writers(self, deadline: float) -> float:
@@ -282,7 +249,8 @@ class WindowSampler:
         now = time.monotonic()
         if deadline and now > deadline:
             raise StreamStalledError(
-                f"no row could be read for {STALL_SECONDS:g} s: all that may be long enough are being written"
+                f"no row could be read for {STALL_SECONDS:g} s: all that may be long enough are being written; if that "
+                "is because they are rewritten faster than a chunk can be copied, raise buffer_size"
             )
         time.sleep(0.0002)
         return deadline or now + STALL_SECONDS
