@@ -13,7 +13,7 @@ coordinate without both bounds is passed through, and our space says so. ``Discr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import gymnasium as gym
@@ -91,10 +91,9 @@ def action_decoder(source: gym.Space[Any], num_envs: int) -> tuple[gym.Space[Any
 def _encoder(source: gym.Space[Any], where: str) -> tuple[gym.Space[Any], Encode]:
     """Return the space as we offer it and the function that turns one of its batches into tensors."""
     if isinstance(source, spaces.Dict):
-        return _children(list(source.spaces), list(source.spaces.values()), list(source.spaces), where)
+        return _children(source.spaces, where)
     if isinstance(source, spaces.Tuple):
-        names = [str(i) for i in range(len(source.spaces))]
-        return _children(names, list(source.spaces), list(range(len(names))), where)
+        return _children(dict(enumerate(source.spaces)), where)
     if isinstance(source, spaces.Box):
         return _box(source)
     if isinstance(source, spaces.Discrete):
@@ -109,12 +108,10 @@ def _encoder(source: gym.Space[Any], where: str) -> tuple[gym.Space[Any], Encode
     )
 
 
-def _children(
-    names: list[str], sources: list[gym.Space[Any]], keys: list[Any], where: str
-) -> tuple[spaces.Dict, Encode]:
-    parts = [_encoder(source, f"{where}/{name}") for name, source in zip(names, sources, strict=True)]
-    encoders = [(name, key, part[1]) for name, key, part in zip(names, keys, parts, strict=True)]
-    space = spaces.Dict({name: part[0] for name, part in zip(names, parts, strict=True)})
+def _children(sources: Mapping[Any, gym.Space[Any]], where: str) -> tuple[spaces.Dict, Encode]:
+    parts = {key: _encoder(source, f"{where}/{key}") for key, source in sources.items()}
+    encoders = [(str(key), key, encode) for key, (_, encode) in parts.items()]
+    space = spaces.Dict({str(key): part for key, (part, _) in parts.items()})
     return space, lambda batch: {name: encode(batch[key]) for name, key, encode in encoders}
 
 
