@@ -18,6 +18,7 @@ from embodichain.agents.engine import OnlineDataEngine, OnlineDataEngineCfg, wor
 from embodichain.agents.engine.worker import StreamWorker
 from embodichain.agents.processes.pool import restart_delay
 from embodichain.agents.rl.collector.backends.ray import RayBackend
+from embodichain.agents.rl.collector.weights import WeightSnapshot
 from embodichain.errors import CollectorError, WorkerError
 from tests.agents.rl.async_cases import NUM_STEPS, make_env, make_learner
 from tests.scale.test_ray_rl import learn, ray_collector
@@ -113,10 +114,10 @@ def test_in_lockstep_a_replacement_gets_the_weights_of_its_request(
     def lose() -> None:
         raise OSError("the object is lost")
 
-    def lose_one(backend: RayBackend, version: int) -> Any:
-        weights, data = stored(backend, version)
-        if version == rollouts - 4 and not lost:
-            lost.append(version)
+    def lose_one(backend: RayBackend, snapshot: WeightSnapshot) -> Any:
+        weights, data = stored(backend, snapshot)
+        if snapshot.version == rollouts - 4 and not lost:
+            lost.append(snapshot.version)
             data = ray.remote(num_cpus=0)(lose).remote()
         return weights, data
 
@@ -128,7 +129,7 @@ def test_in_lockstep_a_replacement_gets_the_weights_of_its_request(
         stamps = [int(rollout["policy_version"].unique()) for rollout in learn(algorithm, collector, rollouts)]
         pool = collector._backend
         assert pool.restarts == 2
-        assert len(pool._stored) <= len(pool._snapshots) <= lag + 2
+        assert len(collector._store.kept()) <= lag + 2
     assert stamps == [max(0, number - lag) for number in range(rollouts)]
     assert "worker process has died" in caplog.text
     assert "the object is lost" in caplog.text
