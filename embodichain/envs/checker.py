@@ -34,6 +34,7 @@ _SEED = 20_000  # checks reset with it; any other would do
 _SHORT = 12  # steps of a trajectory that is played several times
 _BASIC = ("spaces", "reset", "step")  # nothing else makes sense where one of these fails
 _SEEDS = "info[episode_seed]"
+_SEEDS_OR_NONE = f"{_SEEDS} (-1 where an episode cannot be repeated)"
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,7 @@ class Frame:
         self.returned[_SEEDS] = info["episode_seed"]
         if scores:
             self.returned.update(zip(("reward", "terminated", "truncated"), scores, strict=True))
+            self.final_is_obs = info["final_observation"] is obs
             final = _leaves(info["final_observation"])
             self.returned.update({f"info[final_observation][{name}]": value for name, value in final.items()})
         self.copies = {name: value.clone() for name, value in self.returned.items()}
@@ -154,12 +156,11 @@ class Play:
         """Reset and take the first ``steps`` of the random actions."""
         return self.extend(self.start(), self.actions(steps))
 
-    def expert(self, steps: int) -> list[Frame]:
+    def expert(self, steps: int) -> Iterator[Frame]:
         """Reset and take the actions of the environment's expert, if it has one."""
-        trajectory = self.start()
+        self.start()
         for _ in range(steps if isinstance(self.env, HasExpert) else 0):
-            self.extend(trajectory, self.env.expert_action().unsqueeze(0))  # type: ignore[attr-defined]
-        return trajectory
+            yield Frame(*self.env.step(self.env.expert_action()))  # type: ignore[attr-defined]
 
     @property
     def long_steps(self) -> int:
@@ -177,13 +178,21 @@ class Play:
         return [t for t, frame in enumerate(self.long) if t and bool(frame.done.any())]
 
     @cached_property
-    def deterministic(self) -> bool:
-        """Whether the same seed and actions give the same trajectory."""
-        return first_difference(self.random(_SHORT), self.random(_SHORT)) is None
+    def difference(self) -> str | None:
+        """Where two trajectories of the same seed and actions differ."""
+        return first_difference(self.random(_SHORT), self.random(_SHORT))
+
+    def unchanged(self, trajectory: list[Frame], expected: str, key: str | None = None) -> Iterator[Finding]:
+        """Complete a trajectory that was interrupted, with a ``key`` by actions in dicts; it must be as without."""
+        actions = self.actions(2 * _SHORT)[_SHORT:]
+        trajectory.extend(Frame(*self.env.step({key: action} if key else action)) for action in actions)
+        if self.difference is None:
+            advice = "leave the state as it is, or restore it"
+            yield from _same(expected, self.random(2 * _SHORT), trajectory, advice)
 
     def need_determinism(self) -> None:
         """Raise ``NotApplicable`` if the same seed does not give the same trajectory."""
-        _need(self.deterministic, "the same seed does not give the same trajectory")
+        _need(self.difference is None, "the same seed does not give the same trajectory")
 
     def need_episode_seeds(self) -> None:
         """Raise ``NotApplicable`` if the environment does not name its episodes."""
@@ -226,12 +235,9 @@ def _same(expected: str, a: list[Frame], b: list[Frame], advice: str, rows: slic
 def _tensor(env: VecEnv, name: str, value: Any, dtype: torch.dtype | None, *shape: int) -> Iterator[Finding]:
     """Find out what is wrong with a tensor ``[num_envs, *shape]``; without a dtype any will do."""
     expected = [env.num_envs, *shape]
-    if not isinstance(value, Tensor):
-        yield f"{name} is a tensor {expected}", type(value).__name__, "return tensors"
-        return
-    if list(value.shape) != expected:
-        advice = "one row per env; spaces are those of one env"
-        yield f"{name} has shape {expected}", str(list(value.shape)), advice
+    if not isinstance(value, Tensor) or list(value.shape) != expected:
+        got = str(list(value.shape)) if isinstance(value, Tensor) else type(value).__name__
+        yield f"{name} has shape {expected}", got, "return a tensor, one row per env; spaces are those of one env"
         return
     if dtype is not None and value.dtype != dtype:
         yield f"{name} is {dtype}", str(value.dtype), f"convert it: .to({dtype})"
@@ -281,12 +287,14 @@ def check_spaces(play: Play) -> Iterator[Finding]:
         value = getattr(env, name, None)
         if type(value) is not int or value < 1:
             yield f"{name} is an int of at least 1", repr(value), "set it in __init__"
-    device, observed, manager = (getattr(env, name, None) for name in ("device", "observation_space", "action_manager"))
-    if not isinstance(device, torch.device):
-        yield "device is a torch.device", repr(device), "torch.device('cpu'), not 'cpu'"
-    if not isinstance(observed, gym.spaces.Dict):
-        advice = "name the observation: Dict({'state': Box(...)})"
-        yield "observation_space is a gymnasium Dict", repr(observed), advice
+    for name, kind, advice in (
+        ("device", torch.device, "torch.device('cpu'), not 'cpu'"),
+        ("observation_space", gym.spaces.Dict, "name the observation: Dict({'state': Box(...)})"),
+        ("action_manager", ActionManager, "ActionManager('action', action_space, num_envs, device)"),
+    ):
+        if not isinstance(getattr(env, name, None), kind):
+            got = repr(getattr(env, name, None))
+            yield f"{name} is a {kind.__module__.partition('.')[0]} {kind.__name__}", got, advice
     space: Any = env.action_space
     if isinstance(space, gym.spaces.Discrete):
         if int(space.start) != 0:
@@ -299,11 +307,8 @@ def check_spaces(play: Play) -> Iterator[Finding]:
             yield "bounds -1 and 1", str(space), "scale actions inside the environment"
     else:
         yield "action_space is Box or Discrete", repr(space), "see ActionManager for what an action can be"
-    if not isinstance(manager, ActionManager):
-        advice = "ActionManager('action', action_space, num_envs, device)"
-        yield "action_manager is an ActionManager", type(manager).__name__, advice
-    elif manager.space != space:
-        yield f"action_manager.space is {space}", str(manager.space), "use the same space"
+    if isinstance(getattr(env, "action_manager", None), ActionManager) and env.action_manager.space != space:
+        yield f"action_manager.space is {space}", str(env.action_manager.space), "use the same space"
 
 
 def check_reset(play: Play) -> Iterator[Finding]:
@@ -313,7 +318,7 @@ def check_reset(play: Play) -> Iterator[Finding]:
         yield "reset returns (obs, info)", type(result).__name__, "return a TensorDict and a dict"
         return
     yield from _observation(play.env, result[0], "obs")
-    yield from _episode_seed(play.env, result[1])
+    yield from _tensor(play.env, _SEEDS_OR_NONE, result[1].get("episode_seed"), torch.int64)
 
 
 def check_step(play: Play) -> Iterator[Finding]:
@@ -340,11 +345,8 @@ def check_step(play: Play) -> Iterator[Finding]:
 
 
 def _info(env: VecEnv, info: dict[str, Any], reward: Any) -> Iterator[Finding]:
-    if "final_observation" not in info:
-        yield "info has final_observation", f"keys {sorted(info)}", "give what was reached, before any reset"
-    else:
-        yield from _observation(env, info["final_observation"], "info[final_observation]")
-    yield from _episode_seed(env, info)
+    yield from _observation(env, info.get("final_observation"), "info[final_observation]")
+    yield from _tensor(env, _SEEDS_OR_NONE, info.get("episode_seed"), torch.int64)
     values: Any = {}
     for group in ("metrics", "rewards"):
         values = info.get(group)
@@ -361,21 +363,10 @@ def _info(env: VecEnv, info: dict[str, Any], reward: Any) -> Iterator[Finding]:
             yield "info[rewards] sum to the reward", got, "report parts after weighting, and all of them"
 
 
-def _episode_seed(env: VecEnv, info: dict[str, Any]) -> Iterator[Finding]:
-    if "episode_seed" not in info:
-        yield "info has episode_seed", f"keys {sorted(info)}", "name the episode each env is in; -1 if you cannot"
-    else:
-        yield from _tensor(env, _SEEDS, info["episode_seed"], torch.int64)
-
-
 def check_final_observation(play: Play) -> Iterator[Finding]:
     """Rows of ``final_observation`` equal ``obs``, but for envs that are done: there it is what they reached."""
-    play.env.reset(seed=_SEED)
-    for action in play.actions(3):
-        obs, _, terminated, truncated, info = play.env.step(action)
-        if not bool((terminated | truncated).any()) and info["final_observation"] is not obs:
-            yield "final_observation is obs when no env is done", "another object", "do not copy it"
-            break
+    if any(not frame.final_is_obs and not bool(frame.done.any()) for frame in play.long[1:]):
+        yield "final_observation is obs when no env is done", "another object", "do not copy it"
     reached_differs = changes = False
     for t, frame in enumerate(play.long[1:], start=1):
         for name in frame.observed:
@@ -406,9 +397,9 @@ def check_kept(play: Play) -> Iterator[Finding]:
 def check_time_limit(play: Play) -> Iterator[Finding]:
     """No episode is longer than ``max_episode_steps``, and one that gets there is truncated."""
     limit = play.env.max_episode_steps
-    for played in (lambda: play.long, lambda: play.expert(play.long_steps)):  # an expert may last longer
+    for played in (iter(play.long[1:]), play.expert(play.long_steps)):  # an expert may last longer
         length, reached = torch.zeros(play.env.num_envs, dtype=torch.int64, device=play.env.device), False
-        for frame in played()[1:]:
+        for frame in played:
             length += 1
             wrong = (length >= limit) & ~frame.copies["truncated"]
             reached |= bool((length >= limit).any())
@@ -425,8 +416,8 @@ def check_time_limit(play: Play) -> Iterator[Finding]:
 
 def check_seed(play: Play) -> Iterator[Finding]:
     """The same seed and actions give the same trajectory, bitwise; without a seed the streams continue."""
-    expected = "reset(seed) and the same actions give the same"
-    yield from _same(expected, play.random(_SHORT), play.random(_SHORT), "draw from seeded streams")
+    if play.difference is not None:
+        yield "reset(seed) and the same actions give the same", play.difference, "draw from seeded streams"
     play.need_episode_seeds()
     first, second = (play.start(None)[0].copies[_SEEDS] for _ in range(2))
     if bool((first == second).any()):
@@ -484,8 +475,7 @@ def check_state(play: Play) -> Iterator[Finding]:
     env = play.env
     if not env.supports_state:
         _need(not isinstance(_error_of(env.get_state), EnvContractError), "supports_state is False")
-        expected = "get_state raises EnvContractError where supports_state is False"
-        yield expected, "a state", "set supports_state"
+        yield "EnvContractError from get_state where supports_state is False", "a state", "set supports_state"
         return
     play.need_determinism()
     actions = play.actions(_SHORT)
@@ -511,9 +501,7 @@ def check_state(play: Play) -> Iterator[Finding]:
 
 def check_actions(play: Play) -> Iterator[Finding]:
     """Wrong actions raise ``ActionError`` and change nothing; a dict with the one key is an action too."""
-    env, actions = play.env, play.actions(2 * _SHORT)
-    key, action = env.action_manager.action_type, actions[0]
-    expected, played = play.random(2 * _SHORT), play.random(_SHORT)
+    env, action, key = play.env, play.actions(1)[0], play.env.action_manager.action_type
     wrong: dict[str, Any] = {
         f"an action for {len(action) + 1} envs": torch.cat([action, action[:1]]),
         "a dict with another key": {f"not_{key}": action},
@@ -523,30 +511,24 @@ def check_actions(play: Play) -> Iterator[Finding]:
             wrong["a choice that is none"] = torch.full_like(action, int(env.action_space.n))
         else:
             wrong["an action that is not finite"] = action.clone().index_fill_(0, torch.tensor([0]), float("nan"))
+    trajectory = play.random(_SHORT)
     for what, value in wrong.items():
         error = _error_of(lambda: env.step(value))  # noqa: B023 - called at once
         if not isinstance(error, ActionError):
             got = "no error" if error is None else f"{type(error).__name__}: {error}"
-            yield f"ActionError for {what}", got, "check it with action_manager.unwrap"
+            yield f"ActionError for {what}", got, "check it with action_manager.unwrap before anything moves"
         if error is None:
             return
-    play.extend(played, actions[_SHORT:])
-    if not play.deterministic:
-        return
-    yield from _same("a refused action changes nothing", expected, played, "check the action before anything moves")
-    play.start()
-    obs = _leaves(env.step({key: action})[0])
-    if any(not torch.equal(value, expected[1].copies[f"obs[{name}]"]) for name, value in obs.items()):
-        yield f"{{{key!r}: action}} is taken as the action", "another observation than for the tensor", "unwrap it"
+    expected = f"a refused action changes nothing, and {{{key!r}: action}} is an action"
+    yield from play.unchanged(trajectory, expected, key)
 
 
 def check_expert(play: Play) -> Iterator[Finding]:
     """The expert's actions are valid, and asking for them leaves the state as it was."""
-    env, actions = play.env, play.actions(2 * _SHORT)
+    env, like = play.env, play.actions(1)[0]
     if not isinstance(env, HasExpert):
         raise NotApplicable("the environment has no expert")
-    expected, played, like = play.random(2 * _SHORT), play.random(_SHORT), actions[0]
-    demo = env.create_demo_action_list()
+    trajectory, demo = play.random(_SHORT), env.create_demo_action_list()
     if not isinstance(demo, list) or not demo:
         yield "create_demo_action_list returns actions", repr(demo)[:80], "return one tensor per step"
         return
@@ -558,9 +540,7 @@ def check_expert(play: Play) -> Iterator[Finding]:
             low, high = (torch.as_tensor(x, device=env.device) for x in (env.action_space.low, env.action_space.high))
             if not bool(((action >= low) & (action <= high)).all()):  # NaN is in no interval
                 yield f"{what} lies in the action space", f"{action.min():.4g} to {action.max():.4g}", "clip it"
-    play.extend(played, actions[_SHORT:])
-    if play.deterministic:
-        yield from _same("asking the expert changes nothing", expected, played, "restore the state afterwards")
+    yield from play.unchanged(trajectory, "asking the expert changes nothing")
 
 
 def check_close(play: Play) -> Iterator[Finding]:

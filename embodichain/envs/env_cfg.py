@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from embodichain.config.classes import Config, configclass
+from embodichain.config.classes import Config, Count, NotNegative, Positive, configclass
 from embodichain.envs.rendering import CameraCfg
 
 
@@ -23,8 +23,6 @@ def _distinct(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 Range = Annotated[tuple[float, float], AfterValidator(_ordered)]
-Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
 
 
 @configclass
@@ -199,9 +197,9 @@ class GymCfg(Config):
 
     id: str
     """Registered name of the task, or any Gymnasium id."""
-    num_envs: Annotated[int, Field(ge=1)] = 1
+    num_envs: Count = 1
     """Number of copies stepped together."""
-    max_episode_steps: Annotated[int, Field(ge=1)] | None = None
+    max_episode_steps: Count | None = None
     """Length at which an episode is cut off; ``null`` leaves it to a Gymnasium environment's own limit."""
     seed: Annotated[int, Field(ge=0, lt=2**62)] | None = None
     """Seed of all random streams; ``null`` takes one from the operating system."""

@@ -24,8 +24,8 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from embodichain.envs.random import combine
-from embodichain.envs.vec_env import Action, EnvIds, StepOutcome, StepResult, StepsInHalves, VecEnv
-from embodichain.errors import ActionError, ChunkSizeError, ConfigError, EmbodiChainError, EnvContractError
+from embodichain.envs.vec_env import Action, ActionManager, EnvIds, StepOutcome, StepResult, StepsInHalves, VecEnv
+from embodichain.errors import ChunkSizeError, ConfigError, EmbodiChainError, EnvContractError
 
 _SEED_BITS = 31
 
@@ -105,13 +105,14 @@ class ChunkedEnv(VecEnv):
         low, high = (np.tile(bound, (chunk_size, 1)) for bound in (env.action_space.low, env.action_space.high))
         self.action_space = gym.spaces.Box(low, high, dtype=np.float32)
         self.action_manager = env.action_manager
+        self._chunks = ActionManager(env.action_manager.action_type, self.action_space, env.num_envs, env.device)
         self.supports_state = env.supports_state
 
     def reset(self, seed: int | Tensor | None = None, env_ids: EnvIds = None) -> tuple[TensorDict, dict[str, Any]]:
         return self.env.reset(seed, env_ids)
 
     def step(self, action: Action) -> StepResult:
-        actions = self._checked(action)
+        actions = self._chunks.unwrap(action)  # all of it is checked before the first action is taken
         return step_deferred(self.env, actions) if isinstance(self.env, DefersResets) else step_each(self.env, actions)
 
     def get_state(self) -> TensorDict:
@@ -130,18 +131,6 @@ class ChunkedEnv(VecEnv):
 
     def close(self) -> None:
         self.env.close()
-
-    def _checked(self, action: Action) -> Tensor:
-        """Check the whole chunk before the first of its actions is taken."""
-        name, actions = self.action_manager.action_type, self.action_manager.unpack(action)
-        expected = [self.num_envs, *(self.action_space.shape or ())]
-        if list(actions.shape) != expected:
-            raise ActionError(f"a chunk of {name!r} must have shape {expected}, envs first, got {list(actions.shape)}")
-        actions = actions.detach().to(self.device, torch.float32)
-        if actions.device.type == "cpu" and not bool(torch.isfinite(actions).all()):
-            env = int(torch.nonzero(~torch.isfinite(actions))[0, 0])
-            raise ActionError(f"the chunk of env {env} is not finite: {actions[env].tolist()}; nothing was simulated")
-        return actions
 
 
 def step_deferred(env: DefersResets, actions: Tensor) -> StepResult:
@@ -241,13 +230,8 @@ class GroupedEnv(VecEnv):
 
     def split(self, action: Action) -> list[Tensor]:
         """Return each group's part of an action for all envs, checked before any of them is stepped."""
-        name, action = self.action_manager.action_type, self.action_manager.unpack(action)
-        if action.shape[:1] != (self.num_envs,):
-            raise ActionError(f"an action of {name!r} must be [{self.num_envs}, ...], got {list(action.shape)}")
-        on_cpu = action.is_floating_point() and action.device.type == "cpu"
-        if on_cpu and not bool(action.isfinite().all()):
-            raise ActionError("the action is not finite; nothing was simulated")
-        return [action[rows] for rows in self.slices]
+        manager = ActionManager(self.action_manager.action_type, self.action_space, self.num_envs, self.device)
+        return list(manager.unwrap(action).split(self._sizes))
 
     def join(self, results: Sequence[StepResult], obs: TensorDict | None = None) -> StepResult:
         """Join the results of the groups, one step of each; ``obs`` is given if it is joined already.
@@ -257,11 +241,9 @@ class GroupedEnv(VecEnv):
         self._obs = [result[0] for result in results]
         joined_obs = self._joined_obs() if obs is None else obs
         _, rewards, terminated, truncated, _ = zip(*results, strict=True)
-        infos = [dict(result[4]) for result in results]
-        none_done = all(info.get("final_observation") is result[0] for info, result in zip(infos, results, strict=True))
-        if none_done:
-            for info in infos:
-                del info["final_observation"]
+        none_done = all(result[4].get("final_observation") is result[0] for result in results)
+        apart = {"final_observation"} if none_done else ()
+        infos = [{key: value for key, value in result[4].items() if key not in apart} for result in results]
         joined = join_parts(infos, self._sizes)
         if none_done:  # it is the observation itself
             joined["final_observation"] = joined_obs if obs is None else self._joined_obs()
@@ -303,7 +285,7 @@ class GroupedEnv(VecEnv):
         return torch.cat([obs for obs in self._obs if obs is not None])
 
 
-class RemoteGroups(GroupedEnv, StepsInHalves):
+class RemoteGroups(StepsInHalves, GroupedEnv):
     """Groups that simulate elsewhere, all of them at the same time."""
 
     groups: list[StepsInHalves]  # type: ignore[assignment]
@@ -311,13 +293,6 @@ class RemoteGroups(GroupedEnv, StepsInHalves):
     def __init__(self, groups: Sequence[StepsInHalves]) -> None:
         super().__init__(groups)
         self._under_way: list[StepsInHalves] = []
-
-    def step(self, action: Action) -> StepResult:
-        try:
-            self.begin_step(action)
-            return self.finish_step()
-        finally:
-            self._settle()
 
     def begin_step(self, action: Action) -> None:
         if self._under_way:

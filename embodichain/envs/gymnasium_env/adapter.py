@@ -29,38 +29,13 @@ from embodichain.envs.gymnasium_env.construct import (
 )
 from embodichain.envs.gymnasium_env.spaces import Rows, action_decoder, choose, observation_encoder, to_tensordict
 from embodichain.envs.gymnasium_env.tasks import TaskGymnasiumVectorEnv
-from embodichain.envs.random import combine
+from embodichain.envs.random import SEED, RandomStreams
 from embodichain.envs.vec_env import Action, EnvIds, StepResult, VecEnv
 from embodichain.errors import ConfigError, EnvContractError, RenderingError
 
 _SEED_MASK = (1 << 31) - 1  # some simulators behind Gymnasium take 32-bit seeds only
 _OWN = (SyncVectorEnv, AsyncVectorEnv, TaskGymnasiumVectorEnv)
 """Vector envs whose ``reset`` takes one seed per env and honours ``reset_mask``."""
-
-
-class EpisodeSeeds:
-    """Seeds of episodes in [0, 2**31): hashes of (seed, env index, episode number), whatever ``num_envs`` is."""
-
-    def __init__(self, num_envs: int, seed: int) -> None:
-        self.state = np.zeros((num_envs, 2), dtype=np.int64)
-        """The key of each env's stream and the number of its next episode."""
-        self.seed(np.arange(num_envs), seed)
-
-    def seed(self, env_ids: np.ndarray, seed: int) -> None:
-        """Give these envs the streams of ``(seed, env index)`` from their first episode on."""
-        self.state[env_ids, 0] = _hash(np.full_like(env_ids, seed & ((1 << 62) - 1)), env_ids)
-        self.state[env_ids, 1] = 0
-
-    def take(self, env_ids: np.ndarray) -> np.ndarray:
-        """Return the seeds ``[len(env_ids)]`` of the envs' next episodes and advance the streams."""
-        seeds = _hash(*self.state[env_ids].T) & _SEED_MASK
-        self.state[env_ids, 1] += 1
-        return seeds
-
-
-def _hash(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    hashed: np.ndarray = combine(torch.from_numpy(a), torch.from_numpy(b)).numpy()
-    return hashed
 
 
 class GymnasiumVecEnv(VecEnv):
@@ -91,7 +66,7 @@ class GymnasiumVecEnv(VecEnv):
         self.action_space, self._decode = action_decoder(vector_env.single_action_space, self.num_envs)
         self.action_manager = ActionManager("action", self.action_space, self.num_envs, "cpu")
         self.seed = secrets.randbits(61) if seed is None else seed
-        self._seeds = EpisodeSeeds(self.num_envs, self.seed)
+        self._streams = RandomStreams(self.num_envs, seed=self.seed)
         self._own = isinstance(vector_env.unwrapped, _OWN)
         self._mode = _autoreset_mode(vector_env, self._own)
         self._states = SubEnvStates.of(vector_env)
@@ -168,9 +143,9 @@ class GymnasiumVecEnv(VecEnv):
             return super().get_state()
         if self._rows is None:
             self.reset()
-        counters = {"elapsed": self._elapsed, "episode": self._episode, "streams": self._seeds.state}
+        counters = {"elapsed": self._elapsed, "episode": self._episode}
         state = {name: torch.from_numpy(value.copy()) for name, value in counters.items()}
-        state["sub_envs"] = torch.from_numpy(self._states.read())
+        state |= {"streams": self._streams.state.clone(), "sub_envs": torch.from_numpy(self._states.read())}
         rows = self._tensordict(self._rows or {})
         return TensorDict({**state, "observation": rows.clone()}, batch_size=[self.num_envs]).to(self.device)
 
@@ -186,7 +161,7 @@ class GymnasiumVecEnv(VecEnv):
             )
         rows = ids.numpy()
         self._states.write(rows, state["sub_envs"].numpy())
-        self._seeds.state[rows] = state["streams"].numpy()
+        self._streams.state[ids] = state["streams"]
         self._elapsed[rows] = state["elapsed"].numpy()
         self._episode[rows] = state["episode"].numpy()
         obs = self._tensordict(self._rows or {}).to("cpu").clone()
@@ -234,16 +209,16 @@ class GymnasiumVecEnv(VecEnv):
         return self.vector_env.reset(seed=given, options={"reset_mask": mask.copy()})
 
     def _next_seeds(self, ids: np.ndarray, seed: int | Tensor | None) -> np.ndarray:
-        """Return the seeds of the episodes that begin in these envs."""
-        if not isinstance(seed, Tensor):
-            if seed is not None:
-                self._seeds.seed(ids, int(seed))
-            return self._seeds.take(ids)
-        seeds: np.ndarray = seed.detach().cpu().reshape(-1).to(torch.int64).numpy()
-        if len(seeds) != len(ids) or (seeds < 0).any():
-            raise EnvContractError(
-                f"reset of {len(ids)} envs needs as many episode seeds, none below 0, got {seeds.tolist()[:10]}"
-            )
+        """Return the seeds in [0, 2**31) of the episodes that begin in these envs."""
+        checked, rows = self.resolve_seed(seed, len(ids)), torch.from_numpy(ids)
+        if not isinstance(checked, Tensor):
+            if checked is not None:
+                self._streams.seed(rows, checked)
+            self._streams.next_episode(rows)
+            checked = self._streams.state[rows, SEED] & _SEED_MASK
+        if bool((checked < 0).any()):
+            raise EnvContractError(f"reset: episode seeds must not be negative, got {checked.tolist()[:10]}")
+        seeds: np.ndarray = checked.cpu().numpy()
         return seeds
 
     def _reset_done(self, rows: Rows, done: np.ndarray, native_end: np.ndarray) -> Rows:
