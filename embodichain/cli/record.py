@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     args, cfg = parse_command(RecordArgs, "embodichain record", argv)
 
-    from embodichain.agents.datasets.lerobot.writer import LeRobotWriter, read_back, record
+    from embodichain.agents.datasets.lerobot import LeRobotWriter, read_back, record
     from embodichain.agents.engine.sources import open_source
 
     check_counts({"--episodes": args.episodes})

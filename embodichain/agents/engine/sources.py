@@ -22,7 +22,7 @@ from embodichain.extras import import_trusted
 
 # Like the actors, these are entry points: only a worker that needs them imports all tasks, or the extra ``data``.
 _MAKE_ENV = "embodichain.envs.registration:make"
-_RECORDED = "embodichain.agents.datasets.lerobot.reader:RecordedEpisodes"
+_RECORDED = "embodichain.agents.datasets.lerobot:RecordedEpisodes"
 
 
 def _resolve(entry_point: str) -> Any:

@@ -18,9 +18,15 @@ from embodichain.errors import DatasetError
 pq = pytest.importorskip("pyarrow.parquet", reason="needs the extra 'data'")
 pytest.importorskip("av", reason="needs the extra 'data'")
 
-from embodichain.agents.datasets.lerobot import LeRobotReader, LeRobotWriter, RecordedEpisodes  # noqa: E402
-from embodichain.agents.datasets.lerobot import writer as writer_module  # noqa: E402
-from embodichain.agents.datasets.lerobot.writer import psnr, read_back, record  # noqa: E402
+from embodichain.agents.datasets import lerobot  # noqa: E402
+from embodichain.agents.datasets.lerobot import (  # noqa: E402
+    LeRobotReader,
+    LeRobotWriter,
+    RecordedEpisodes,
+    psnr,
+    read_back,
+    record,
+)
 
 pytestmark = pytest.mark.extra("data")
 
@@ -131,8 +137,8 @@ def test_statistics_are_those_of_the_data(folder: Path) -> None:
 
 
 def test_full_files_are_followed_by_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer_module, "_TABLE_MEGABYTES", 0)
-    monkeypatch.setattr(writer_module, "_VIDEO_MEGABYTES", 0)
+    monkeypatch.setattr(lerobot, "_TABLE_MEGABYTES", 0)
+    monkeypatch.setattr(lerobot, "_VIDEO_MEGABYTES", 0)
     with LeRobotWriter(tmp_path, LAYOUT, fps=20, task="push") as writer:
         traces = list(record(Frames(), writer, 6))
     assert len(list(tmp_path.glob("data/*/*.parquet"))) == 6
