@@ -24,7 +24,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from embodichain.agents.datasets.frames import FrameLayout, Key
+from embodichain.agents.datasets.frames import Key
 from embodichain.agents.engine.sampling import Output, OutputRing
 from embodichain.agents.engine.shared_buffer import Control, Ints, SharedBuffer, State
 from embodichain.agents.processes.shared_memory import fence
@@ -90,57 +90,6 @@ class DeviceOutput(Output):
     graph: Recorded[None] | None = None
 
 
-class WindowCopier:
-    """Copies drawn windows of all keys on a device: by one kernel per key on a GPU, else by ``index_select``."""
-
-    def __init__(self, frames: dict[Key, Tensor], layout: FrameLayout, device: torch.device) -> None:
-        self._frames, self._layout, self._device = frames, layout, device
-        self._key = torch.zeros(1, dtype=torch.int64, device=device)
-        self._kernels: dict[Key, WindowKernel] = {}
-        if kernels_work(device):  # the draws, too, happen on the device: no number of the host decides what is launched
-            from embodichain.agents.engine.mirror_kernel import WindowKernel  # Triton is not there without a GPU
-
-            leaves = [leaf for leaf in layout.leaves if leaf.elements]
-            self._kernels = {leaf.key: WindowKernel(frames[leaf.key], leaf.nbytes) for leaf in leaves}
-        self._recorder = Recorder("batches are drawn")
-
-    def new_output(self, batch_size: int, chunk_size: int) -> DeviceOutput:
-        """Return fresh memory for a batch."""
-        tensors = self._layout.empty(batch_size, chunk_size, device=self._device)
-        return DeviceOutput(tensors, batch_size, chunk_size, self._device)
-
-    def fill(self, key: int, table: Table, out: DeviceOutput) -> None:
-        """Draw and copy a batch."""
-        if not self._kernels:
-            self._select(key, table, out)
-            return
-        self._key.fill_(key)
-        if out.graph is not None:
-            out.graph.replay()
-            return
-        self._launch(table, out)
-        if out.is_used and self._recorder.possible:  # this was the second time, and the kernels are compiled by now
-            with torch.cuda.device(self._device):
-                out.graph = self._recorder.attempt(lambda: record(lambda: self._launch(table, out)))
-        out.is_used = True
-
-    def _launch(self, table: Table, out: Output) -> None:
-        with torch.cuda.device(self._device):
-            for name, kernel in self._kernels.items():
-                kernel(out.tensors[name], self._key, table.on_device, table.chunk_size)
-
-    def _select(self, key: int, table: Table, out: Output) -> None:
-        batch_size = out.batch.batch_size[0]
-        rows, starts = pick(key, batch_size, table.rows, table.length, table.chunk_size)
-        max_steps = next(iter(self._frames.values())).shape[1]
-        index = torch.from_numpy(rows * max_steps + starts).to(self._device)
-        count = len(table.length) * max_steps - table.chunk_size + 1
-        for leaf in self._layout.leaves:  # all windows of a key, overlapping in memory; see ``sampling``
-            size = table.chunk_size * leaf.elements
-            windows = self._frames[leaf.key].as_strided((count, size), (leaf.elements, 1))
-            torch.index_select(windows, 0, index, out=out.tensors[leaf.key].view(batch_size, size))
-
-
 @dataclass
 class _Slot:
     """One row on its way: in pinned memory, then on the device."""
@@ -165,7 +114,14 @@ class DeviceMirror:
         self._is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._is_cuda else None
         self._last_stream: torch.cuda.Stream | None = None
-        self._copier = WindowCopier(self._frames, buffer.layout, device)
+        self._key = torch.zeros(1, dtype=torch.int64, device=device)
+        self._kernels: dict[Key, WindowKernel] = {}
+        if kernels_work(device):  # the draws, too, happen on the device: no number of the host decides what is launched
+            from embodichain.agents.engine.mirror_kernel import WindowKernel  # Triton is not there without a GPU
+
+            leaves = [leaf for leaf in buffer.layout.leaves if leaf.elements]
+            self._kernels = {leaf.key: WindowKernel(self._frames[leaf.key], leaf.nbytes) for leaf in leaves}
+        self._recorder = Recorder("batches are drawn")
         self._tables: dict[int, Table] = {}
         self._local = threading.local()
         self._complete = False
@@ -195,9 +151,9 @@ class DeviceMirror:
                 table = self._tables[chunk_size] = Table(self._buffer.num_rows, chunk_size, self._device)
             table.refresh(self._length)
             key = draw_key(generator)
-            new_output = self._ring.get if reuse_outputs else self._copier.new_output
+            new_output = self._ring.get if reuse_outputs else self._new_output
             out = new_output(batch_size, chunk_size)
-            self._copier.fill(key, table, out)
+            self._fill(key, table, out)
             drawn = (key, batch_size, table.rows, table.length, chunk_size)
         return out.batch, lambda: pick(*drawn)[0]
 
@@ -205,9 +161,43 @@ class DeviceMirror:
     def _ring(self) -> OutputRing[DeviceOutput]:
         """The batches that this thread reuses."""
         if not hasattr(self._local, "ring"):
-            self._local.ring = OutputRing(self._copier.new_output, _RING_SHAPES)
+            self._local.ring = OutputRing(self._new_output, _RING_SHAPES)
         ring: OutputRing[DeviceOutput] = self._local.ring
         return ring
+
+    def _new_output(self, batch_size: int, chunk_size: int) -> DeviceOutput:
+        tensors = self._buffer.layout.empty(batch_size, chunk_size, device=self._device)
+        return DeviceOutput(tensors, batch_size, chunk_size, self._device)
+
+    def _fill(self, key: int, table: Table, out: DeviceOutput) -> None:
+        """Draw a batch and copy its windows: by one kernel per array on a GPU, else by ``index_select``."""
+        if not self._kernels:
+            self._select(key, table, out)
+            return
+        self._key.fill_(key)
+        if out.graph is not None:
+            out.graph.replay()
+            return
+        self._launch(table, out)
+        if out.is_used and self._recorder.possible:  # this was the second time, and the kernels are compiled by now
+            with torch.cuda.device(self._device):
+                out.graph = self._recorder.attempt(lambda: record(lambda: self._launch(table, out)))
+        out.is_used = True
+
+    def _launch(self, table: Table, out: Output) -> None:
+        with torch.cuda.device(self._device):
+            for name, kernel in self._kernels.items():
+                kernel(out.tensors[name], self._key, table.on_device, table.chunk_size)
+
+    def _select(self, key: int, table: Table, out: Output) -> None:
+        batch_size, max_steps = out.batch.batch_size[0], self._buffer.max_steps
+        rows, starts = pick(key, batch_size, table.rows, table.length, table.chunk_size)
+        index = torch.from_numpy(rows * max_steps + starts).to(self._device)
+        count = len(table.length) * max_steps - table.chunk_size + 1
+        for leaf in self._buffer.layout.leaves:  # all windows of a key, overlapping in memory; see ``sampling``
+            size = table.chunk_size * leaf.elements
+            windows = self._frames[leaf.key].as_strided((count, size), (leaf.elements, 1))
+            torch.index_select(windows, 0, index, out=out.tensors[leaf.key].view(batch_size, size))
 
     def _follow_stream(self) -> None:
         """Order this stream's work after the last draw's, should another thread have used another stream."""
