@@ -204,27 +204,12 @@ class Rates:
     of_workers: Mapping[int, tuple[float, float]]
     """Episodes and simulated steps of each worker, by its index."""
 
-    @classmethod
-    def between(cls, first: Snapshot, last: Snapshot) -> Rates:
-        """Return the means between two snapshots."""
-        seconds = last.seconds - first.seconds
-
-        def rate(name: str, before: Any, after: Any) -> float:
-            return (getattr(after, name) - getattr(before, name)) / seconds if seconds > 0 else 0.0
-
-        names = ("episodes_written", "frames", "samples")
-        episodes, frames, samples = (rate(name, first.stats, last.stats) for name in names)
-        former = {worker.worker: worker for worker in first.workers}
-        pairs = [(former[worker.worker], worker) for worker in last.workers if worker.worker in former]
-        of_workers = {w.worker: (rate("episodes_written", f, w), rate("frames", f, w)) for f, w in pairs}
-        return cls(seconds, episodes, frames, samples, of_workers)
-
 
 class History:
     """Snapshots of a stream: the first one, and those of the last ``WINDOW_SECONDS``."""
 
     def __init__(self, first: Snapshot) -> None:
-        self.first = self.last = first
+        self._first = self.last = first
         self._recent = deque([first])
 
     def add(self, snapshot: Snapshot) -> None:
@@ -236,7 +221,22 @@ class History:
 
     def rates(self, whole: bool = False) -> Rates:
         """Return the rates of the last seconds, or those since the beginning."""
-        return Rates.between(self.first if whole else self._recent[0], self.last)
+        first, last = self._first if whole else self._recent[0], self.last
+        seconds = last.seconds - first.seconds
+        scale = 1 / seconds if seconds > 0 else 0.0
+        before, after = first.stats, last.stats
+        former = {worker.worker: worker for worker in first.workers}
+        pairs = [(former[worker.worker], worker) for worker in last.workers if worker.worker in former]
+        return Rates(
+            seconds,
+            episodes=(after.episodes_written - before.episodes_written) * scale,
+            frames=(after.frames - before.frames) * scale,
+            samples=(after.samples - before.samples) * scale,
+            of_workers={
+                w.worker: ((w.episodes_written - f.episodes_written) * scale, (w.frames - f.frames) * scale)
+                for f, w in pairs
+            },
+        )
 
 
 def worker_table(workers: Sequence[WorkerStats], rates: Rates, max_lines: int = MAX_LINES) -> Table:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 from embodichain.agents.processes.ray_backend import PlacementCfg
-from embodichain.config import Config, Field, configclass
+from embodichain.config import Config, Count, Field, NotNegative, Positive, configclass
 from embodichain.errors import ConfigError, nearest
 
 ActorFactory = Callable[..., Any]
@@ -40,7 +40,7 @@ class ActionSourceCfg(Config):
     """The checkpoint of ``policy``, or the folder of ``dataset``."""
     only_success: bool = False
     """Keep episodes out that did not solve the task."""
-    noise_std: Annotated[float, Field(ge=0)] = 0.0
+    noise_std: NotNegative = 0.0
     """Standard deviation of Gaussian noise on continuous actions. What is stored is the action before the noise: the
     episodes then show how to recover."""
     deterministic: bool = False
@@ -68,11 +68,11 @@ class ActionSourceCfg(Config):
 class OnlineDataEngineCfg(Config):
     """Settings of an :class:`OnlineDataEngine`."""
 
-    buffer_size: Annotated[int, Field(ge=1)] = 16
+    buffer_size: Count = 16
     """Number of episodes in the shared buffer; ideally a multiple of ``num_envs * num_workers``."""
-    max_episode_steps: Annotated[int, Field(ge=1)] = 300
+    max_episode_steps: Count = 300
     """Length of a row: the longest episode there is room for, and the longest chunk there can be."""
-    state_dim: Annotated[int, Field(ge=1)] | None = None
+    state_dim: Count | None = None
     """Expected size of the robot state (``robot/qpos``, or ``state``); None takes the environment's."""
     buffer_device: str = "cpu"
     """Where batches come from: ``cpu``, or ``cuda`` to mirror the buffer on the GPU."""
@@ -80,11 +80,11 @@ class OnlineDataEngineCfg(Config):
     """The environment: the parsed ``gym_config.json`` of a task, or ``id``, ``num_envs``, ``kwargs`` of any other."""
     action_config: dict[str, Any] = {}
     """Where episodes come from; see :class:`ActionSourceCfg`."""
-    refill_threshold: Annotated[int, Field(ge=1)] = 50
+    refill_threshold: Count = 50
     """Samples per stored episode: after ``refill_threshold * buffer_size`` samples the buffer is written again."""
     refill: Literal["threshold", "continuous"] = "threshold"
     """``threshold`` rewrites the whole buffer; ``continuous`` writes one episode per ``refill_threshold`` samples."""
-    max_samples_per_episode: Annotated[float, Field(gt=0)] | None = None
+    max_samples_per_episode: Positive | None = None
     """With ``continuous``: readers wait rather than draw more samples per written episode; None: they never wait."""
     num_workers: Annotated[int, Field(ge=1, le=4096)] = 1
     """Number of simulation processes; on a Ray cluster the most there are, as nodes come and go."""
@@ -98,9 +98,9 @@ class OnlineDataEngineCfg(Config):
     """Seed of the simulation and of the draws."""
     max_restarts: Annotated[int, Field(ge=0)] = 3
     """How often each worker is replaced after a crash, a hang or a NaN before the engine gives up."""
-    start_timeout: Annotated[float, Field(gt=0)] = 120.0
+    start_timeout: Positive = 120.0
     """Seconds a worker may take to build its environment, and then to deliver its first episode."""
-    worker_timeout: Annotated[float, Field(gt=0)] = 60.0
+    worker_timeout: Positive = 60.0
     """Seconds without a sign of life after which a worker counts as hung."""
     trusted_modules: list[str] = []
     """Modules that an environment id like ``my_module:MyEnv-v0`` may import, or that register actors."""

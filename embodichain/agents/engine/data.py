@@ -44,7 +44,11 @@ class OnlineDataEngine:
         self.cfg = cfg
         self.buffer_size = cfg.buffer_size
         """Number of episodes in the shared buffer."""
-        self.device = _usable_device(cfg.buffer_device)
+        kind = cfg.buffer_device.partition(":")[0]
+        if kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
+            expected = "expected 'cpu', or 'cuda' on a machine with a CUDA device and torch"
+            raise ConfigError(f"buffer_device: {expected}, got {cfg.buffer_device!r}", "OnlineDataEngineCfg")
+        self.device = torch.device(cfg.buffer_device)
         """Where batches come from in this process; in others they always come from the shared memory."""
         self._creator: int | None = os.getpid()
         self._supervisor: Supervisor | None = None
@@ -152,7 +156,7 @@ class OnlineDataEngine:
         """Return what each worker does; rates are since the last call. For the process that started them."""
         self._check_creator("watch")
         supervisor, counter = self._supervisor, self._counter()
-        return [] if supervisor is None else counter.workers(supervisor.workers, supervisor.replaced)
+        return [] if supervisor is None else counter.workers(supervisor.workers, supervisor.restarts.replaced)
 
     def _counter(self) -> StatsCounter:
         if self._stats is None:
@@ -175,7 +179,8 @@ class OnlineDataEngine:
     @property
     def worker_pids(self) -> list[int]:
         """Process ids of the simulation workers (in the process that started them)."""
-        return [] if self._supervisor is None else self._supervisor.pids
+        workers = {} if self._supervisor is None else self._supervisor.workers
+        return [worker.pid for _, worker in sorted(workers.items())]
 
     def _sampling(self) -> StreamReader:
         if self._reader is None:
@@ -190,15 +195,6 @@ class OnlineDataEngine:
         """Pickle what sampling needs: another process attaches to the same memory."""
         self._sampling()
         return {**self.__dict__, **dict.fromkeys(("_creator", "_supervisor", "_stats", "_mirror"))}
-
-
-def _usable_device(name: str) -> torch.device:
-    """Return the device of this name; ConfigError if batches cannot come from there."""
-    kind = name.partition(":")[0]
-    if kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
-        problem = f"buffer_device: expected 'cpu', or 'cuda' on a machine with a CUDA device and torch, got {name!r}"
-        raise ConfigError(problem, "OnlineDataEngineCfg")
-    return torch.device(name)
 
 
 def _stop_in(pid: int, supervisor: Supervisor) -> None:
@@ -303,7 +299,9 @@ class StatsCounter:
         stats = []
         for index, restarts in enumerate(replaced):
             handle, own = handles.get(index), (buffer.length > 0) & (buffer.origins[:, 0] == index)
-            state = _state(handle)
+            state: WorkerState = "waiting"
+            if handle is not None and math.isfinite(handle.started):
+                state = "unreachable" if handle.unreachable else "running" if handle.joined else "building"
             running = state == "running"
             stats.append(
                 WorkerStats(
@@ -322,11 +320,3 @@ class StatsCounter:
                 )
             )
         return stats
-
-
-def _state(handle: WorkerHandle | None) -> WorkerState:
-    if handle is None or math.isinf(handle.started):
-        return "waiting"
-    if handle.unreachable:
-        return "unreachable"
-    return "running" if handle.joined else "building"

@@ -64,7 +64,10 @@ class RayPool(ActorPool[ActorHandle]):
         from embodichain.agents.engine.worker import RefillPolicy, StreamWorker
 
         super().__init__(StreamWorker, ActorHandle, cfg, cfg.worker_timeout)
-        self._settings = _worker_settings(cfg)
+        self._settings = cfg.to_dict()
+        if cfg.gym_config:  # a simulator has as many threads as its worker has cores
+            threads = max(1, math.floor(cfg.placement.num_cpus))
+            self._settings["gym_config"] = {"num_threads": threads, **cfg.gym_config}
         self._make_refill = functools.partial(RefillPolicy, cfg)
         self._buffer: SharedBuffer | None = None
         self._refill: RefillPolicy | None = None
@@ -142,15 +145,6 @@ class RayPool(ActorPool[ActorHandle]):
         super().stop(seconds)
 
 
-def _worker_settings(cfg: OnlineDataEngineCfg) -> dict[str, Any]:
-    """Return the settings that are sent to workers: a simulator has as many threads as its worker has cores."""
-    data = cfg.to_dict()
-    if cfg.gym_config:
-        threads = max(1, math.floor(cfg.placement.num_cpus))
-        data["gym_config"] = {"num_threads": threads, **cfg.gym_config}
-    return data
-
-
 class Supervisor(threading.Thread):
     """Owns the workers from the first to the last one."""
 
@@ -162,8 +156,9 @@ class Supervisor(threading.Thread):
         self.changed = threading.Event()
         """Set when there is something new to see: the buffer, its first fill, or an error."""
         self._cfg = cfg
-        self._workers: dict[int, WorkerHandle] = {}
-        self._restarts = Restarts("simulation worker {}", cfg.num_workers, cfg.max_restarts)
+        self.workers: dict[int, WorkerHandle] = {}
+        """The workers by index; one that is being replaced is missing."""
+        self.restarts = Restarts("simulation worker {}", cfg.num_workers, cfg.max_restarts)
         self._pool = RayPool(cfg) if cfg.workers == "ray" else LocalPool(cfg)
         self._stopping = threading.Event()
         self._progress = (0, 0.0)
@@ -174,21 +169,6 @@ class Supervisor(threading.Thread):
     def is_ready(self) -> bool:
         """Whether every row was written at least once."""
         return self.buffer is not None and bool(self.buffer.control[Control.READY])
-
-    @property
-    def pids(self) -> list[int]:
-        """The process ids of the workers, by index."""
-        return [self._workers[index].pid for index in sorted(self._workers)]
-
-    @property
-    def replaced(self) -> list[int]:
-        """How often each worker was replaced, for whatever reason."""
-        return self._restarts.replaced
-
-    @property
-    def workers(self) -> dict[int, WorkerHandle]:
-        """The workers by index; one that is being replaced is missing."""
-        return dict(self._workers)
 
     def stop(self) -> None:
         """Stop the workers, gracefully, then firmly, and wait until they are gone."""
@@ -209,13 +189,13 @@ class Supervisor(threading.Thread):
             if self.buffer is not None and self.buffer.control[Control.STATE] != State.FAILED:
                 self.buffer.control[Control.STATE] = State.STOPPED
             self._pool.stop(STOP_SECONDS)
-            self._workers.clear()
+            self.workers.clear()
             self.changed.set()
 
     def _watch(self) -> None:
-        for index, incarnation in self._restarts.due():
+        for index, incarnation in self.restarts.due():
             try:
-                self._workers[index] = self._pool.start(index, incarnation)
+                self.workers[index] = self._pool.start(index, incarnation)
             except OSError as error:
                 self._give_up(FailureReport(index, f"could not be started ({error})"))
         for worker, kind, content in self._pool.poll(_POLL_SECONDS):
@@ -249,7 +229,9 @@ class Supervisor(threading.Thread):
         now, count = time.monotonic(), buffer.episodes_written
         passed, self._last_look = min(now - self._last_look, 1.0), now  # longer: this process was suspended
         self._progress = (count, 0.0 if count > self._progress[0] else self._progress[1] + passed)
-        if self._progress[1] > self._cfg.start_timeout and self._nobody_builds():
+        placed = [worker for worker in self.workers.values() if math.isfinite(worker.started)]
+        built = bool(placed or not self.workers) and all(worker.joined for worker in placed)
+        if built and self._progress[1] > self._cfg.start_timeout:
             total = buffer.workers.sum(axis=0)
             raise StreamStalledError(
                 f"no episode was written in start_timeout ({self._cfg.start_timeout:g} s): "
@@ -258,23 +240,17 @@ class Supervisor(threading.Thread):
                 "Raise start_timeout, or check only_success"
             )
 
-    def _nobody_builds(self) -> bool:
-        """Tell whether every worker that has a place has built its environment; not if all still wait for a place."""
-        workers = self._workers.values()
-        placed = [worker for worker in workers if math.isfinite(worker.started)]
-        return (not workers or bool(placed)) and all(worker.joined for worker in placed)
-
     def _replace(self, worker: WorkerHandle, report: FailureReport) -> None:
         """Have another worker come in place of a failed one, or give up."""
         worker.kill()
-        del self._workers[worker.index]
+        del self.workers[worker.index]
         if self._stopping.is_set():
             return
         if report.lost and math.isinf(worker.started):  # it waited for that machine: nothing is lost
-            return self._restarts.plan(worker.index, worker.incarnation)
+            return self.restarts.plan(worker.index, worker.incarnation)
         if self.buffer is None and not report.lost:
             raise report.as_user_error()  # nothing has ever worked: trying again would not help
-        if not self._restarts.replace(report, worker.incarnation):
+        if not self.restarts.replace(report, worker.incarnation):
             self._give_up(report)
         if self.buffer is not None:
             self.buffer.control[Control.RESTARTS] += 1

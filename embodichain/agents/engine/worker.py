@@ -54,7 +54,7 @@ class Worker:
         self._buffer = buffer
         self._rows = buffer.rows_of(worker)
         self._record: Ints = buffer.workers[worker]
-        self._wanted = Selection(cfg.check().only_success, self._record)
+        self._only_success = cfg.check().only_success
         self._refill = RefillPolicy(cfg, buffer, worker)
 
     def loop(self, heartbeat: Heartbeat) -> None:
@@ -71,30 +71,23 @@ class Worker:
 
     def take(self, episode: Episode) -> None:
         """Count a finished episode and store it if it is wanted."""
-        if self._wanted.takes(episode):
+        if is_wanted(episode, self._only_success, self._record):
             row = self._rows[int(self._record[Work.WRITTEN]) % len(self._rows)]
             self._buffer.write(row, self._index, episode)
             self._record[Work.WRITTEN] += 1
 
 
-class Selection:
-    """Counts finished episodes and tells which of them are to be stored."""
-
-    def __init__(self, only_success: bool, record: Ints) -> None:
-        self._only_success, self._record = only_success, record
-
-    def takes(self, episode: Episode) -> bool:
-        """Count an episode, after a look at its numbers; tell whether it is wanted."""
-        episode.check_finite()
-        record = self._record
-        record[Work.FINISHED] += 1
-        record[Work.FRAMES] += episode.length
-        if episode.success is not None:
-            record[Work.JUDGED] += 1
-            record[Work.SUCCEEDED] += int(episode.success)
-        elif self._only_success:
-            raise ConfigError("only_success: the episodes do not say whether they succeeded", "action_config")
-        return not self._only_success or bool(episode.success)
+def is_wanted(episode: Episode, only_success: bool, record: Ints) -> bool:
+    """Count a finished episode, after a look at its numbers; tell whether it is to be stored."""
+    episode.check_finite()
+    record[Work.FINISHED] += 1
+    record[Work.FRAMES] += episode.length
+    if episode.success is not None:
+        record[Work.JUDGED] += 1
+        record[Work.SUCCEEDED] += int(episode.success)
+    elif only_success:
+        raise ConfigError("only_success: the episodes do not say whether they succeeded", "action_config")
+    return not only_success or bool(episode.success)
 
 
 class RefillPolicy:
@@ -155,7 +148,7 @@ class StreamWorker:
         self._index = int(job["worker"])
         self._source: EpisodeSource | None = None
         self._batch: BatchWriter | None = None
-        self._wanted: Selection | None = None
+        self._only_success = False
 
     def locate(self) -> dict[str, Any]:
         """Return where the worker runs."""
@@ -170,21 +163,21 @@ class StreamWorker:
             cfg = OnlineDataEngineCfg.from_dict(self._job["cfg"])
             source = self._source = open_source(cfg, self._index, int(self._job["incarnation"]))
             self._batch = BatchWriter(source.layout)
-            self._wanted = Selection(cfg.check().only_success, self._batch.counts)
+            self._only_success = cfg.check().only_success
             return self._opened(source)
         except Exception as error:  # noqa: BLE001 - whatever it is, the engine reports it
             return self._failed(error)
 
     def work(self, episodes: int, seconds: float) -> dict[str, Any]:
         """Simulate until there are so many episodes to send, or for so long; return those that are finished."""
-        source, batch, wanted = self._source, self._batch, self._wanted
-        if source is None or batch is None or wanted is None:
+        source, batch = self._source, self._batch
+        if source is None or batch is None:
             return self._failed(EngineStateError("open() comes before work()"))
         try:
             until = time.monotonic() + seconds
             while len(batch) < episodes and batch.nbytes < MAX_BATCH_BYTES and time.monotonic() < until:
                 for episode in source.advance():
-                    if wanted.takes(episode):
+                    if is_wanted(episode, self._only_success, batch.counts):
                         batch.add(episode)
             return {"event": "episodes", "batch": batch.take()}
         except Exception as error:  # noqa: BLE001 - whatever it is, the engine reports it
@@ -225,19 +218,15 @@ class BatchWriter:
         self.counts: Ints = np.zeros(WORK_WORDS, np.int64)
         self._headers: list[tuple[int, ...]] = []
         self._data = np.empty(_FIRST_BYTES, np.uint8)
-        self._used = 0
+        self.nbytes = 0
+        """Bytes gathered so far."""
 
     def __len__(self) -> int:
         return len(self._headers)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes gathered so far."""
-        return self._used
-
     def add(self, episode: Episode) -> None:
         """Copy an episode into the batch."""
-        block, offset = _block(self.layout, episode.length), self._used
+        block, offset = _block(self.layout, episode.length), self.nbytes
         size = block.nbytes
         if offset + size > self._data.size:
             grown = np.empty(max(2 * self._data.size, offset + size), np.uint8)
@@ -247,13 +236,13 @@ class BatchWriter:
             torch.cat(episode.frames[key], out=view)
         success = -1 if episode.success is None else int(episode.success)
         self._headers.append((offset, episode.length, episode.seed, episode.policy_version, success))
-        self._used = offset + size
+        self.nbytes = offset + size
 
     def take(self) -> EpisodeBatch:
         """Return the batch, and begin the next one."""
         headers = np.array(self._headers, np.int64).reshape(len(self._headers), 5)
-        batch = EpisodeBatch(headers, self._data[: self._used], self.counts.copy())
-        self._headers, self._used = [], 0
+        batch = EpisodeBatch(headers, self._data[: self.nbytes], self.counts.copy())
+        self._headers, self.nbytes = [], 0
         self.counts[:] = 0
         self._data = np.empty(self._data.size, np.uint8)
         return batch

@@ -52,10 +52,10 @@ def test_who_only_waited_for_a_node_that_died_is_not_counted_as_replaced(caplog:
     supervisor = Supervisor(OnlineDataEngineCfg(buffer_size=2, max_episode_steps=5, gym_config={"id": "ReachRL"}))
     for started, replaced in ((math.inf, 0), (1.0, 1)):
         worker: Any = SimpleNamespace(index=0, incarnation=4, started=started, kill=lambda: None)
-        supervisor._workers[0] = worker
+        supervisor.workers[0] = worker
         supervisor._replace(worker, FailureReport(0, "is gone with its node", lost=True))
-        assert supervisor.replaced == [replaced]
-        assert supervisor._restarts.planned[0][1] == 4 + replaced
+        assert supervisor.restarts.replaced == [replaced]
+        assert supervisor.restarts.planned[0][1] == 4 + replaced
         warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
         assert len(warnings) == replaced
 
