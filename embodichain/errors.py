@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
+
+_T = TypeVar("_T")
 
 
 class EmbodiChainError(Exception):
@@ -141,3 +144,10 @@ def nearest(name: str, options: Iterable[str], count: int = 3) -> str:
     close = difflib.get_close_matches(name, known, n=count, cutoff=0.5)
     hint = f" Did you mean {' or '.join(repr(c) for c in close)}?" if close else ""
     return f"{hint} Valid: {', '.join(known) if known else '(none)'}."
+
+
+def look_up(kind: str, name: str, known: Mapping[str, _T]) -> _T:
+    """Return what has a name; ``UnknownNameError`` gives the nearest names."""
+    if name not in known:
+        raise UnknownNameError(f"unknown {kind} {name!r}.{nearest(name, known)}")
+    return known[name]

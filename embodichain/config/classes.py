@@ -227,7 +227,9 @@ def _core_schema(cls: type[Any], source: Any, handler: GetCoreSchemaHandler) -> 
     for entry in body["fields"]:
         _make_scalars_strict(entry["schema"])
         holder = entry["schema"] if entry["schema"]["type"] == "default" else entry
-        holder["schema"] = core_schema.no_info_wrap_validator_function(_allow_missing, holder["schema"])
+        holder["schema"] = core_schema.no_info_wrap_validator_function(
+            lambda value, check: value if value is MISSING else check(value), holder["schema"]
+        )
     return schema
 
 
@@ -241,10 +243,6 @@ def _make_scalars_strict(schema: Any) -> None:
     elif isinstance(schema, (list, tuple)):
         for part in schema:
             _make_scalars_strict(part)
-
-
-def _allow_missing(value: Any, handler: core_schema.ValidatorFunctionWrapHandler) -> Any:
-    return value if value is MISSING else handler(value)
 
 
 def describe(cls: type[Any], error: pydantic.ValidationError) -> list[str]:

@@ -12,7 +12,7 @@ from embodichain.agents.rl.algo.base import BaseAlgorithm
 from embodichain.agents.rl.algo.grpo import GRPO, GRPOCfg
 from embodichain.agents.rl.algo.ppo import PPO, PPOCfg
 from embodichain.agents.rl.models.policy import Policy
-from embodichain.errors import ConfigError, UnknownNameError, nearest
+from embodichain.agents.rl.utils import Registry
 
 __all__ = [
     "GRPO",
@@ -27,29 +27,8 @@ __all__ = [
     "register_algo",
 ]
 
-_ALGORITHMS: dict[str, type[BaseAlgorithm]] = {"ppo": PPO, "grpo": GRPO}
-
-
-def register_algo(name: str, algo_cls: type[BaseAlgorithm]) -> type[BaseAlgorithm]:
-    """Make an algorithm class available to configs; its ``cfg_type`` says which settings it has."""
-    if not issubclass(algo_cls, BaseAlgorithm):
-        raise TypeError(f"{algo_cls.__name__} must derive from BaseAlgorithm")
-    if _ALGORITHMS.get(name, algo_cls) is not algo_cls:
-        raise ConfigError(f"the algorithm name {name!r} is taken by {_ALGORITHMS[name].__name__}", "register_algo")
-    _ALGORITHMS[name] = algo_cls
-    return algo_cls
-
-
-def get_registered_algo_names() -> list[str]:
-    """Return the names that a config may use, sorted."""
-    return sorted(_ALGORITHMS)
-
-
-def get_algo_class(name: str) -> type[BaseAlgorithm]:
-    """Return the class registered under a name."""
-    if name not in _ALGORITHMS:
-        raise UnknownNameError(f"unknown algorithm {name!r}.{nearest(name, _ALGORITHMS)}")
-    return _ALGORITHMS[name]
+_ALGORITHMS = Registry[BaseAlgorithm]("algorithm", BaseAlgorithm, ppo=PPO, grpo=GRPO)
+register_algo, get_algo_class, get_registered_algo_names = _ALGORITHMS.register, _ALGORITHMS.get, _ALGORITHMS.names
 
 
 def build_algo(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import gymnasium as gym
 import torch
@@ -16,7 +16,8 @@ from embodichain.agents.rl.models.observation import RunningNormalizer
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.models.vla import load_vla_model, register_vla_model
 from embodichain.agents.rl.models.vla_policy import VLAPolicy
-from embodichain.errors import ConfigError, UnknownNameError, nearest
+from embodichain.agents.rl.utils import Registry
+from embodichain.errors import ConfigError
 
 __all__ = [
     "MLP",
@@ -40,32 +41,8 @@ __all__ = [
     "register_vla_model",
 ]
 
-P = TypeVar("P", bound=type[Policy])
-
-_POLICIES: dict[str, type[Policy]] = {"actor_critic": ActorCritic, "actor_only": ActorOnly, "vla": VLAPolicy}
-
-
-def register_policy(name: str, policy_cls: P | None = None) -> P | Callable[[P], P]:
-    """Make a policy class available to configs: ``register_policy("mine", Mine)`` or ``@register_policy("mine")``."""
-    if policy_cls is None:
-        return lambda cls: register_policy(name, cls)  # type: ignore[return-value]
-    if not issubclass(policy_cls, Policy):
-        raise TypeError(f"{policy_cls.__name__} must derive from Policy")
-    if _POLICIES.setdefault(name, policy_cls) is not policy_cls:
-        raise ConfigError(f"the policy name {name!r} is taken by {_POLICIES[name].__name__}", "register_policy")
-    return policy_cls
-
-
-def get_registered_policy_names() -> list[str]:
-    """Return the names that a config may use, sorted."""
-    return sorted(_POLICIES)
-
-
-def get_policy_class(name: str) -> type[Policy]:
-    """Return the class registered under a name."""
-    if name not in _POLICIES:
-        raise UnknownNameError(f"unknown policy {name!r}.{nearest(name, _POLICIES)}")
-    return _POLICIES[name]
+_POLICIES = Registry[Policy]("policy", Policy, actor_critic=ActorCritic, actor_only=ActorOnly, vla=VLAPolicy)
+register_policy, get_policy_class, get_registered_policy_names = _POLICIES.register, _POLICIES.get, _POLICIES.names
 
 
 def build_policy(

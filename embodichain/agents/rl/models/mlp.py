@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from embodichain.config.classes import Config, Count, Fraction, configclass
-from embodichain.errors import ConfigError, UnknownNameError, nearest
+from embodichain.errors import ConfigError, look_up
 
 FEW = 8192
 """Numbers up to which a backward pass in Python costs more than a faster forward pass saves."""
@@ -56,9 +56,7 @@ ACTIVATIONS = {"relu": nn.ReLU, "elu": nn.ELU, "tanh": Tanh, "gelu": nn.GELU, "s
 
 def make_activation(name: str) -> nn.Module:
     """Return a new activation module by its name."""
-    if name.lower() not in ACTIVATIONS:
-        raise UnknownNameError(f"unknown activation {name!r}.{nearest(name, ACTIVATIONS)}")
-    return ACTIVATIONS[name.lower()]()
+    return look_up("activation", name.lower(), ACTIVATIONS)()
 
 
 class MLP(nn.Sequential):
@@ -123,9 +121,7 @@ def build_mlp_from_cfg(module_cfg: Mapping[str, Any], in_dim: int, out_dim: int 
 
     The settings may also stand under ``"network_cfg"``: ``{"type": "mlp", "network_cfg": {...}}``.
     """
-    kind = module_cfg.get("type", "mlp")
-    if kind != "mlp":
-        raise UnknownNameError(f"unknown network type {kind!r}.{nearest(str(kind), ['mlp'])}")
+    look_up("network type", str(module_cfg.get("type", "mlp")), {"mlp": MLP})
     direct = {key: value for key, value in module_cfg.items() if key not in ("type", "network_cfg")}
     nested = module_cfg.get("network_cfg", {})
     if twice := sorted(direct.keys() & nested.keys()):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from embodichain.agents.rl.models.policy import Evaluation, Policy
 from embodichain.agents.rl.models.vla.loading import LoRACfg, apply_lora, freeze_but, load_vla_model, saved_config
-from embodichain.agents.rl.models.vla.model import ActsOnObservations, VLAModel, get_vla_model_class
+from embodichain.agents.rl.models.vla.model import VLAModel, get_vla_model_class
 from embodichain.agents.rl.utils.tensordicts import Observation
 from embodichain.config.classes import Config, Count, configclass
 from embodichain.errors import ConfigError
@@ -64,7 +64,7 @@ class VLAPolicy(Policy):
         chunk_size: int | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(model, ActsOnObservations):
+        if not (hasattr(model, "get_value") and hasattr(model, "evaluate_actions")):
             problem = f"{type(model).__name__} lacks get_value(obs) or evaluate_actions(obs, actions)"
             raise ConfigError(f"{problem}: derive it from VLAModel, or add them", "model_class")
         self.chunk_size = model.chunk_size if isinstance(model, VLAModel) else chunk_size or 1

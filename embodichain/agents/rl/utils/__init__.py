@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY
-from typing import Literal
+from functools import partial
+from typing import Any, Generic, Literal, TypeVar
 
 from embodichain.agents.rl.utils.tensordicts import dict_to_tensordict, flatten_dict_observation
 from embodichain.config.classes import Config, Count, Fraction, NotNegative, Positive, configclass
+from embodichain.errors import ConfigError, look_up
 from embodichain.utils.torch_runtime import torch_threads
 
 __all__ = ["AlgorithmCfg", "MinibatchCfg", "dict_to_tensordict", "flatten_dict_observation", "torch_threads"]
@@ -14,6 +16,35 @@ __all__ = ["AlgorithmCfg", "MinibatchCfg", "dict_to_tensordict", "flatten_dict_o
 Precision = Literal["off", "tf32", "bf16", "fp16"]
 Level = Literal["chunk", "action"]
 """Whether the probability ratio is that of a whole chunk, or one for each action in it."""
+
+_T = TypeVar("_T")
+
+
+class Registry(Generic[_T]):
+    """Classes derived from ``base`` by name, for configs; ``kind`` is what messages call them."""
+
+    def __init__(self, kind: str, base: Any, **classes: type[_T]) -> None:
+        self.kind, self.base, self.classes = kind, base, classes
+
+    def register(self, name: str, cls: Any = None) -> Any:
+        """Make a class available to configs: as ``register("mine", Mine)``, or as the decorator of the class."""
+        if cls is None:
+            return partial(self.register, name)
+        if not isinstance(cls, type) or not issubclass(cls, self.base):
+            raise TypeError(f"{name!r}: {cls!r} must derive from {self.base.__name__}")
+        if self.classes.setdefault(name, cls) is not cls:
+            raise ConfigError(
+                f"the {self.kind} name {name!r} is taken by {self.classes[name].__name__}", "registration"
+            )
+        return cls
+
+    def names(self) -> list[str]:
+        """Return the names that a config may use, sorted."""
+        return sorted(self.classes)
+
+    def get(self, name: str) -> type[_T]:
+        """Return the class registered under a name."""
+        return look_up(self.kind, name, self.classes)
 
 
 @configclass

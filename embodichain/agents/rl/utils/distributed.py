@@ -6,7 +6,6 @@ sends is unpickled. Every rank adds up small sums in the order of ranks, so that
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -94,7 +93,7 @@ class Ranks:
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum of a small tensor over all ranks."""
-        return values
+        return reduce(torch.add, self.gather(values).unbind())
 
     def mean_and_std(self, *values: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return mean and standard deviation ``[]`` of several tensors' values, those of all ranks together."""
@@ -102,13 +101,15 @@ class Ranks:
 
     def share_moments(self, own: Moments) -> Sequence[Moments]:
         """Return the moments of all ranks, in their order; see ``SharedStatistics``."""
-        return (own,)
+        dim = own[1].numel()
+        rows = self.gather(torch.cat((own[0].reshape(1), own[1], own[2])))
+        return [(row[0], row[1 : 1 + dim], row[1 + dim :]) for row in rows]
 
     def copy_first(self, module: nn.Module) -> None:
         """Give a module the first rank's parameters and buffers."""
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return the JSON data of all ranks, in their order."""
+        """Return the nested data of all ranks, in their order."""
         return [value]
 
     def from_first(self, value: Any) -> Any:
@@ -150,19 +151,11 @@ class ProcessRanks(Ranks):
         _call(dist.all_gather, gathered, own)
         return torch.stack(gathered)
 
-    def sum(self, values: Tensor) -> Tensor:
-        return reduce(torch.add, self.gather(values).unbind())
-
     def mean_and_std(self, *values: Tensor) -> list[tuple[Tensor, Tensor]]:
         columns = torch.stack([part.detach().reshape(-1) for part in values], dim=-1)
         count, mean, m2 = reduce(merge_moments, self.share_moments(batch_moments(columns, len(values))))
         std = (m2 / count).sqrt()
         return list(zip(mean.to(columns.dtype).unbind(), std.to(columns.dtype).unbind(), strict=True))
-
-    def share_moments(self, own: Moments) -> Sequence[Moments]:
-        dim = own[1].numel()
-        rows = self.gather(torch.cat((own[0].reshape(1), own[1], own[2])))
-        return [(row[0], row[1 : 1 + dim], row[1 + dim :]) for row in rows]
 
     def copy_first(self, module: nn.Module) -> None:
         with torch.no_grad():
@@ -172,11 +165,15 @@ class ProcessRanks(Ranks):
                 tensor.copy_(sent)
 
     def exchange(self, value: Any) -> list[Any]:
-        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        return [json.loads(row.numpy().tobytes()) for row in self._gather_bytes(text)]
+        return [from_bytes(row) for row in self._gather_bytes(value)]
 
-    def _gather_bytes(self, own: Tensor) -> list[Tensor]:
-        """Return the bytes of all ranks, in their order; short ones take one round of messages."""
+    def to_first(self, value: Any) -> list[Any]:
+        rows = self._gather_bytes(value)
+        return [from_bytes(row) for row in rows] if self.is_first else []
+
+    def _gather_bytes(self, value: Any) -> list[Tensor]:
+        """Return the data of all ranks as bytes, in their order; short ones take one round of messages."""
+        own = to_bytes(value)
         own = torch.cat((torch.tensor([own.numel()]).view(torch.uint8), own))
         rows = self.gather(pad(own, (0, _PREFIX - own.numel())))
         sizes = [8 + size for size in rows[:, :8].contiguous().view(torch.int64).flatten().tolist()]
@@ -186,17 +183,12 @@ class ProcessRanks(Ranks):
         return [row[8:size] for row, size in zip(rows, sizes, strict=True)]
 
     def from_first(self, value: Any) -> Any:
-        message = to_bytes(value) if self.is_first else torch.empty(0, dtype=torch.uint8)
+        message = to_bytes(value if self.is_first else None)
         size = torch.tensor([message.numel()])
         _call(dist.broadcast, size, 0)
-        if not self.is_first:
-            message = torch.empty(int(size), dtype=torch.uint8)
+        message.resize_(int(size))
         _call(dist.broadcast, message, 0)
         return value if self.is_first else from_bytes(message)
-
-    def to_first(self, value: Any) -> list[Any]:
-        rows = self._gather_bytes(to_bytes(value))
-        return [from_bytes(row) for row in rows] if self.is_first else []
 
     @contextmanager
     def together(self, doing: str) -> Iterator[None]:
@@ -242,10 +234,16 @@ def _call(collective: Callable[..., Any], *arguments: Any) -> None:
 def joined_ranks() -> Iterator[Ranks]:
     """Join the processes that torchrun started, if it did, until the end of the block.
 
-    A process group that exists already is used, and left as it is.
+    A process group that exists already is used, if it can send tensors of the CPU, and left as it is.
     """
     if dist.is_available() and dist.is_initialized():
-        yield _present_ranks()
+        alone, backends = dist.get_world_size() == 1, dist.get_backend_config()
+        if not alone and "cpu:" not in backends:
+            raise RankError(
+                f"expected a process group that carries tensors of the CPU, got one of {backends}: start it with "
+                'init_process_group("cpu:gloo,cuda:nccl"), or leave that to torchrun and this package'
+            )
+        yield Ranks() if alone else ProcessRanks()
         return
     if is_torchrun():
         die_with_parent(os.getppid(), signal.SIGTERM)  # torchrun that is killed leaves its ranks running
@@ -286,19 +284,6 @@ def is_torchrun() -> bool:
 def is_launched() -> bool:
     """Tell whether torchrun, or something like it, started several processes."""
     return all(name in os.environ for name in _LAUNCH_VARIABLES) and int(os.environ["WORLD_SIZE"]) > 1
-
-
-def _present_ranks() -> Ranks:
-    """Return the ranks of the process group that exists, once sure that it can send tensors of the CPU."""
-    if dist.get_world_size() == 1:
-        return Ranks()
-    backends = dist.get_backend_config()
-    if "cpu:" not in backends:
-        raise RankError(
-            f"expected a process group that carries tensors of the CPU, got one of {backends}: start it with "
-            'init_process_group("cpu:gloo,cuda:nccl"), or leave that to torchrun and this package'
-        )
-    return ProcessRanks()
 
 
 def _backend() -> str:

@@ -1,15 +1,14 @@
 """What a vision-language-action model is: a Gaussian over a chunk of actions, and a value; and models by name.
 
-An author derives from ``VLAModel`` and writes ``decode`` alone; ``VLAPolicy`` takes any ``ActsOnObservations``.
+An author derives from ``VLAModel`` and writes ``decode`` alone; ``VLAPolicy`` also takes modules of other kinds.
 """
 
 from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
-from functools import partial
-from typing import Annotated, Any, ClassVar, NamedTuple, Protocol, Self, TypeVar, overload, runtime_checkable
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
 import gymnasium as gym
 import torch
@@ -25,7 +24,7 @@ from embodichain.agents.rl.models.observation import (
     select_entries,
     space_entries,
 )
-from embodichain.agents.rl.utils.tensordicts import Observation
+from embodichain.agents.rl.utils import Registry
 from embodichain.config.classes import MISSING, Config, Count, configclass
 from embodichain.errors import ConfigError, ObservationError, UnknownNameError, nearest
 from embodichain.extras import allowed_modules, check_trusted
@@ -43,15 +42,6 @@ class Decoded(NamedTuple):
     """Value, ``[batch]``."""
     points: Tensor | None = None
     """Predicted coordinates, ``[batch, num_points]`` in units of their spread, if the model has ``num_points``."""
-
-
-@runtime_checkable
-class ActsOnObservations(Protocol):
-    """What ``VLAPolicy`` needs of a module: ``(action, log_prob, value)``, a value, ``(log_prob, entropy, value)``."""
-
-    def __call__(self, obs: Observation, deterministic: bool = False) -> Outcome: ...
-    def get_value(self, obs: Observation) -> Tensor: ...
-    def evaluate_actions(self, obs: Observation, actions: Tensor) -> Outcome: ...
 
 
 @configclass
@@ -194,33 +184,14 @@ def _action_dim(action_space: Space, chunk_size: Any) -> int:
     return int(shape[-1])
 
 
-M = TypeVar("M", bound=type[nn.Module])
-
-_MODELS: dict[str, type[nn.Module]] = {}
-
-
-@overload
-def register_vla_model(name: str, model_cls: M) -> M: ...
-@overload
-def register_vla_model(name: str) -> Callable[[M], M]: ...
-def register_vla_model(name: str, model_cls: Any = None) -> Any:
-    """Make a model class available to configs: ``register_vla_model("mine", Mine)``, or as a decorator."""
-    if model_cls is None:
-        return partial(register_vla_model, name)
-    if _MODELS.setdefault(name, _checked(name, model_cls)) is not model_cls:
-        raise ConfigError(f"the model name {name!r} is taken by {_MODELS[name].__name__}", "register_vla_model")
-    return model_cls
-
-
-def get_registered_vla_model_names() -> list[str]:
-    """Return the names that a config may use."""
-    return sorted(_MODELS)
+_MODELS = Registry[nn.Module]("model", nn.Module)
+register_vla_model, get_registered_vla_model_names = _MODELS.register, _MODELS.names
 
 
 def registered_name(model_cls: type[nn.Module]) -> str:
     """Return the name under which a class is registered, else its dotted path."""
     dotted = f"{model_cls.__module__}.{model_cls.__qualname__}"
-    return next((name for name, known in _MODELS.items() if known is model_cls), dotted)
+    return next((name for name, known in _MODELS.classes.items() if known is model_cls), dotted)
 
 
 def get_vla_model_class(name: str, trusted_modules: Collection[str] = ()) -> type[nn.Module]:
@@ -228,21 +199,18 @@ def get_vla_model_class(name: str, trusted_modules: Collection[str] = ()) -> typ
 
     A module may be imported if it is among ``trusted_modules``, or was allowed when the program started (``--trust``).
     """
-    if name in _MODELS:
-        return _MODELS[name]
+    if name in _MODELS.classes:
+        return _MODELS.classes[name]
     module_name, _, class_name = name.rpartition(".")
     if not module_name:
         hint = "A class of your own is named by its module, as in my_module.MyVLA, or registered by it."
-        raise UnknownNameError(f"unknown model class {name!r}.{nearest(name, _MODELS)} {hint}")
+        raise UnknownNameError(f"unknown model class {name!r}.{nearest(name, _MODELS.classes)} {hint}")
     check_trusted([module_name], {*trusted_modules, *allowed_modules()}, "model_class")
     members = vars(importlib.import_module(module_name))
     if class_name not in members:
         classes = [key for key, value in members.items() if isinstance(value, type)]
         raise UnknownNameError(f"module {module_name!r} has no class {class_name!r}.{nearest(class_name, classes)}")
-    return _checked(name, members[class_name])
-
-
-def _checked(name: str, model_cls: Any) -> type[nn.Module]:
+    model_cls = members[class_name]
     if not isinstance(model_cls, type) or not issubclass(model_cls, nn.Module):
         raise ConfigError(f"{name!r}: expected a subclass of torch.nn.Module, got {model_cls!r}", "model_class")
     return model_cls
