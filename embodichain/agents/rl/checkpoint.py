@@ -52,7 +52,12 @@ def save_checkpoint(path: PathLike, state: Mapping[str, Any]) -> Path:
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        _write(partial, data, tensors)
+        save_file(tensors, partial / TENSOR_FILE)
+        about = {"bytes": (partial / TENSOR_FILE).stat().st_size, "crc32": _file_crc(partial / TENSOR_FILE)}
+        document = {"format": FORMAT, "version": VERSION, "tensors": about, "crc32": _data_crc(data), "state": data}
+        (partial / STATE_FILE).write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        for written in (partial / TENSOR_FILE, partial / STATE_FILE, partial):
+            _sync(written)
         _replace(partial, target)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
@@ -64,7 +69,16 @@ def load_checkpoint(path: PathLike) -> dict[str, Any]:
     """Read a checkpoint folder, tensors on the CPU; ``CheckpointError`` if anything in it is not as it was written."""
     folder = Path(path)
     document = _read_document(folder / STATE_FILE)
-    tensors = _read_tensors(folder / TENSOR_FILE, document["tensors"])
+    about, file = document["tensors"], folder / TENSOR_FILE
+    try:
+        size = file.stat().st_size
+        if size != about.get("bytes"):
+            raise CheckpointError(f"{file} is truncated: expected {about.get('bytes')} bytes, found {size}")
+        if _file_crc(file) != about.get("crc32"):
+            raise CheckpointError(f"{file} is damaged: its content does not match its checksum")
+        tensors = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from None
     try:
         state: dict[str, Any] = unflatten(document["state"], tensors)
     except (KeyError, ValueError) as error:
@@ -156,15 +170,6 @@ def load_policy(
     return policy.eval()
 
 
-def _write(folder: Path, data: Any, tensors: dict[str, Tensor]) -> None:
-    save_file(tensors, folder / TENSOR_FILE)
-    about = {"bytes": (folder / TENSOR_FILE).stat().st_size, "crc32": _file_crc(folder / TENSOR_FILE)}
-    document = {"format": FORMAT, "version": VERSION, "tensors": about, "crc32": _data_crc(data), "state": data}
-    (folder / STATE_FILE).write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    for written in (folder / TENSOR_FILE, folder / STATE_FILE, folder):
-        _sync(written)
-
-
 def _read_document(file: Path) -> dict[str, Any]:
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
@@ -182,18 +187,6 @@ def _read_document(file: Path) -> dict[str, Any]:
     if not isinstance(document.get("tensors"), dict) or _data_crc(document.get("state")) != document.get("crc32"):
         raise CheckpointError(f"{file} is damaged: its content does not match its checksum")
     return document
-
-
-def _read_tensors(file: Path, about: Mapping[str, Any]) -> dict[str, Tensor]:
-    try:
-        size = file.stat().st_size
-        if size != about.get("bytes"):
-            raise CheckpointError(f"{file} is truncated: expected {about.get('bytes')} bytes, found {size}")
-        if _file_crc(file) != about.get("crc32"):
-            raise CheckpointError(f"{file} is damaged: its content does not match its checksum")
-        return load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from None
 
 
 def _data_crc(data: Any) -> int:
@@ -273,14 +266,8 @@ class NanGuard:
         return self.env.get_state() if self.env is not None and self.env.supports_state else None
 
     def _fail(self, what: str, rollout: TensorDictBase) -> None:
-        state = {
-            "message": what,
-            "rollout": rollout,
-            "env_before": self._before,
-            "env_after": self._simulation(),
-            "policy": self.policy.state_dict(),
-        }
-        saved = save_checkpoint(self.folder, state)
+        state = {"message": what, "rollout": rollout, "env_before": self._before, "env_after": self._simulation()}
+        saved = save_checkpoint(self.folder, state | {"policy": self.policy.state_dict()})
         raise NotFiniteError(
             f"{what}. The rollout, the simulation before and after it, and the policy are saved in {saved}; lower the "
             "learning rate or look for what produced it. trainer.nan_guard=false trains on regardless."

@@ -62,16 +62,15 @@ class RunFolder:
         self.keep = keep
         self.checkpoints = path / CHECKPOINTS
         self.metrics = path / "metrics.jsonl"
-        self.videos = path / "videos"
 
     @classmethod
     def create(cls, cfg: TrainCfg) -> RunFolder:
         """Make the folder of a new run; ``TrainingStateError`` if there is a checkpoint in it already."""
-        trainer = cfg.trainer
-        if trainer.run_dir is not None:
-            path = Path(trainer.run_dir)
-        else:
-            path = _unused(Path(trainer.output_dir) / f"{trainer.exp_name}_{time.strftime('%Y%m%d-%H%M%S')}")
+        name, number = f"{cfg.trainer.exp_name}_{time.strftime('%Y%m%d-%H%M%S')}", 1
+        path = Path(cfg.trainer.run_dir or Path(cfg.trainer.output_dir) / name)
+        while cfg.trainer.run_dir is None and path.exists():  # a run of this name was started in the same second
+            number += 1
+            path = path.with_name(f"{name}-{number}")
         if list_checkpoints(path / CHECKPOINTS):
             raise TrainingStateError(
                 f"{path} holds a run already: continue it with --resume {path}, or choose another --trainer.run_dir"
@@ -95,10 +94,15 @@ class RunFolder:
     def save(self, step: int, state: Mapping[str, Any], best: bool = False) -> Path:
         """Write a checkpoint, let ``latest`` (and ``best``) point at it, and remove those that nothing points at."""
         saved = save_checkpoint(self.checkpoints / f"step_{step:012d}", state)
-        self._point(LATEST, saved)
-        if best:
-            self._point(BEST, saved)
-        self._prune()
+        for name in (LATEST, BEST) if best else (LATEST,):  # at any time a link points at the old one or the new one
+            fresh = self.checkpoints / f".{name}.{os.getpid()}"
+            fresh.unlink(missing_ok=True)
+            fresh.symlink_to(saved.name)
+            os.replace(fresh, self.checkpoints / name)
+        kept = (self.checkpoints / BEST).resolve()
+        for old in list_checkpoints(self.checkpoints)[: -self.keep]:
+            if old.resolve() != kept:
+                shutil.rmtree(old)
         return saved
 
     def forget_after(self, step: int) -> None:
@@ -109,37 +113,6 @@ class RunFolder:
         for checkpoint in list_checkpoints(self.checkpoints):
             if checkpoint_step(checkpoint) > step:
                 shutil.rmtree(checkpoint)
-
-    def failure_of(self, rank: int) -> Path:
-        """Return where a rank saves the failing batch at the first NaN."""
-        return self.path / ("failure" if rank == 0 else f"failure_rank_{rank}")
-
-    def video(self, step: int) -> Path:
-        """Return the path of the video of an evaluation."""
-        return self.videos / f"step_{step:012d}.mp4"
-
-    def _point(self, name: str, checkpoint: Path) -> None:
-        """Let a link point at a checkpoint; at any time it points at the old one or at the new one."""
-        fresh = self.checkpoints / f".{name}.{os.getpid()}"
-        fresh.unlink(missing_ok=True)
-        fresh.symlink_to(checkpoint.name)
-        os.replace(fresh, self.checkpoints / name)
-
-    def _prune(self) -> None:
-        best = self.checkpoints / BEST
-        kept = best.resolve() if best.exists() else None
-        for old in list_checkpoints(self.checkpoints)[: -self.keep]:
-            if old.resolve() != kept:
-                shutil.rmtree(old)
-
-
-def _unused(path: Path) -> Path:
-    """Return the path, with a number if a run of this name was started in the same second."""
-    candidate, number = path, 1
-    while candidate.exists():
-        number += 1
-        candidate = path.with_name(f"{path.name}-{number}")
-    return candidate
 
 
 def open_folder(cfg: TrainCfg, run: Path | None, ranks: Ranks) -> RunFolder:
@@ -157,9 +130,14 @@ def run_to_continue(trainer: TrainerCfg, ranks: Ranks) -> Path | None:
 
     The first rank decides. If another one has a checkpoint and it has none, a machine was lost: ``RankError``.
     """
+    saved: list[Path] = []
     with ranks.together("looking for a checkpoint"):
-        found = _newest_step(trainer)
-    steps = ranks.exchange(found)
+        if is_torchrun() and trainer.run_dir is not None:
+            saved = list_checkpoints(Path(trainer.run_dir) / CHECKPOINTS)
+        elif is_torchrun() and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
+            problem = "expected a folder, as torchrun has to find the run again after a restart, got none"
+            raise ConfigError(f"trainer.run_dir: {problem}")
+    steps = ranks.exchange(checkpoint_step(saved[-1]) if saved else None)
     if steps[0] is not None:
         return Path(trainer.run_dir or "")
     for rank, step in enumerate(steps):
@@ -169,19 +147,6 @@ def run_to_continue(trainer: TrainerCfg, ranks: Ranks) -> Path | None:
                 "folder to the machine of rank 0, or use one that all machines see"
             )
     return None
-
-
-def _newest_step(trainer: TrainerCfg) -> int | None:
-    """Return the step of the newest checkpoint that torchrun continues from, ``None`` if there is none."""
-    if not is_torchrun():
-        return None
-    if trainer.run_dir is None:
-        if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
-            problem = "expected a folder, as torchrun has to find the run again after a restart, got none"
-            raise ConfigError(f"trainer.run_dir: {problem}")
-        return None
-    saved = list_checkpoints(Path(trainer.run_dir) / CHECKPOINTS)
-    return checkpoint_step(saved[-1]) if saved else None
 
 
 def resume_command(run: Path) -> str:
@@ -259,24 +224,18 @@ class RunLog:
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
     """Return the lines of a ``metrics.jsonl``; a last one that was cut short is left out."""
-    return [json.loads(line) for line in _whole_lines(file)]
-
-
-def _whole_lines(file: Path) -> Iterator[str]:
-    if not file.exists():
-        return
-    lines = file.read_text(encoding="utf-8").split("\n")
-    yield from (line for line in lines[:-1] if line)  # what follows the last line break was not finished
+    lines = file.read_text(encoding="utf-8").split("\n") if file.exists() else []
+    return [json.loads(line) for line in lines[:-1] if line]  # what follows the last line break was not finished
 
 
 def _cut(file: Path, step: int) -> None:
     """Drop lines of later steps, which are logged again."""
     try:
-        kept = [line for line in _whole_lines(file) if json.loads(line)["step"] <= step]
+        kept = [line for line in read_metrics(file) if line["step"] <= step]
     except (ValueError, KeyError, TypeError) as error:
         raise TrainingStateError(f"{file} is damaged: {error!r}. Move it away to resume without it.") from None
     partial = file.with_name(f".{file.name}.{os.getpid()}")
-    partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    partial.write_text("".join(f"{json.dumps(line)}\n" for line in kept), encoding="utf-8")
     partial.replace(file)
 
 
@@ -286,14 +245,8 @@ def _start_wandb(run: RunFolder, cfg: TrainCfg) -> Any:
     file = run.path / WANDB_FILE
     run_id = file.read_text().strip() if file.exists() else wandb.util.generate_id()
     file.write_text(f"{run_id}\n")
-    return wandb.init(
-        project=cfg.trainer.wandb_project,
-        name=run.path.name,
-        id=run_id,
-        resume="allow",
-        dir=str(run.path),
-        config=cfg.to_dict(),
-    )
+    names = {"project": cfg.trainer.wandb_project, "name": run.path.name, "id": run_id}
+    return wandb.init(**names, resume="allow", dir=str(run.path), config=cfg.to_dict())
 
 
 class ProgressView:

@@ -23,7 +23,6 @@ from embodichain.agents.rl.algo.base import BaseAlgorithm
 from embodichain.agents.rl.buffer.vla_buffer import VLABuffer
 from embodichain.agents.rl.checkpoint import CHECKPOINTS, find_checkpoint, load_checkpoint
 from embodichain.agents.rl.collector.async_collector import AsyncCollector
-from embodichain.agents.rl.collector.config import AsyncCfg
 from embodichain.agents.rl.collector.remote_env import RemoteEnv
 from embodichain.agents.rl.collector.sync_collector import SyncCollector
 from embodichain.agents.rl.config import (
@@ -143,10 +142,7 @@ def train_from_config(
 
 
 def resume_training(
-    run: PathLike,
-    overrides: Sequence[str] = (),
-    trusted_modules: Collection[str] = (),
-    console: Console | None = None,
+    run: PathLike, overrides: Sequence[str] = (), trusted_modules: Collection[str] = (), console: Console | None = None
 ) -> TrainingResult:
     """Continue a run from its latest checkpoint (or from the checkpoint given), as if it had never stopped."""
     with joined_ranks() as ranks:
@@ -217,13 +213,9 @@ def build_trainer(
     if ranks.is_first:
         warn_about_config(given)
     seed_everything(settings.seed)
-    maker = EnvMaker(
-        settings.environment,
-        tuple(trusted_modules),
-        settings.collector.pipeline_stages,
-        processes=settings.collector.env_processes,
-        folders=module_folders(trusted_modules),
-    )
+    stages, processes = settings.collector.pipeline_stages, settings.collector.env_processes
+    folders = module_folders(trusted_modules)
+    maker = EnvMaker(settings.environment, tuple(trusted_modules), stages, processes=processes, folders=folders)
     with ranks.together("building"):
         env = maker()
         policy = build_policy(cfg.policy, env.observation_space, env.action_space, torch.device(settings.device))
@@ -304,36 +296,25 @@ def build_collector(
     trainer: TrainerCfg, env: VecEnv, make_env: EnvMaker, algorithm: BaseAlgorithm
 ) -> SyncCollector | AsyncCollector:
     """Return the collector that a config asks for; a collecting process makes environments of its own."""
-    policy, device = algorithm.policy, algorithm.device
+    policy, device, start = algorithm.policy, algorithm.device, algorithm.start_rollout
     if not trainer.collects_async:
-        return SyncCollector(
-            env,
-            policy,
-            device,
-            start_rollout=algorithm.start_rollout,
-            num_threads=trainer.collect_threads,
-            pipeline_stages=trainer.collector.pipeline_stages,
-        )
-    cfg = async_settings(trainer, algorithm)
-    buffer = VLABuffer((cfg.max_policy_lag + 1) * env.num_envs * trainer.buffer_size, device)
-    if cfg.worker != "thread":
-        env.close()  # its spaces are known by now
-    source = env if cfg.worker == "thread" else make_env
-    return AsyncCollector(source, policy, buffer, device, cfg=cfg, start_rollout=algorithm.start_rollout)
-
-
-def async_settings(trainer: TrainerCfg, algorithm: BaseAlgorithm) -> AsyncCfg:
-    """Return the settings of asynchronous collection, completed by the rest of the config."""
+        threads, stages = trainer.collect_threads, trainer.collector.pipeline_stages
+        return SyncCollector(env, policy, device, start_rollout=start, num_threads=threads, pipeline_stages=stages)
     cfg, adopt = trainer.collector, trainer.collector.adopt
     if algorithm.one_version_per_rollout and adopt == "step":
         adopt = "rollout"
         _LOG.info("%s compares trajectories: new weights are adopted between rollouts", type(algorithm).__name__)
-    return cfg.replace(
+    cfg = cfg.replace(
         adopt=adopt,
         num_steps=trainer.buffer_size,
         seed=trainer.seed if cfg.seed is None else cfg.seed,
         num_threads=trainer.collect_threads if cfg.num_threads is None else cfg.num_threads,
     )
+    buffer = VLABuffer((cfg.max_policy_lag + 1) * env.num_envs * trainer.buffer_size, device)
+    if cfg.worker != "thread":
+        env.close()  # its spaces are known by now
+    source = env if cfg.worker == "thread" else make_env
+    return AsyncCollector(source, policy, buffer, device, cfg=cfg, start_rollout=start)
 
 
 if __name__ == "__main__":

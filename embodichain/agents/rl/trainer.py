@@ -132,7 +132,8 @@ class Trainer:
         self.algorithm, self.policy, self.ranks = algorithm, algorithm.policy, ranks
         self.collector = collector
         owned = env if isinstance(collector, SyncCollector) else None  # other collectors step it at any time
-        self.guard = NanGuard(owned, self.policy, folder.failure_of(ranks.rank)) if settings.nan_guard else None
+        failure = folder.path / (f"failure_rank_{ranks.rank}" if ranks.rank else "failure")
+        self.guard = NanGuard(owned, self.policy, failure) if settings.nan_guard else None
         self.view = ProgressView(settings.exp_name, console)
         self.counters = Counters()
         self.evaluation: Evaluation | None = None
@@ -165,12 +166,15 @@ class Trainer:
                     self.save_checkpoint()
                 while (reason := self._stop_reason(signals)) is None:
                     began, before = time.perf_counter(), self.global_step
-                    rollout = self._collect()
+                    with self.ranks.together("collecting"):
+                        rollout = self._collect()
                     collected = time.perf_counter()
                     self.algorithm.progress = self._progress()
                     with torch_threads(self._update_threads):
                         measures = self.algorithm.update(rollout)
-                    self._check_update(measures, rollout)
+                    if self.guard is not None:
+                        self.guard.check_update(measures, rollout, before)
+                    check_equal(self.ranks, self.policy, f"after the update at step {before}")
                     self.collector.publish()
                     self._log_iteration(rollout, measures, began, collected)
                     if crossed(settings.eval_freq, before, self.global_step):
@@ -231,19 +235,12 @@ class Trainer:
 
     def _collect(self) -> TensorDictBase:
         """Return one rollout ``[num_envs, num_steps]`` without NaN or infinity."""
-        with self.ranks.together("collecting"):
-            if self.guard is not None:
-                self.guard.before_rollout()
-            rollout = self.collector.collect(self.cfg.trainer.buffer_size)
-            if self.guard is not None:
-                self.guard.check_rollout(rollout, self.global_step)
+        if self.guard is None:
+            return self.collector.collect(self.cfg.trainer.buffer_size)
+        self.guard.before_rollout()
+        rollout = self.collector.collect(self.cfg.trainer.buffer_size)
+        self.guard.check_rollout(rollout, self.global_step)
         return rollout
-
-    def _check_update(self, measures: Scalars, rollout: TensorDictBase) -> None:
-        """Raise an error if an update gave a NaN, or other weights on other ranks."""
-        if self.guard is not None:
-            self.guard.check_update(measures, rollout, self.global_step)
-        check_equal(self.ranks, self.policy, f"after the update at step {self.global_step}")
 
     def _log_iteration(self, rollout: TensorDictBase, measures: Scalars, began: float, collected: float) -> None:
         """Count, log and show one iteration."""
@@ -271,31 +268,27 @@ class Trainer:
 
     def evaluate(self) -> None:
         """Evaluate the policy, on the first rank; log how it did, and save it if it is the best so far."""
+        settings, now = self.cfg.trainer, self.counters
+        is_best: bool | None = None
         with self.ranks.together("evaluating"):
-            is_best = self._evaluate()
+            if self.eval_env is not None:
+                video = (
+                    self.folder.path / "videos" / f"step_{self.global_step:012d}.mp4" if settings.eval_video else None
+                )
+                result = evaluate(self.policy, self.eval_env, settings.num_eval_episodes, settings.eval_seed, video)
+                self.evaluation = result
+                self.log.write(self.global_step, result.scalars() | {"time/total_seconds": self._update_clock()})
+                for file in result.files:
+                    self.log.video(self.global_step, file)
+                problem = "" if result.problem is None else f" (no video: {result.problem})"
+                self.view.print(f"step {self.global_step}: evaluation {result}{problem}")
+                is_best = now.best_score is None or result.score > now.best_score
+                now.best_score = result.score if is_best else now.best_score
         is_best = self.ranks.from_first(is_best)
         if is_best is not None:
-            self.counters.evaluated_at = self.global_step
+            now.evaluated_at = self.global_step
         if is_best:
             self.save_checkpoint(best=True)
-
-    def _evaluate(self) -> bool | None:
-        """Return whether the policy is the best so far; ``None`` if it cannot be evaluated here."""
-        if self.eval_env is None:
-            return None
-        settings = self.cfg.trainer
-        video = self.folder.video(self.global_step) if settings.eval_video else None
-        result = evaluate(self.policy, self.eval_env, settings.num_eval_episodes, settings.eval_seed, video)
-        self.evaluation = result
-        self.log.write(self.global_step, result.scalars() | {"time/total_seconds": self._update_clock()})
-        for file in result.files:
-            self.log.video(self.global_step, file)
-        problem = "" if result.problem is None else f" (no video: {result.problem})"
-        self.view.print(f"step {self.global_step}: evaluation {result}{problem}")
-        if self.counters.best_score is not None and result.score <= self.counters.best_score:
-            return False
-        self.counters.best_score = result.score
-        return True
 
     def save_checkpoint(self, best: bool = False) -> None:
         """Write a checkpoint of everything the next iteration depends on, on all ranks."""
@@ -322,12 +315,8 @@ class Trainer:
     def _state(self) -> dict[str, Any] | None:
         """Return the content of a checkpoint, on the first rank; see ``checkpoint.py``."""
         with self.collector.hold():
-            own = {
-                "collector": self.collector.state_dict(),
-                "env": self.collector.env_state(),
-                "random": get_random_state(),
-            }
-            of_ranks = self.ranks.to_first(own)
+            collector, env = self.collector.state_dict(), self.collector.env_state()
+            of_ranks = self.ranks.to_first({"collector": collector, "env": env, "random": get_random_state()})
             if not of_ranks:
                 return None
             spaces = {"observation": self.env.observation_space, "action": self.env.action_space}

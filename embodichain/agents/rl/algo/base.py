@@ -82,12 +82,7 @@ class BaseAlgorithm(ABC):
             raise ConfigError(problem, "algorithm")
 
     def initialize_buffer(
-        self,
-        num_steps: int,
-        num_envs: int,
-        obs_dim: int,
-        action_dim: int,
-        device: torch.device | str | None = None,
+        self, num_steps: int, num_envs: int, obs_dim: int, action_dim: int, device: torch.device | str | None = None
     ) -> None:
         """Make the buffer that ``collect_rollout`` writes to; nested observations are stored flat."""
         self.check_num_envs(num_envs)
@@ -214,8 +209,9 @@ class MinibatchAlgorithm(BaseAlgorithm):
         if self.validity_key is None or not self.policy.is_recurrent:
             shares = minibatches.shares(self.ranks.rank)
         else:
-            valid = [minibatches.num_valid(chosen, self.validity_key) for chosen in order]
-            weights = torch.tensor(valid, dtype=torch.float64)
+            valid = minibatches.rows[self.validity_key]
+            counts = [int(valid[minibatches.locate(chosen)[0]].sum()) for chosen in order]
+            weights = torch.tensor(counts, dtype=torch.float64)
             shares = (weights / self.ranks.sum(weights)).tolist()
         for chosen, share in zip(order, shares, strict=True):
             # Where nothing is left for this rank, anything will do: its share is zero.

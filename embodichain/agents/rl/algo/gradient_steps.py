@@ -221,20 +221,12 @@ class StaticRows:
 
 def _side_by_side(leaves: dict[tuple[str, ...], Tensor]) -> dict[tuple[str, ...], slice]:
     """Return the columns of a table for all narrow parts of numbers, vectors first: those stay aligned."""
-    narrow = [p for p, x in leaves.items() if x.dtype == torch.float32 and x.ndim <= 2 and _width(x) <= _NARROW]
+    widths = {p: x.shape[1:].numel() for p, x in leaves.items() if x.dtype == torch.float32 and x.ndim <= 2}
     columns, first = {}, 0
-    for path in sorted(narrow, key=lambda path: -_width(leaves[path])):
-        columns[path] = slice(first, first + _width(leaves[path]))
-        first += _width(leaves[path])
+    for path in sorted((p for p in widths if widths[p] <= _NARROW), key=lambda path: -widths[path]):
+        columns[path] = slice(first, first + widths[path])
+        first += widths[path]
     return columns
-
-
-def _width(leaf: Tensor) -> int:
-    return leaf.shape[1] if leaf.ndim > 1 else 1
-
-
-Step = Callable[[TensorDictBase, Meter], None]
-"""Does one gradient step on a minibatch and tells a meter what was measured."""
 
 
 class GraphedSteps:
@@ -246,7 +238,12 @@ class GraphedSteps:
     minibatches are filled up with transitions of no weight, and one size does for all.
     """
 
-    def __init__(self, step: Step, optimizer: PolicyOptimizer, validity_key: str | None = None) -> None:
+    def __init__(
+        self,
+        step: Callable[[TensorDictBase, Meter], None],
+        optimizer: PolicyOptimizer,
+        validity_key: str | None = None,
+    ) -> None:
         """Prepare to replay ``step``; ``validity_key`` names the part of a minibatch that weighs its transitions."""
         self._step, self._optimizer, self._validity_key = step, optimizer, validity_key
         self._recorder = Recorder("the update runs")

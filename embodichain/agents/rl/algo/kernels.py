@@ -71,24 +71,11 @@ def accumulate_gae(rows: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     per_step = isinstance(gamma, Tensor)
     numbers: tuple[Any, Any] = (0.0, 0.0) if per_step else (gamma, decay)
     fields: tuple[Any, Any] = (gamma, decay) if per_step else (rewards, rewards)
+    read = (rewards, values, next_values, terminations.view(torch.uint8), dones.view(torch.uint8), *fields)
+    options: dict[str, Any] = {"block": GAE_BLOCK, "num_warps": 1, "enable_fp_fusion": False}
     with torch.cuda.device(rewards.device):
-        _walk_back[(triton.cdiv(num_envs, GAE_BLOCK),)](
-            rewards,
-            values,
-            next_values,
-            terminations.view(torch.uint8),
-            dones.view(torch.uint8),
-            *fields,
-            advantage,
-            returns,
-            *numbers,
-            num_steps,
-            num_envs,
-            per_step=per_step,
-            block=GAE_BLOCK,
-            num_warps=1,
-            enable_fp_fusion=False,
-        )
+        launch = _walk_back[(triton.cdiv(num_envs, GAE_BLOCK),)]
+        launch(*read, advantage, returns, *numbers, num_steps, num_envs, per_step=per_step, **options)
     return advantage, returns
 
 
@@ -185,23 +172,12 @@ class _Loss(torch.autograd.Function):
         sums = torch.empty(blocks, 5, device=new_value.device)
         read = (new_log_prob, log_prob, advantage, new_value, value, returns)
         scaled = isinstance(scale, Tensor)
+        unit = scale if scaled else new_value
+        written = (log_prob_grad, value_grad, sums)
+        strides = (tensor.stride(0) for tensor in read)
+        options = {"max_log_r": MAX_LOG_RATIO, "clip_value": clip_value, "scaled": scaled, "block": LOSS_BLOCK}
         with torch.cuda.device(new_value.device):
-            _clipped_loss[(blocks,)](
-                *read,
-                scale if scaled else new_value,
-                log_prob_grad,
-                value_grad,
-                sums,
-                *(tensor.stride(0) for tensor in read),
-                count,
-                clip,
-                vf_coef,
-                max_log_r=MAX_LOG_RATIO,
-                clip_value=clip_value,
-                scaled=scaled,
-                block=LOSS_BLOCK,
-                num_warps=4,
-            )
+            _clipped_loss[(blocks,)](*read, unit, *written, *strides, count, clip, vf_coef, **options, num_warps=4)
         totals = sums.sum(0)
         ctx.save_for_backward(log_prob_grad, value_grad)
         ctx.mark_non_differentiable(totals)

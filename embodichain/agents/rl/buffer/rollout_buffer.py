@@ -424,10 +424,6 @@ class Minibatches:
         ]
         return [of_ranks[rank] / sum(of_ranks) for of_ranks in sizes]
 
-    def num_valid(self, chosen: Tensor, validity_key: str) -> int:
-        """Return how many transitions of these items count; this waits for the device."""
-        return int(self.rows[validity_key][self.locate(chosen)[0]].sum())
-
     def __len__(self) -> int:
         return self.count
 

@@ -42,7 +42,7 @@ class VLABuffer:
         self.buffer_size, self.device, self.overwrite = buffer_size, torch.device(device), overwrite
         self.producer: Producer | None = None
         """The collector that fills it, if it wants to know when something is taken."""
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # may be entered again by the thread that holds it
         self._entries: deque[TensorDictBase] = deque()
         self._first = 0  # number of the oldest entry
         self._size = self._taken = self._dropped = self._last_size = 0  # transitions
@@ -91,7 +91,7 @@ class VLABuffer:
             self._size += size
             self._last_size = size
             self._changed.notify_all()
-            return self._next - 1
+            return self.next - 1
 
     def get(self, flatten: bool = False, timeout: float | None = 0.0) -> TensorDictBase:
         """Hand out the oldest rollout ``[num_envs, num_steps]``, or all single transitions, stacked along time.
@@ -139,7 +139,7 @@ class VLABuffer:
     def next(self) -> int:
         """Number of the next entry to be added, which is how many were added."""
         with self._changed:
-            return self._next
+            return self._first + len(self._entries)
 
     def is_full(self) -> bool:
         """Tell whether there is no room for another entry like the last one."""
@@ -178,7 +178,7 @@ class VLABuffer:
         """Return what is in it, oldest first, and its counters."""
         with self._changed:
             waits = [round(1e6 * seconds) for seconds in (self._add_wait, self._get_wait)]
-            counts = [self._first, self._next, self._taken, self._dropped, self._last_size, *waits]
+            counts = [self._first, self.next, self._taken, self._dropped, self._last_size, *waits]
             return {"counts": counts, "entries": [entry.clone() for entry in self._entries]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -189,10 +189,6 @@ class VLABuffer:
             self._first, _, self._taken, self._dropped, self._last_size, *waits = state["counts"]
             self._add_wait, self._get_wait = (microseconds / 1e6 for microseconds in waits)
             self._changed.notify_all()
-
-    @property
-    def _next(self) -> int:
-        return self._first + len(self._entries)
 
     def _has_room(self, size: int) -> bool:
         return self._size + size <= self.buffer_size

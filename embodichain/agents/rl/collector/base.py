@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -20,19 +20,8 @@ LARGE_STEP = 50_000_000
 """Multiplications per environment step above which one thread is no longer the fastest choice."""
 
 
-class StepCallback(Protocol):
-    """Called after every environment step; whatever it raises ends the collection."""
-
-    def __call__(
-        self,
-        obs: Observation,
-        action: Tensor,
-        reward: Tensor,
-        done: Tensor,
-        info: dict[str, Any],
-        next_obs: Observation,
-    ) -> None:
-        """See one step of all envs."""
+StepCallback = Callable[[Observation, Tensor, Tensor, Tensor, dict[str, Any], Observation], None]
+"""Called with ``obs, action, reward, done, info, next_obs`` after every step; what it raises ends the collection."""
 
 
 class Decision(NamedTuple):
