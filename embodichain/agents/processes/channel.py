@@ -38,10 +38,7 @@ class Message:
     """The memory that came with it."""
 
     def content(self, copy: bool = True, device: str | None = None) -> Any:
-        """Return the nested data; without ``copy`` tensors lie in the segment, which lives as long as they do.
-
-        ``device`` is what TensorDicts say of themselves.
-        """
+        """Return the nested data; without ``copy`` tensors lie in the segment; ``device`` is that of TensorDicts."""
         return decode(self.description, None if self.segment is None else self.segment.bytes, copy, device)
 
 
@@ -91,13 +88,14 @@ class Channel:
         return any(event & select.POLLHUP for _, event in self._arrivals.poll(0))
 
     def receive(self, timeout: float | None = None) -> Message | None:
-        """Return the next message, ``None`` if none came within so many seconds.
-
-        ``EOFError`` says that nobody is at the other end any more.
-        """
+        """Return the next message, ``None`` if none came within so many seconds."""
         if self.socket.fileno() < 0:  # its number may be another's by now
             raise EOFError("the connection is closed")
-        self._flush()
+        if self._waiting and self._sending.acquire(blocking=False):  # else somebody is sending
+            try:
+                self._send_waiting(wait=False)
+            finally:
+                self._sending.release()
         if not self._arrivals.poll(None if timeout is None else 1000.0 * timeout):
             return None
         try:
@@ -131,13 +129,6 @@ class Channel:
             self._waiting.append((json.dumps(words).encode(), segment))
             self._send_waiting(wait)
 
-    def _flush(self) -> None:
-        if self._waiting and self._sending.acquire(blocking=False):  # else somebody is sending
-            try:
-                self._send_waiting(wait=False)
-            finally:
-                self._sending.release()
-
     def _send_waiting(self, wait: bool) -> None:
         while self._waiting:
             packet, segment = self._waiting.popleft()
@@ -162,25 +153,14 @@ class RequestChannel:
     request then comes in new memory, wants its answer in new memory, and answers to earlier requests are skipped.
     """
 
-    def __init__(self, connection: socket.socket, asks: bool) -> None:
-        self._channel, self._asks = Channel(connection), asks
+    def __init__(self, channel: Channel, asks: bool) -> None:
+        self.channel, self._asks = channel, asks
         self._outgoing: Segment | None = None
         self._incoming: Segment | None = None
         self._number = 0
         """How many requests there were."""
         self._interrupted = False
         """Whether what was sent or received last may not have arrived."""
-
-    @classmethod
-    def pair(cls) -> tuple[RequestChannel, RequestChannel]:
-        """Return the two ends of a new connection: the one that asks, and the one that answers."""
-        mine, other = Channel.pair()
-        return cls(mine.socket, asks=True), cls(other.socket, asks=False)
-
-    @property
-    def socket(self) -> socket.socket:
-        """What the connection consists of."""
-        return self._channel.socket
 
     def send(self, kind: str, content: Any = None) -> None:
         """Send nested data, waiting for room; if the other process is gone, ``receive`` tells."""
@@ -195,21 +175,14 @@ class RequestChannel:
         words = {"kind": kind, "renew": self._interrupted, **encode(content, allocate)[0]}
         self._interrupted = True
         self._number += self._asks
-        self._channel._post({**words, "number": self._number}, new, wait=True)
+        self.channel._post({**words, "number": self._number}, new, wait=True)
         self._outgoing, self._interrupted = memory, False
 
-    def has_arrived(self) -> bool:
-        """Tell whether ``receive`` would not have to wait."""
-        return self._channel.has_arrived()
-
     def receive(self) -> tuple[str, Any]:
-        """Return kind and content of the next message; ``EOFError`` says that nobody is at the other end any more.
-
-        TensorDicts in it say that they are on the CPU, as those of an environment do.
-        """
+        """Return kind and content of the next message, TensorDicts on the CPU; ``EOFError`` if nobody is there."""
         while True:
             self._interrupted = True
-            message = self._channel.receive()
+            message = self.channel.receive()
             if message is None:
                 raise EOFError("nothing was received")
             self._incoming = message.segment or self._incoming
@@ -221,11 +194,7 @@ class RequestChannel:
             if words.get("number", self._number) == self._number:  # else nobody waits for it any more
                 return message.kind, Message(message.kind, words, self._incoming).content(device="cpu")
 
-    def shut_down(self) -> None:
-        """Let nobody wait for a message any more, here or at the other end."""
-        self._channel.shut_down()
-
     def close(self) -> None:
-        """Close this end; calling it twice is fine."""
-        self._channel.close()
+        """Close this end and let go of its memory."""
+        self.channel.close()
         self._outgoing = self._incoming = None

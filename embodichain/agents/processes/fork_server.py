@@ -35,36 +35,25 @@ class ForkServer:
     """Forks a worker for every request, reports how it ended, and ends all workers with the program."""
 
     def __init__(self, control: socket.socket, program: int) -> None:
-        self._control, self._program = control, program
+        self._control = control
         self._statuses: dict[int, int] = {}
         """Write ends of the status pipes, by process id."""
+        self._program = os.pidfd_open(program)  # tells of its end however many of its children hold our socket
         self._wake, write = os.pipe()
         os.set_blocking(write, False)
         signal.set_wakeup_fd(write)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        self._inherited = [self._wake, write, control.fileno()]
-
-    def preload(self, modules: list[str]) -> None:
-        """Import what workers need, and end if the program does meanwhile."""
-        signal.signal(signal.SIGALRM, lambda *_: None if os.getppid() == self._program else os._exit(1))
-        signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
-        for name in (_POOL, *modules):
-            with contextlib.suppress(ImportError):  # the worker that needs it reports it
-                importlib.import_module(name)
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        self._inherited = [self._program, self._wake, write, control.fileno()]
 
     def serve(self) -> None:
         """Fork workers until the program ends; return in every worker, with its descriptors in ``self.job``."""
         signal.signal(signal.SIGTERM, lambda *_: self._end_all())
-        program = os.pidfd_open(self._program)  # tells of its end however many of its children hold our socket
-        self._inherited.append(program)
         events = select.poll()
-        for descriptor in (self._control.fileno(), self._wake, program):
+        for descriptor in (self._control.fileno(), self._wake, self._program):
             events.register(descriptor, select.POLLIN)
         while True:
             ready = {descriptor for descriptor, _ in events.poll()}
-            if program in ready or os.getppid() != self._program:
+            if self._program in ready:
                 self._end_all()
             if self._wake in ready:
                 os.read(self._wake, 1 << 16)
@@ -125,24 +114,21 @@ def _kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def main() -> int:
-    """Serve; in a worker, do its job and return its exit code."""
+def main() -> None:
+    """Serve; in a worker, do its job and end the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the program's to handle
     program, control, modules, sys.path[:] = json.loads(sys.argv[1])
     server = ForkServer(socket.socket(fileno=control), program)
-    server.preload(modules)
+    for name in (_POOL, *modules):
+        with contextlib.suppress(ImportError):  # the worker that needs it reports it
+            importlib.import_module(name)
     server.serve()
     code: int = importlib.import_module(_POOL).run_worker(*server.job)
-    return code
-
-
-def leave(code: int) -> None:
-    """End the process after its exit handlers; taking every imported module apart first would take a second."""
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
+    os._exit(code)  # taking every imported module apart first would take a second
 
 
 if __name__ == "__main__":
-    leave(main())
+    main()

@@ -96,19 +96,12 @@ def _lines(path: Path) -> list[str]:
 
 def format_bytes(count: int) -> str:
     """Return a byte count as a person would say it."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
+    power = min(max(count.bit_length() - 1, 0) // 10, 4)
+    return f"{count / 1024**power:.1f} {('bytes', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
 def tensor_of(array: NDArray[np.uint8]) -> Tensor:
-    """Return the memory of an array of bytes as a tensor, without a copy.
-
-    The tensor keeps the array alive. It must not be written to if the array is read-only, as those of Ray are.
-    """
+    """Return the memory of an array of bytes, which may be read-only as those of Ray are, as a tensor."""
     if not array.size:
         return torch.empty(0, dtype=torch.uint8)
     memory: Any = (ctypes.c_uint8 * array.size).from_address(array.ctypes.data)

@@ -34,8 +34,13 @@ def assert_same(received: dict[str, Any]) -> None:
     assert (received["nested"] == NESTED["nested"]).all()
 
 
+def request_channels() -> tuple[RequestChannel, RequestChannel]:
+    mine, other = Channel.pair()
+    return RequestChannel(mine, asks=True), RequestChannel(other, asks=False)
+
+
 def test_messages_of_all_sizes_go_through_the_same_memory() -> None:
-    mine, other = RequestChannel.pair()
+    mine, other = request_channels()
     for count in (3, 100_000, 0, 7, 200_000, 5):
         sent = {"numbers": torch.arange(count), "flags": torch.rand(count) > 0.5, "words": ["a", None, 1.5]}
         mine.send("question", sent)
@@ -56,7 +61,7 @@ def test_messages_of_all_sizes_go_through_the_same_memory() -> None:
 
 
 def test_a_message_that_could_not_be_sent_changes_nothing() -> None:
-    mine, other = RequestChannel.pair()
+    mine, other = request_channels()
     mine.send("small", torch.arange(4))
     assert other.receive()[1].tolist() == [0, 1, 2, 3]
     heard: list[tuple[str, Tensor]] = []
@@ -76,7 +81,7 @@ def test_a_message_that_could_not_be_sent_changes_nothing() -> None:
 
 def test_a_type_that_numpy_learned_of_elsewhere_comes_through() -> None:
     pytest.importorskip("ml_dtypes")  # numpy knows bfloat16 from then on, torch does not know numpy's
-    mine, other = RequestChannel.pair()
+    mine, other = request_channels()
     for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.uint16):
         sent = torch.tensor([1, 2]).to(dtype)
         other.send("number", [sent, torch.empty(0, 3, dtype=dtype)])

@@ -1,10 +1,8 @@
 """An environment in a process of its own: whoever steps it here only waits, and leaves this process's time to others.
 
-Groups of envs that take turns are simulated in threads otherwise. That is all they need where MuJoCo computes, for it
-releases the interpreter meanwhile; but tasks with much Python in them, and images that are rendered by software, make
-threads wait for each other. ``begin_step`` and ``finish_step`` are the halves of a step, so that one thread can keep
-several such environments busy; between two steps their processes prepare what the next ones need, such as the reset
-states of episodes to come.
+That is faster than threads where tasks have much Python in them, or images are rendered by software. ``begin_step`` and
+``finish_step`` are the halves of a step, so that one thread can keep several such environments busy; between two steps
+their processes prepare what the next ones need, such as the reset states of episodes to come.
 """
 
 from __future__ import annotations
@@ -40,9 +38,8 @@ class RemoteEnv(StepsInHalves):
     """The environment that ``make`` returns in another process, where it gives the same numbers as it would here.
 
     ``make`` is called there: it has to be picklable, and what it makes to live on the CPU. Torch has one thread there.
-    The global random generators, which environments of this package do not use, are seeded from torch's seed here,
-    differently in every process. An exception of the environment is raised here; if its process dies, that is a
-    ``WorkerError``.
+    The global random generators are seeded from torch's seed here, differently in every process. An exception of the
+    environment is raised here; if its process dies, that is a ``WorkerError``.
     """
 
     device = torch.device("cpu")
@@ -60,7 +57,7 @@ class RemoteEnv(StepsInHalves):
                 env = cls.__new__(cls)
                 env._start(make)
                 envs.append(env)
-            waiting: dict[Any, Self] = {env._channel.socket: env for env in envs}
+            waiting: dict[Any, Self] = {env._process.channel.socket: env for env in envs}
             while waiting:  # in the order in which they are there, so that a failure is told at once
                 for connection in wait(list(waiting)):
                     waiting.pop(connection)._meet()
@@ -79,11 +76,11 @@ class RemoteEnv(StepsInHalves):
             self._process = WorkerProcess(_serve, (make, (torch.initial_seed() + next(_made)) % 2**63))
         except ConfigError as error:
             raise EnvContractError(f"what makes the environment: {error}") from None
-        self._channel = RequestChannel(self._process.channel.socket, asks=True)
+        self._channel = RequestChannel(self._process.channel, asks=True)
 
     def _meet(self) -> None:
         """Wait for the environment to be made and learn what it is like."""
-        with self._connected():
+        with self._exchange():
             about = self._answer()
         self._describe(about)
 
@@ -110,13 +107,12 @@ class RemoteEnv(StepsInHalves):
     def begin_step(self, action: Action) -> None:
         if not isinstance(action, (Tensor, np.ndarray, Mapping, TensorDictBase)):
             raise ActionError(f"an action is a tensor or a dict of one, got {type(action).__name__}")
-        with self._turn, self._connected():
+        with self._exchange():
             self._send("step", action)
             self._under_way = True
 
     def finish_step(self) -> StepResult:
-        with self._turn, self._connected():
-            self._check_open()
+        with self._exchange():
             if not self._under_way:
                 raise EnvContractError("no step of this environment is under way: begin_step() comes first")
             self._under_way = False
@@ -148,7 +144,7 @@ class RemoteEnv(StepsInHalves):
             return
         self._closed = True
         try:
-            self._channel.shut_down()  # whoever waits for an answer in another thread hears of that
+            self._process.channel.shut_down()  # whoever waits for an answer in another thread hears of that
             self._process.wait(_GRACE_SECONDS)
         finally:
             self._process.kill()
@@ -157,16 +153,11 @@ class RemoteEnv(StepsInHalves):
             self._turn.release()
 
     def _ask(self, name: str, *args: Any) -> Any:
-        with self._turn, self._connected():
+        with self._exchange():
             self._send(name, *args)
             return self._answer()
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise EnvContractError("this environment is closed: make a new one")
-
     def _send(self, name: str, *args: Any) -> None:
-        self._check_open()
         if self._under_way:
             raise EnvContractError("a step of this environment is under way: finish_step() comes first")
         self._channel.send(name, list(args))
@@ -178,14 +169,17 @@ class RemoteEnv(StepsInHalves):
         return content
 
     @contextlib.contextmanager
-    def _connected(self) -> Iterator[None]:
-        """Say what became of the process if nobody is there any more."""
-        try:
-            yield
-        except EOFError:
-            if self._closed:
-                raise EnvContractError("this environment was closed meanwhile: make a new one") from None
-            raise WorkerError(f"the process of an environment {self._process.describe_end()}") from None
+    def _exchange(self) -> Iterator[None]:
+        """Talk to the process, one thread at a time; say what became of it if nobody is there any more."""
+        with self._turn:
+            try:
+                if self._closed:
+                    raise EnvContractError("this environment is closed: make a new one")
+                yield
+            except EOFError:
+                if self._closed:
+                    raise EnvContractError("this environment was closed meanwhile: make a new one") from None
+                raise WorkerError(f"the process of an environment {self._process.describe_end()}") from None
 
 
 def _serve(channel: Channel, _: Heartbeat, make: Callable[[], VecEnv], seed: int) -> None:
@@ -193,7 +187,7 @@ def _serve(channel: Channel, _: Heartbeat, make: Callable[[], VecEnv], seed: int
     seed_everything(seed)
     env = make()
     try:
-        _answer_all(env, RequestChannel(channel.socket, asks=False))
+        _answer_all(env, RequestChannel(channel, asks=False))
     finally:
         env.close()
 
@@ -205,7 +199,10 @@ def _answer_all(env: VecEnv, channel: RequestChannel) -> None:
             if name == "about":
                 answer: Any = _about(env)
             elif name == "step":
-                answer = _parts(env.step(*args))
+                answer = env.step(*args)
+                if answer[4].get("final_observation") is answer[0]:  # nobody ended; it is not sent twice
+                    info = {name: part for name, part in answer[4].items() if name != "final_observation"}
+                    answer = (*answer[:4], info)
             elif name == "in_chunks":
                 env = chunked(env, *args)
                 answer = _about(env)
@@ -214,7 +211,7 @@ def _answer_all(env: VecEnv, channel: RequestChannel) -> None:
             channel.send("answer", answer)
         except Exception as error:  # noqa: BLE001 - it is raised where the request came from
             channel.send("failed", FailureReport.of_exception(os.getpid(), error).to_json())
-        if name == "step" and not channel.has_arrived():
+        if name == "step" and not channel.channel.has_arrived():
             with contextlib.suppress(Exception):  # the step that needs it will fail in the same way, and say so
                 env.prepare()
         name, args = channel.receive()
@@ -232,11 +229,3 @@ def _about(env: VecEnv) -> dict[str, Any]:
         "choice": space_to_data(env.action_manager.space),
         "action_type": env.action_manager.action_type,
     }
-
-
-def _parts(result: StepResult) -> tuple[Any, ...]:
-    """Return a step without what it says twice."""
-    info = dict(result[4])
-    if info.get("final_observation") is result[0]:  # nobody ended
-        del info["final_observation"]
-    return (*result[:4], info)
