@@ -80,15 +80,6 @@ class PlacementCfg(Config):
             "max_restarts": 0,  # the owner replaces it: it knows what the next one has to do
         }
 
-    def no_room(self, seconds: float) -> ClusterError:
-        """Return the error for a cluster that has had no room for any worker for so long."""
-        needs = {name: value for name, value in self.to_dict().items() if value}
-        free = load_ray().available_resources()
-        return ClusterError(
-            f"no node of the cluster had room for a worker within start_timeout ({seconds:g} s): each needs {needs}; "
-            f"free are {free}. Change placement, or add nodes"
-        )
-
 
 class ClusterCfg(Protocol):
     """Settings of workers in a cluster, for whatever they do."""
@@ -115,13 +106,15 @@ class RayCluster:
         with cls._lock, ray_environment():
             ray = load_ray()
             if not ray.is_initialized():
-                with _own_signal_handlers():
-                    if address is None:
-                        _start(ray, num_workers, placement)
-                    else:
-                        _connect(ray, address)
+                on_termination = signal.getsignal(signal.SIGTERM)
+                if address is None:
+                    _start(ray, num_workers, placement)
+                else:
+                    _connect(ray, address)
+                if threading.current_thread() is threading.main_thread():  # elsewhere Ray sets no handler either
+                    signal.signal(signal.SIGTERM, on_termination)  # Ray's ends a training before it has saved itself
                 cls._connected_here, cls._started_here = True, address is None
-                atexit.register(cls._at_exit)  # after Ray's own, so it runs before that
+                atexit.register(setattr, cls, "_exiting", True)  # after Ray's own, so it runs before that
             elif address is not None:
                 log.info("this process is connected with Ray already; address %r is not used", address)
             cls._num_open += 1
@@ -156,10 +149,6 @@ class RayCluster:
                     gc.collect()
                     load_ray().shutdown()
 
-    @classmethod
-    def _at_exit(cls) -> None:
-        cls._exiting = True
-
 
 def load_ray() -> Any:
     """Return the module ``ray``, or say which extra brings it."""
@@ -179,19 +168,6 @@ def ray_environment() -> Iterator[None]:
     finally:
         for name in added:
             os.environ.pop(name, None)
-
-
-@contextmanager
-def _own_signal_handlers() -> Iterator[None]:
-    """Keep the signal handlers of the program: Ray would end it, where a training saves itself first."""
-    is_main = threading.current_thread() is threading.main_thread()  # others cannot set handlers, nor can Ray there
-    former = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)} if is_main else {}
-    try:
-        yield
-    finally:
-        for number, handler in former.items():
-            if callable(handler):
-                signal.signal(number, handler)
 
 
 def _start(ray: Any, num_workers: int, placement: PlacementCfg) -> None:
@@ -245,8 +221,8 @@ def _nobody(address: str, why: str) -> ClusterError:
 
 def _refused(address: str) -> ClusterError:
     """Return the error for a cluster that does not accept the token of this process, or got none."""
-    mode, file = os.environ.get(_AUTH_MODE, ""), os.path.expanduser("~/.ray/auth_token")
-    file = os.environ.get(_AUTH_TOKEN_FILE) or file
+    mode = os.environ.get(_AUTH_MODE, "")
+    file = os.environ.get(_AUTH_TOKEN_FILE) or os.path.expanduser("~/.ray/auth_token")
     if mode.lower() != "token":
         given = f"{_AUTH_MODE} is {mode!r} here"
     elif os.environ.get(_AUTH_TOKEN) or os.path.exists(file):
@@ -361,7 +337,11 @@ class ActorPool(Generic[Handle]):
         if not RayCluster.is_alive():
             raise ClusterError("Ray was shut down while workers were running")
         if not self._had_room and time.monotonic() - self._began > self._cfg.start_timeout:
-            raise self._cfg.placement.no_room(self._cfg.start_timeout)
+            needs = {name: value for name, value in self._cfg.placement.to_dict().items() if value}
+            raise ClusterError(
+                f"no node of the cluster had room for a worker within start_timeout ({self._cfg.start_timeout:g} s): "
+                f"each needs {needs}; free are {load_ray().available_resources()}. Change placement, or add nodes"
+            )
         self.workers = [worker for worker in self.workers if not worker.is_killed]
         try:
             awaited = {answer: worker for worker in self.workers for answer in worker.awaited()}
@@ -427,13 +407,11 @@ def _wait(awaited: Mapping[Any, Handle], seconds: float) -> Iterator[tuple[Any, 
 class NodeNames:
     """Names for nodes: their host, with a number where a host has several of them (``box``, ``box#2``).
 
-    The name of a node that is gone is free for the next one: a host that comes back keeps its name.
+    The name of a node that is gone is free for the next one. ``alive`` returns the ids of those that are there.
     """
 
     def __init__(self, alive: Callable[[], Collection[str]] | None = None) -> None:
-        """``alive`` returns the ids of the nodes that are there; it is asked only if a name may be taken."""
-        self._alive = alive or nodes_alive
-        self._names: dict[str, str] = {}
+        self._alive, self._names = alive or nodes_alive, dict[str, str]()
 
     def name(self, node_id: str, host: str) -> str:
         """Return the name of a node."""
@@ -458,11 +436,7 @@ def node_is_gone(node_id: str) -> bool:
 
 
 def node_died(error: Exception, node_id: str) -> bool:
-    """Tell whether an actor ended because its node did; ``node_id`` is where it ran, if it ever did.
-
-    Nothing else is a lost node: a constructor that fails, a process that crashes or has no memory left, an answer that
-    gets lost. Ray tells the cause in words only.
-    """
+    """Tell whether an actor ended because its node did, on which it ran, if ever; Ray tells the cause in words only."""
     exceptions = load_ray().exceptions
     if isinstance(error, exceptions.ActorDiedError) and not error.actor_init_failed:
         return error.preempted or "its node has died" in str(error) or node_is_gone(node_id)

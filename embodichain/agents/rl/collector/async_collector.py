@@ -55,15 +55,13 @@ def _stop_all() -> None:
 class Pacing:
     """Decides how far a collector may run ahead of its learner.
 
-    A rollout is collected when it was requested. Request ``k`` is issued once ``k - settled <= max_policy_lag``, where
-    ``settled`` counts the rollouts that the learner has finished learning from. Learning from one rollout makes one new
-    version of the policy, so rollout ``k`` is consumed at most ``max_policy_lag`` versions after its request was
-    issued, and the collector uses weights of that time or newer ones: no transition is older than the bound, and none
-    is thrown away for being so.
+    Request ``k`` is issued once ``k - settled <= max_policy_lag``, where ``settled`` counts the rollouts that the
+    learner has finished learning from. Learning from one rollout makes one new version of the policy, so rollout ``k``
+    is consumed at most ``max_policy_lag`` versions after its request was issued: no transition is older than the bound,
+    and none is thrown away. At most ``capacity`` rollouts are waiting or under way at any time.
     """
 
     def __init__(self, max_policy_lag: int, capacity: int, first: int = 0) -> None:
-        """Begin with rollout ``first``; at most ``capacity`` rollouts are waiting or under way at any time."""
         self.max_policy_lag, self.capacity = max_policy_lag, capacity
         self.settled = self.taken = self.next = first
 
@@ -108,7 +106,8 @@ class AsyncCollector(BaseCollector):
         make_env = (lambda: env) if isinstance(env, VecEnv) else env
         spec = WorkerSpec(make_env, policy, self.device, callback, start_rollout, cfg)
         self._backend = _make_backend(spec, isinstance(env, VecEnv))
-        self._running = self._paused = False
+        self.is_running = self._paused = False
+        """Whether it was started, and not stopped since."""
         self._held: dict[str, Any] | None = None
         self._store = WeightStore(self.policy, self.cfg)
         self._pacing = Pacing(cfg.max_policy_lag, 0)
@@ -116,13 +115,9 @@ class AsyncCollector(BaseCollector):
         """What is known about the rollouts in the buffer, by number."""
         self._repeated: Sequence[Sequence[int]] = ()
         """Number and version of the requests that waited when a run that is resumed was saved."""
-        self._episodes = _NOTHING
+        self.episodes = _NOTHING
+        """``return`` and ``length`` of the episodes that ended in the rollout that was taken last."""
         self._statistics: dict[str, float] = {}
-
-    @property
-    def is_running(self) -> bool:
-        """Whether it was started, and not stopped since."""
-        return self._running
 
     def start(self) -> None:
         """Begin to collect; calling it again does nothing."""
@@ -134,14 +129,14 @@ class AsyncCollector(BaseCollector):
         try:
             self._begin(self._capacity(num_steps))
         except BaseException:
-            self._running = True
+            self.is_running = True
             self.stop()
             raise
 
     def _begin(self, capacity: int) -> None:
         """Send weights and the first requests; at most ``capacity`` rollouts are waiting or under way."""
         self._store.publish()
-        self._running, self.buffer.producer = True, self
+        self.is_running, self.buffer.producer = True, self
         self._pacing = Pacing(self.cfg.max_policy_lag, capacity, self.buffer.first)
         self._pacing.next = self.buffer.next
         for snapshot in self._store.kept():
@@ -155,7 +150,7 @@ class AsyncCollector(BaseCollector):
 
     def stop(self) -> None:
         """Stop collecting; it always returns, within 5 seconds. Complete rollouts stay in the buffer."""
-        running, self._running, self._paused = self._running, False, False
+        running, self.is_running, self._paused = self.is_running, False, False
         if self.buffer.producer is self:
             self.buffer.producer = None
         if running:
@@ -226,11 +221,6 @@ class AsyncCollector(BaseCollector):
         """
         return dict(self._statistics)
 
-    @property
-    def episodes(self) -> TensorDict:
-        """``return`` and ``length`` of the episodes that ended in the rollout that was taken last."""
-        return self._episodes
-
     def _publish(self) -> None:
         before = self._store.latest
         snapshot = self._store.publish()
@@ -287,7 +277,7 @@ class AsyncCollector(BaseCollector):
         self._statistics = result.statistics | self._staleness(rollout, versions)
         self._store.check_stamps(versions)
         self._store.forget_before(min(versions))
-        self._episodes = result.episodes
+        self.episodes = result.episodes
         self._statistics |= {
             "time/rollout_seconds": result.seconds,
             "time/collector_wait_seconds": result.waited,

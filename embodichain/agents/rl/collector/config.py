@@ -64,8 +64,7 @@ class AsyncCfg(Config):
 
     def check(self) -> None:
         """Raise ConfigError for settings that contradict each other."""
-        problems = self.problems()
-        if problems:
+        if problems := self.problems():
             raise ConfigError(problems, "collector")
 
     def problems(self) -> list[str]:

@@ -1,8 +1,7 @@
 """What collects rollouts for a learner, be it in a thread, a process or a Ray actor, and how the two talk.
 
-It waits for a request, adopts weights, collects one rollout, hands over the result, and begins again. Everything it is
-told arrives as an instruction, and it reads instructions between two environment steps. So it can be paused, stopped
-and given new weights there, and nowhere else.
+It waits for a request, adopts weights, collects one rollout, hands over the result, and begins again. It reads
+instructions between two environment steps: there it can be paused, stopped and given new weights, and nowhere else.
 """
 
 from __future__ import annotations
@@ -137,10 +136,6 @@ class RolloutWorker:
         self._endpoint: Endpoint
         self.clear()
 
-    def reset(self, seed: int | None) -> None:
-        """Begin with new episodes."""
-        self.collector.reset(seed)
-
     def state(self, requests: tuple[RolloutRequest, ...] = ()) -> dict[str, Any]:
         """Return everything that the next rollout depends on; ``requests`` are those that wait."""
         env, generator = self.env, self.copy.policy.generator
@@ -168,11 +163,6 @@ class RolloutWorker:
         self._snapshots: dict[int, WeightSnapshot] = {}
         self._in_use: int | None = None
         self._paused = self._save_asked = False
-
-    def prepare(self) -> None:
-        """On a GPU: record the policy as CUDA graphs, while no other thread uses the device; weights must be there."""
-        if self.copy.has_weights:
-            self.collector.record_policy()
 
     def run(self, endpoint: Endpoint, num_steps: int) -> None:
         """Collect rollouts of ``num_steps`` steps until told to stop."""

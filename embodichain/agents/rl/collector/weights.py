@@ -5,12 +5,10 @@ snapshot between two environment steps. So no module is ever read while an optim
 
 A snapshot lies in a slot. Publishing copies the policy into a slot that nobody uses, adopting leases a slot, and a
 slot that is leased is not written to: weights cannot be torn. On a CPU the parameters of the collector's policy *are*
-the leased slot, so there are two slots, one in use and one for the next snapshot. On a GPU parameters stay where they
-are, for the sake of CUDA graphs: they are copied from the slot, which is free again then, and one slot is enough. So
-beside the learner's policy there are two more of the same size, whatever the policy lag is. A slot whose weights nobody
-has adopted yet is overwritten by newer ones, which are adopted then. In lockstep every rollout needs weights of a
-certain version: those that are asked for are kept, up to ``max_policy_lag + 1`` more. Workers of a Ray cluster get
-snapshots through the object store, and these are never overwritten.
+the leased slot, so there are two slots. On a GPU parameters stay where they are, for the sake of CUDA graphs: they are
+copied from the slot, and one is enough. A slot whose weights nobody has adopted yet is overwritten by newer ones, which
+are adopted then. In lockstep those that requests ask for are kept, up to ``max_policy_lag + 1`` more. Workers of a Ray
+cluster get snapshots through the object store, and these are never overwritten.
 
 With ``verify_weights`` snapshots are hashed, a collector hashes the weights it will really use after every adoption,
 and other weights than were published are an error.
@@ -98,17 +96,9 @@ class SharedSlot:
     def __init__(self, segment: Segment) -> None:
         self.segment, self.data = segment, segment.bytes[_HEADER:]
         self.inode = os.fstat(segment.fd).st_ino
-        self._version = segment.view(0, torch.int64, (1,)).numpy()
+        self.version = segment.view(0, torch.int64, ())
+        """Version of the weights in it, as a tensor ``[]``."""
         self._file = os.open(f"/proc/self/fd/{segment.fd}", os.O_RDWR | os.O_CLOEXEC)
-
-    @property
-    def version(self) -> int:
-        """Version of the weights in it."""
-        return int(self._version[0])
-
-    @version.setter
-    def version(self, version: int) -> None:
-        self._version[0] = version
 
     def acquire(self, wait: bool) -> bool:
         """Begin to write; return whether nobody has leased it, or wait for that."""
@@ -136,32 +126,27 @@ class LocalSlot:
     """A slot for threads of one process; what they launch on a GPU is put in order, and nobody waits for it."""
 
     def __init__(self, data: Tensor, version: int = _INCOMPLETE) -> None:
-        self.data, self.version = data, version
+        self.data, self.version = data, torch.tensor(version)
         self._lock = threading.Lock()
         self._last: torch.cuda.Event | None = None
         """When the last access that was launched is complete."""
 
     def acquire(self, wait: bool) -> bool:
         acquired = self._lock.acquire(blocking=wait)
-        if acquired:
-            self._follow()
+        if acquired and self.data.is_cuda:
+            stream = torch.cuda.current_stream(self.data.device)
+            if self._last is not None:
+                stream.wait_event(self._last)
+            self.data.record_stream(stream)
         return acquired
 
     def lease(self) -> None:
-        self._lock.acquire()
-        self._follow()
+        self.acquire(wait=True)
 
     def release(self) -> None:
         if self.data.is_cuda:
             self._last = torch.cuda.current_stream(self.data.device).record_event()
         self._lock.release()
-
-    def _follow(self) -> None:
-        if self.data.is_cuda:
-            stream = torch.cuda.current_stream(self.data.device)
-            if self._last is not None:
-                stream.wait_event(self._last)
-            self.data.record_stream(stream)
 
 
 Slot = SharedSlot | LocalSlot
@@ -278,7 +263,7 @@ class WeightStore:
         """Copy the policy into a slot, or the flat memory of an older version, when a run is resumed."""
         slot = self._free_slot()
         try:
-            slot.version = _INCOMPLETE
+            slot.version.fill_(_INCOMPLETE)
             if data is None:
                 self.layout.pack(self.policy, slot.data)
             else:
@@ -290,7 +275,7 @@ class WeightStore:
                 if self.cfg.adopt != "lockstep":  # nobody needs what came before
                     self._kept.clear()
                 self._kept[version], self._digests[version] = snapshot, digest
-            slot.version = version
+            slot.version.fill_(version)
         finally:
             slot.release()
         return snapshot
@@ -310,8 +295,7 @@ class WeightStore:
         if not on_ray and (on_cpu or self.cfg.worker == "process"):
             new: Slot = SharedSlot(Segment.create(_HEADER + self.layout.nbytes, "a snapshot of the weights"))
         else:
-            data = torch.zeros(self.layout.nbytes, dtype=torch.uint8, device=self.policy.version.device)
-            new = LocalSlot(data)
+            new = LocalSlot(torch.zeros(self.layout.nbytes, dtype=torch.uint8, device=self.policy.version.device))
         if not on_ray:  # there nothing is overwritten
             self._slots.append(new)
         new.acquire(wait=True)
@@ -346,7 +330,7 @@ class InferenceCopy:
         """
         slot = self._slot_of(snapshot)
         slot.lease()
-        version, done_with = slot.version, slot
+        version, done_with = int(slot.version), slot
         try:
             if version < snapshot.version:
                 raise WeightsError(f"{snapshot} is wanted, but its memory holds version {version}")
@@ -372,8 +356,7 @@ class InferenceCopy:
 
 def without_weights(policy: Policy) -> Policy:
     """Return a copy of a policy to be sent to another process: its buffers on the CPU, parameters without memory."""
-    sent = _copy_without_weights(policy, torch.device("meta"))
-    return move(sent, torch.device("cpu"))
+    return move(_copy_without_weights(policy, torch.device("meta")), torch.device("cpu"))
 
 
 def move(policy: Policy, device: torch.device) -> Policy:

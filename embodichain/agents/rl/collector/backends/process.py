@@ -185,7 +185,7 @@ def collect(channel: Channel, heartbeat: Heartbeat, spec: WorkerSpec, device: st
         begin = message.content() if message is not None else {"state": None, "seed": None}
         loaded = begin["state"] is not None and worker.load_state(begin["state"])
         if not loaded and begin["seed"] is not None:
-            worker.reset(begin["seed"])
+            worker.collector.reset(begin["seed"])
         heartbeat.beat(busy=False)
         channel.send("ready", env.num_envs)
         worker.run(ProcessEndpoint(channel, heartbeat), spec.num_steps)

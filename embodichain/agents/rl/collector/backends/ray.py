@@ -83,34 +83,27 @@ class RolloutWorkerHandle(ActorHandle):
 
     def collect(self, request: RolloutRequest, deadline: int, weights: Weights, data: Any) -> None:
         """Let it collect a rollout, beginning with weights that are in the object store."""
-        random = None
-        if request.random is not None:
-            description, block = encode(request.random)
-            random = (description, block.numpy())
+        random = None if request.random is None else _encode(request.random)
         self.request, self.deadline, self.began = request, deadline, time.monotonic()
         self._sequence += 1
         self.heartbeat.beat()
         call = self.actor.collect.remote(self._sequence, request.number, weights, data, random, request.version)
         self.calls.append(call)
 
-    def adopt(self, weights: Weights, data: Any) -> None:
-        """Let it use newer weights in the rollout that it is collecting."""
-        self._control("adopt", weights, data)
-
     def interrupt(self) -> None:
         """Break off what it is collecting."""
         self.request = None
-        self._control("interrupt", self._sequence)
+        self.control("interrupt", self._sequence)
 
     def locate(self) -> None:
         """Ask where it is; whatever it is collecting is broken off."""
         self.joined, self.request, self._status = 0.0, None, None
-        self.calls.append(self._control("interrupt", self._sequence))
+        self.calls.append(self.control("interrupt", self._sequence))
 
     def awaited(self) -> list[Any]:
         now = time.monotonic()
         if self.joined and self._status is None and now >= self._status_due:
-            self._status, self._status_due = self._control("status"), now + _STATUS_SECONDS
+            self._status, self._status_due = self.control("status"), now + _STATUS_SECONDS
         return super().awaited() if self._status is None else [*super().awaited(), self._status]
 
     def answered(self, answer: Any) -> None:
@@ -123,7 +116,8 @@ class RolloutWorkerHandle(ActorHandle):
         self._status = None
         super().kill()
 
-    def _control(self, method: str, *arguments: Any) -> Any:
+    def control(self, method: str, *arguments: Any) -> Any:
+        """Call a method that is answered while a rollout is collected."""
         return getattr(self.actor, method).options(concurrency_group="control").remote(*arguments)
 
 
@@ -162,7 +156,7 @@ class RayBackend(SupervisedBackend):
             elif isinstance(instruction, WeightSnapshot):
                 for worker in self._pool.workers if self._cfg.adopt == "step" else ():
                     if worker.request is not None:
-                        worker.adopt(*self._stored_weights(instruction))
+                        worker.control("adopt", *self._stored_weights(instruction))
             else:
                 self._forget_pauses()
                 self._paused = instruction in ("pause", "save")
@@ -239,17 +233,13 @@ class RayBackend(SupervisedBackend):
         self._rollouts.arrive(worker, result)
 
     def _deliver_all(self) -> None:
-        """Hand over what has arrived, as far as nothing else becomes too old by it.
-
-        The lock is not held meanwhile, for the learner may be waiting for it while the buffer is waiting for the
-        learner.
-        """
+        """Hand over what has arrived; the lock is not held, for the learner may wait for it, and the buffer for him."""
         while not self._paused and not self._stopping.is_set():
             with self._lock:
-                result = self._rollouts.next_one(self._pool.workers)
-            if result is None or not self._put(result):
+                chosen = self._rollouts.next_one(self._pool.workers)
+            if chosen is None or not self._put(chosen[1]):
                 return
-            self._rollouts.handed_over()
+            self._rollouts.handed_over(chosen[0])
 
     def _replace(self, worker: RolloutWorkerHandle, report: FailureReport) -> None:
         """Start a new worker instead of one that failed, or give up; another collects what it was collecting."""
@@ -284,7 +274,6 @@ class RolloutQueue:
         self._highest = self._next = -1
         """The highest number of a request so far, and the number that the next rollout becomes."""
         self._arrived: dict[int, tuple[int, RolloutResult]] = {}
-        self._chosen = -1
         self._durations: deque[float] = deque(maxlen=16)
 
     def add(self, request: RolloutRequest) -> None:
@@ -308,18 +297,18 @@ class RolloutQueue:
         self._arrived[result.number] = (worker.deadline, result)
         worker.request, worker.delays = None, 0
 
-    def next_one(self, workers: Collection[RolloutWorkerHandle]) -> RolloutResult | None:
-        """Return what can be learned from next, under its number; ``None`` if something else would become too old."""
-        running = [worker.deadline for worker in workers if worker.request is not None]
-        chosen = choose({key: deadline for key, (deadline, _) in self._arrived.items()}, running, self._next)
-        if chosen is None:
-            return None
-        self._chosen = chosen
-        return replace(self._arrived[chosen][1], number=self._next)
+    def next_one(self, workers: Collection[RolloutWorkerHandle]) -> tuple[int, RolloutResult] | None:
+        """Return what can be learned from next: its key, and the rollout under its number.
 
-    def handed_over(self) -> None:
+        ``None`` if something else would become too old.
+        """
+        running = [worker.deadline for worker in workers if worker.request is not None]
+        key = choose({key: deadline for key, (deadline, _) in self._arrived.items()}, running, self._next)
+        return None if key is None else (key, replace(self._arrived[key][1], number=self._next))
+
+    def handed_over(self, key: int) -> None:
         """Note that the learner has what ``next_one`` returned."""
-        del self._arrived[self._chosen]
+        del self._arrived[key]
         self._next += 1
 
     def interrupt_straggler(self, workers: Collection[RolloutWorkerHandle], patience: float) -> None:
@@ -344,10 +333,7 @@ def in_time(deadlines: Iterable[int], next_number: int) -> bool:
 
 
 def choose(arrived: dict[int, int], running: Iterable[int], next_number: int) -> int | None:
-    """Return which of the ``arrived`` rollouts (deadlines by key) becomes ``next_number``, None if it must be waited.
-
-    ``running`` are the deadlines of those that are still being collected.
-    """
+    """Return which of the arrived rollouts (deadlines by key) becomes ``next_number``; None: wait for those running."""
     if not arrived:
         return None
     first = min(arrived, key=lambda key: arrived[key])
@@ -385,7 +371,7 @@ class RolloutActor:
                 move(spec.policy, spec.device)
                 worker = RolloutWorker(spec.make_env(), spec)
                 if seed is not None:
-                    worker.reset(seed)
+                    worker.collector.reset(seed)
                 self._worker, self._num_steps, self._idle_since = worker, spec.num_steps, time.monotonic()
         except Exception as error:  # noqa: BLE001 - whatever it is, the learner reports it
             return _failed(error)
@@ -394,10 +380,7 @@ class RolloutActor:
     def collect(
         self, sequence: int, number: int, weights: Weights, data: Bytes, random: Encoded | None, required: int
     ) -> Event:
-        """Collect a rollout, beginning with these weights; ``sequence`` counts the calls.
-
-        In lockstep, ``required`` is the version to use.
-        """
+        """Collect a rollout, beginning with these weights; in lockstep, ``required`` is the version to use."""
         waited = time.monotonic() - self._idle_since
         try:
             if self._worker is None:
@@ -413,8 +396,8 @@ class RolloutActor:
             if self._result is None:
                 self._worker.clear()
                 return {"event": "interrupted"}
-            description, block = encode(replace(self._result, waited=waited).content())
-            return {"event": "rollout", "adopted": self._adoptions, "content": (description, block.numpy())}
+            content = _encode(replace(self._result, waited=waited).content())
+            return {"event": "rollout", "adopted": self._adoptions, "content": content}
         except Exception as error:  # noqa: BLE001 - whatever it is, the learner reports it
             return _failed(error)
         finally:
@@ -450,6 +433,11 @@ class RolloutActor:
         beats = self.heartbeat
         seconds_ago = time.monotonic() - beats.last
         return {"event": "status", "seconds_ago": seconds_ago, "steps": beats.steps, "busy": beats.busy}
+
+
+def _encode(content: Any) -> Encoded:
+    description, block = encode(content)
+    return description, block.numpy()
 
 
 def _failed(error: Exception) -> Event:

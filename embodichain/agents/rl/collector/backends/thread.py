@@ -168,7 +168,7 @@ class ThreadBackend(Backend):
         self.num_envs = self.env.num_envs
 
     def reset(self, seed: int | None) -> None:
-        self._worker.reset(seed)
+        self._worker.collector.reset(seed)
 
     def state(self) -> dict[str, Any]:
         return self._worker.state()
@@ -180,7 +180,8 @@ class ThreadBackend(Backend):
         if self._thread is not None and self._thread.is_alive():
             raise CollectorError("the former collection still hangs in its environment: make a new collector")
         self._worker.clear()
-        self._worker.prepare()
+        if self._worker.copy.has_weights:
+            self._worker.collector.record_policy()  # while no other thread uses the GPU
         self._instructions: queue.SimpleQueue[Instruction] = queue.SimpleQueue()
         self.heartbeat = Heartbeat()
 
