@@ -1,8 +1,7 @@
 """Worker processes of this machine: how they are started, watched, ended and replaced.
 
-Workers are forked by a server process (``fork_server.py``) that has imported everything and done nothing. Starting an
-interpreter for each one takes seconds, most of them for torch, and ``multiprocessing``'s own server imports the user's
-main module again, so that a script would need a main guard; with this one a worker is there in 0.1 s instead of 4 s.
+Workers are forked by a server process (``fork_server.py``) that has imported everything and done nothing: a worker is
+there in 0.1 s instead of 4 s. ``multiprocessing``'s own server imports the user's main module again.
 """
 
 from __future__ import annotations
@@ -117,8 +116,6 @@ class WorkerProcess(WorkerHandle):
 
     is_closed = True
     """Whether it was killed from here, or never started."""
-    _pid: int | None
-    _code: int | None
 
     def __init__(
         self, target: Callable[..., None], args: tuple[Any, ...], index: int = 0, incarnation: int = 0
@@ -126,7 +123,8 @@ class WorkerProcess(WorkerHandle):
         segment = Segment.create(_HEARTBEAT_BYTES, "a heartbeat")
         super().__init__(index, incarnation, Heartbeat(segment), socket.gethostname(), time.monotonic())
         self._owner = os.getpid()
-        self._pid = self._code = None
+        self._pid: int | None = None
+        self._code: int | None = None
         with os.fdopen(os.memfd_create("embodichain-job"), "w+b") as job:
             _write_job(job, target, args)
             self.channel, other = Channel.pair()
@@ -238,8 +236,7 @@ class WorkerPool:
     def poll(self, seconds: float) -> Iterator[tuple[WorkerProcess, str, Any]]:
         """Wait for something to happen; return kinds and contents of the messages that came.
 
-        ``failed`` comes with a ``FailureReport``: the worker has ended, or hung and was killed. Tensors of a message
-        lie in the memory that came with it.
+        ``failed`` comes with a ``FailureReport``: the worker has ended, or hung and was killed.
         """
         self._drop_closed()
         wait([worker.channel.socket for worker in self._workers], seconds)

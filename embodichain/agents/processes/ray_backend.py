@@ -263,14 +263,6 @@ class ActorHandle(WorkerHandle):
         """Ask where it is."""
         self.calls.append(self.actor.locate.remote())
 
-    def locate_again(self) -> None:
-        """Ask an actor that cannot be reached where it is; what it was doing is given up."""
-        if not self.unreachable:
-            self.heartbeat.beat()  # from now on an answer is due
-        self.unreachable = True
-        self.calls.clear()
-        self.locate()
-
     def awaited(self) -> list[Any]:
         """Return the answers that may come next."""
         return list(self.calls)[:1]
@@ -374,7 +366,11 @@ class ActorPool(Generic[Handle]):
             yield worker, "unreachable", None
             if worker.unreachable:
                 time.sleep(_RETRY_SECONDS)
-            worker.locate_again()
+            else:
+                worker.heartbeat.beat()  # from now on an answer is due
+            worker.unreachable = True
+            worker.calls.clear()  # what it was doing is given up
+            worker.locate()
             return
         except ray.exceptions.RayError as error:
             yield worker, "failed", worker.failure(error)

@@ -241,8 +241,8 @@ def test_no_step_is_taken_with_torn_weights():
         nonlocal steps
         steps += 1
         copy = collector._backend._worker.copy
-        if content_digest(copy.policy) != collector._store.digest_of(copy.version):
-            problems.append(copy.version)
+        if content_digest(copy.policy) != collector._store._digests[int(copy.policy.version)]:
+            problems.append(int(copy.policy.version))
 
     env, buffer = Env(pause=0.0005), VLABuffer(4 * NUM_ENVS * NUM_STEPS)
     cfg = AsyncCfg(num_steps=NUM_STEPS, max_policy_lag=1, kl_rows=0, verify_weights=True)

@@ -134,7 +134,6 @@ class AsyncCollector(BaseCollector):
             raise
 
     def _begin(self, capacity: int) -> None:
-        """Send weights and the first requests; at most ``capacity`` rollouts are waiting or under way."""
         self._store.publish()
         self.is_running, self.buffer.producer = True, self
         self._pacing = Pacing(self.cfg.max_policy_lag, capacity, self.buffer.first)
@@ -222,9 +221,8 @@ class AsyncCollector(BaseCollector):
         return dict(self._statistics)
 
     def _publish(self) -> None:
-        before = self._store.latest
-        snapshot = self._store.publish()
-        if snapshot is not before and self.is_running:
+        before, snapshot = self._store.latest, self._store.publish()
+        if snapshot is not before:
             self._backend.send(snapshot)
 
     def _settle(self) -> None:
@@ -265,7 +263,6 @@ class AsyncCollector(BaseCollector):
             self._backend.check()
 
     def _examine(self, result: RolloutResult, rollout: TensorDictBase) -> None:
-        """Check a rollout that was taken, and take its statistics."""
         if result.ready is not None:
             stream = torch.cuda.current_stream(self.device)
             stream.wait_event(result.ready)
@@ -354,10 +351,10 @@ class AsyncCollector(BaseCollector):
         self._store = WeightStore(self.policy, self.cfg)
         for version, data in state["weights"]:
             self._store.keep(version, data.to(self.policy.device))
-        self._store.trust({int(v) for entry in state["queue"]["entries"] for v in entry["policy_version"].unique()})
+        stamps = [entry["policy_version"].unique().tolist() for entry in state["queue"]["entries"]]
+        self._store.acknowledged.update(*stamps)
 
     def _command(self, name: Command, timeout: float) -> dict[str, Any] | None:
-        """Send a command and wait until nothing moves."""
         if not self.is_running:
             raise CollectorError("the collector is not running: call start() first")
         self._backend.send(name)
@@ -374,7 +371,6 @@ class AsyncCollector(BaseCollector):
             raise CollectorError(f"{what} needs a collector that is not running: call stop() first")
 
     def _capacity(self, num_steps: int) -> int:
-        """Return how many rollouts may be waiting or under way."""
         size = (self._backend.num_envs or 1) * num_steps
         if size > self.buffer.buffer_size:
             raise RolloutError(
@@ -403,7 +399,6 @@ def behaviour_kl(policy: Policy, rollout: TensorDictBase, rows: int) -> float:
 
 
 def _make_backend(spec: WorkerSpec, is_made: bool) -> Backend:
-    """Return the backend that the settings ask for; ``is_made`` tells whether the environment is there already."""
     cfg = spec.cfg
     cfg.check()
     if cfg.worker != "thread" and is_made:

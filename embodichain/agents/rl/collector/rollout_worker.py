@@ -217,7 +217,6 @@ class RolloutWorker:
                 self._follow(self._endpoint.receive(None))
 
     def _between_steps(self) -> None:
-        """Follow instructions between two steps of a rollout."""
         self._receive_all()
         if self._paused:
             self._pause(None)
@@ -226,7 +225,6 @@ class RolloutWorker:
             self._adopt(max(self._snapshots))
 
     def _pause(self, state: dict[str, Any] | None) -> None:
-        """Do nothing until told to continue."""
         self._paused = True
         self._endpoint.heartbeat.beat(busy=False)
         self._endpoint.report("paused", state)
@@ -250,7 +248,6 @@ class RolloutWorker:
             self._paused, self._save_asked = instruction == "pause", instruction == "save"
 
     def _adopt(self, version: int) -> None:
-        """Use these weights from now on, and say so."""
         if self._in_use is not None and version <= self._in_use:
             return
         if version not in self._snapshots:

@@ -167,15 +167,11 @@ class WeightSnapshot:
     slot: Slot | None = None
     """The slot that ``data`` lies in, as the learner's process knows it."""
 
-    def __str__(self) -> str:
-        return f"version {self.version}" + ("" if self.digest is None else f" ({self.digest})")
-
 
 class WeightStore:
     """The learner's side: publishes snapshots of its policy and checks what collectors acknowledge."""
 
     def __init__(self, policy: Policy, cfg: AsyncCfg | None = None) -> None:
-        """Publish the weights of ``policy`` to a collector with these settings."""
         self.policy, self.cfg = policy, cfg or AsyncCfg()
         self.layout = WeightLayout(policy)
         self.latest: WeightSnapshot | None = None
@@ -185,7 +181,8 @@ class WeightStore:
         self._kept: dict[int, WeightSnapshot] = {}
         self._digests: dict[int, str | None] = {}
         """Hashes of the versions that were published, if weights are verified."""
-        self._acknowledged: set[int] = set()
+        self.acknowledged: set[int] = set()
+        """Versions that collectors have adopted."""
         self._lock = threading.Lock()
 
     def publish(self) -> WeightSnapshot:
@@ -214,11 +211,6 @@ class WeightStore:
                 raise WeightsError(f"there is no snapshot of version {version}; kept are {sorted(self._kept)}")
             return self._kept[version]
 
-    def digest_of(self, version: int) -> str | None:
-        """Return the hash of a version that was published, if weights are verified."""
-        with self._lock:
-            return self._digests[version]
-
     def forget_before(self, version: int) -> None:
         """Let go of snapshots that nobody needs any more; the latest one stays."""
         with self._lock:
@@ -241,20 +233,15 @@ class WeightStore:
                     f"a collector uses other weights than were published: expected {published} for version {version}, "
                     f"it has {digest}"
                 )
-            self._acknowledged.add(version)
-
-    def trust(self, versions: Iterable[int]) -> None:
-        """Take versions for acknowledged that were so in a run that is resumed."""
-        with self._lock:
-            self._acknowledged.update(versions)
+            self.acknowledged.add(version)
 
     def check_stamps(self, versions: Iterable[int]) -> None:
         """Check that every version that transitions are stamped with was really adopted."""
         stamped = set(versions)
         with self._lock:
-            unknown = sorted(stamped - self._acknowledged)
+            unknown = sorted(stamped - self.acknowledged)
             oldest = min(stamped) - self._spare
-            self._acknowledged = {v for v in self._acknowledged if v >= oldest}
+            self.acknowledged = {v for v in self.acknowledged if v >= oldest}
             self._digests = {v: digest for v, digest in self._digests.items() if v >= oldest or v in self._kept}
         if unknown:
             raise WeightsError(f"transitions are stamped with versions {unknown}, which no collector acknowledged")
@@ -318,11 +305,6 @@ class InferenceCopy:
         self._shared: list[SharedSlot] = []
         """The slots that were used last: mapping memory anew costs time."""
 
-    @property
-    def version(self) -> int:
-        """Number of the weights in use."""
-        return int(self.policy.version)
-
     def adopt(self, snapshot: WeightSnapshot) -> tuple[int, str | None]:
         """Use a snapshot from now on, or a newer one that has taken its slot.
 
@@ -333,7 +315,7 @@ class InferenceCopy:
         version, done_with = int(slot.version), slot
         try:
             if version < snapshot.version:
-                raise WeightsError(f"{snapshot} is wanted, but its memory holds version {version}")
+                raise WeightsError(f"version {snapshot.version} is wanted, but its memory holds version {version}")
             if self._in_place:
                 self.layout.assign(slot.data, self.policy)
                 done_with, self._leased = self._leased or slot, slot

@@ -102,7 +102,6 @@ class ProcessBackend(SupervisedBackend):
         return int(self._ready.is_set())
 
     def send(self, instruction: Instruction) -> None:
-        """Give an instruction; it is remembered until it is done."""
         with self._lock:
             if isinstance(instruction, RolloutRequest):
                 self._requests[instruction.number] = instruction
@@ -135,7 +134,6 @@ class ProcessBackend(SupervisedBackend):
                 self.report(kind, content)
 
     def _start_process(self, index: int, incarnation: int) -> None:
-        """Start a process and tell it everything that is still to be done."""
         process = self._pool.start(index, incarnation)
         process.channel.send("begin", {"seed": self._seed, "state": self._state}, wait=False)
         with self._lock:
@@ -161,7 +159,6 @@ class ProcessBackend(SupervisedBackend):
             send("command", instruction, wait=False)
 
     def _replace(self, process: WorkerProcess, report: FailureReport) -> None:
-        """Have another process come in place of one that died or hung, or give up."""
         with self._lock:
             self._process = None
         if self._stopping.is_set():

@@ -146,7 +146,6 @@ class RayBackend(SupervisedBackend):
         return sum(bool(worker.joined) and not worker.is_killed for worker in self._pool.workers)
 
     def send(self, instruction: Instruction) -> None:
-        """Give an instruction; what a worker does not finish is given to another."""
         with self._lock:
             if self._stopping.is_set():  # Ray may be shut down
                 return
