@@ -12,7 +12,7 @@ makes it for a given ``num_envs``, the independence of ``num_envs`` is checked a
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -23,7 +23,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from embodichain.envs.vec_env import ActionManager, HasExpert, VecEnv
+from embodichain.envs.vec_env import Action, ActionManager, HasExpert, VecEnv
 from embodichain.errors import ActionError, EnvContractError
 
 Factory = Callable[[int], VecEnv]
@@ -131,10 +131,10 @@ class Play:
     def __init__(self, env: VecEnv, factory: Factory | None, max_steps: int) -> None:
         self.env, self.factory, self.max_steps = env, factory, max_steps
 
-    def actions(self, steps: int, num_envs: int | None = None) -> Tensor:
+    def actions(self, steps: int) -> Tensor:
         """Return valid random actions ``[steps, num_envs, ...]``; those of env i do not depend on ``num_envs``."""
         space, columns = self.env.action_space, []
-        for i in range(num_envs or self.env.num_envs):
+        for i in range(self.env.num_envs):
             generator = torch.Generator().manual_seed(i)
             if isinstance(space, gym.spaces.Box):
                 low, high = (torch.from_numpy(bound).clamp(-1.0, 1.0) for bound in (space.low, space.high))
@@ -143,13 +143,13 @@ class Play:
                 columns.append(torch.randint(0, int(space.n), (steps,), generator=generator))  # type: ignore[attr-defined]
         return torch.stack(columns, dim=1).to(self.env.device)
 
-    def start(self, seed: int | Tensor | None = _SEED, env: VecEnv | None = None) -> list[Frame]:
+    def start(self, seed: int | Tensor | None = _SEED) -> list[Frame]:
         """Reset and return the trajectory so far: one frame."""
-        return [Frame(*(env or self.env).reset(seed=seed))]
+        return [Frame(*self.env.reset(seed=seed))]
 
-    def extend(self, trajectory: list[Frame], actions: Tensor, env: VecEnv | None = None) -> list[Frame]:
+    def extend(self, trajectory: list[Frame], actions: Iterable[Action]) -> list[Frame]:
         """Apply actions and add the frames to the trajectory."""
-        trajectory.extend(Frame(*(env or self.env).step(action)) for action in actions)
+        trajectory.extend(Frame(*self.env.step(action)) for action in actions)
         return trajectory
 
     def random(self, steps: int) -> list[Frame]:
@@ -184,8 +184,7 @@ class Play:
 
     def unchanged(self, trajectory: list[Frame], expected: str, key: str | None = None) -> Iterator[Finding]:
         """Complete a trajectory that was interrupted, with a ``key`` by actions in dicts; it must be as without."""
-        actions = self.actions(2 * _SHORT)[_SHORT:]
-        trajectory.extend(Frame(*self.env.step({key: action} if key else action)) for action in actions)
+        self.extend(trajectory, ({key: x} if key else x for x in self.actions(2 * _SHORT)[_SHORT:]))
         if self.difference is None:
             advice = "leave the state as it is, or restore it"
             yield from _same(expected, self.random(2 * _SHORT), trajectory, advice)
@@ -431,7 +430,7 @@ def check_num_envs(play: Play) -> Iterator[Finding]:
     play.need_determinism()
     count = play.env.num_envs
     with play.factory(count + 1) as other:
-        more = play.extend(play.start(env=other), play.actions(_SHORT, count + 1), env=other)
+        more = Play(other, None, play.max_steps).random(_SHORT)
     expected, advice = "env i behaves the same whatever num_envs is", "derive each env's stream from (seed, i)"
     yield from _same(expected, play.random(_SHORT), more, advice, slice(0, count))
 

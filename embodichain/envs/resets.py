@@ -162,7 +162,7 @@ class Resets:
         self._task, self._state, self._observe = task, state, observe
         self._all = torch.arange(state.physics.num_envs, device=state.physics.device)
         self._ahead: dict[str, Any] = {}
-        self._ahead_obs: PackedObservation | None = None
+        self._ahead_obs: PackedObservation
         self._drawn_from = torch.full((state.physics.num_envs, 2), -1, dtype=torch.int64)
 
     def begin(self, env_ids: Tensor, episodes: Tensor | None = None) -> None:
@@ -181,36 +181,28 @@ class Resets:
 
     def begin_drawn(self, env_ids: Tensor) -> PackedObservation:
         """Begin the next episode in each of these envs, drawn ahead, and return their observation."""
-        origins = self._origins().index_select(0, env_ids)
-        if self._ahead_obs is None or not torch.equal(self._drawn_from.index_select(0, env_ids), origins):
-            self._ahead_obs = self._draw_ahead()
+        self.draw_ahead(env_ids)
         self._state.write(env_ids, _select(self._ahead, env_ids))
         return self._ahead_obs.rows(env_ids)
 
-    def draw_ahead(self) -> None:
-        """Draw again what was used, while nobody waits for it."""
-        if not torch.equal(self._drawn_from, self._origins()):
-            self._ahead_obs = self._draw_ahead()
-
-    def _origins(self) -> Tensor:
-        """What the next episode of each env follows from, ``[num_envs, 2]``."""
-        return self._state.streams.state[:, KEY : EPISODE + 1]
-
-    def _draw_ahead(self) -> PackedObservation:
-        """Draw what is missing or used, leave the envs as they were, and return the observation of all reset states."""
-        origins, everything = self._origins(), self._state.read()
-        used = torch.nonzero((self._drawn_from != origins).any(dim=1)).reshape(-1)
+    def draw_ahead(self, env_ids: Tensor | None = None) -> None:
+        """Draw again what was used in any env, if it was in these (default: all); the envs stay as they are."""
+        origins = self._state.streams.state[:, KEY : EPISODE + 1]  # what the next episode of each env follows from
+        outdated = (self._drawn_from != origins).any(dim=1)
+        if not bool((outdated if env_ids is None else outdated[env_ids]).any()):
+            return
+        used, everything = outdated.nonzero().view(-1), self._state.read()
         try:
             self.begin(used)
             obs, rows = self._observe(used), _select(self._state.read(), used)
         finally:
             self._state.write(used, _select(everything, used))
         self._drawn_from[used] = origins[used]
-        if self._ahead_obs is None:
-            self._ahead = rows
-            return obs
-        _assign(self._ahead, used, rows)
-        return self._ahead_obs.with_rows(obs, used)
+        if self._ahead:
+            _assign(self._ahead, used, rows)
+            self._ahead_obs = self._ahead_obs.with_rows(obs, used)
+        else:
+            self._ahead, self._ahead_obs = rows, obs
 
     def draw(self) -> Drawn:
         """Draw the next reset state of every env and leave the streams as they are.

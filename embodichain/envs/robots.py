@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import mujoco
 import torch
@@ -16,6 +17,7 @@ from embodichain.errors import AssetError, ConfigError, UnknownNameError, neares
 
 ASSETS = Path(__file__).parent / "assets"
 _PREFIX, _TOOL_PREFIX = "robot/", "robot/tool/"
+Spec = TypeVar("Spec")
 
 
 @dataclass(frozen=True)
@@ -58,12 +60,12 @@ def build_model(scene: str | Path, robot: RobotCfg, cameras: Sequence[CameraCfg]
 
     ``cameras`` become cameras of the model, for renderers that know no others.
     """
-    spec, arm = read_spec(ASSETS / scene), read_spec(ASSETS / _robot_spec(robot).asset)
-    flange = _robot_spec(robot).flange
+    kind = _find("robot", robot.uid, ROBOTS)
+    spec, arm = read_spec(ASSETS / scene), read_spec(ASSETS / kind.asset)
     if robot.tool is not None:
-        if flange is None:
+        if kind.flange is None:
             raise ConfigError(f"robot.tool: the robot {robot.uid!r} cannot hold a tool, set it to null")
-        arm.attach(read_spec(ASSETS / _tool_spec(robot.tool).asset), site=flange, prefix="tool/")
+        arm.attach(read_spec(ASSETS / _find("tool", robot.tool, TOOLS).asset), site=kind.flange, prefix="tool/")
     spec.attach(arm, frame=spec.worldbody.add_frame(), prefix=_PREFIX)
     try:
         return mount_cameras(spec, cameras) if cameras else spec.compile()
@@ -73,24 +75,18 @@ def build_model(scene: str | Path, robot: RobotCfg, cameras: Sequence[CameraCfg]
         ) from error
 
 
-def _robot_spec(cfg: RobotCfg) -> RobotSpec:
-    if cfg.uid not in ROBOTS:
-        raise UnknownNameError(f"unknown robot {cfg.uid!r}.{nearest(cfg.uid, ROBOTS)}")
-    return ROBOTS[cfg.uid]
-
-
-def _tool_spec(name: str) -> ToolSpec:
-    if name not in TOOLS:
-        raise UnknownNameError(f"unknown tool {name!r}.{nearest(name, TOOLS)}")
-    return TOOLS[name]
+def _find(kind: str, name: str, known: Mapping[str, Spec]) -> Spec:
+    if name not in known:
+        raise UnknownNameError(f"unknown {kind} {name!r}.{nearest(name, known)}")
+    return known[name]
 
 
 class Robot:
     """The part of a compiled model that is the robot: where its joints and motors lie in the state."""
 
     def __init__(self, model: mujoco.MjModel, cfg: RobotCfg, device: torch.device | str = "cpu") -> None:
-        spec = _robot_spec(cfg)
-        tool = _tool_spec(cfg.tool) if cfg.tool else None
+        spec = _find("robot", cfg.uid, ROBOTS)
+        tool = _find("tool", cfg.tool, TOOLS) if cfg.tool else None
         joints = [_PREFIX + name for name in spec.joints]
         fingers = [_TOOL_PREFIX + name for name in tool.fingers] if tool else []
         self.num_joints, self.num_fingers = len(joints), len(fingers)

@@ -46,9 +46,10 @@ class Physics(ABC):
     def set(self, env_ids: Tensor, qpos: Tensor, qvel: Tensor) -> None:
         """Reset these envs to the given positions and velocities; nothing is left of their past."""
 
-    @abstractmethod
     def set_where(self, mask: Tensor, qpos: Tensor, qvel: Tensor) -> None:
-        """Do what :meth:`set` does where ``mask`` ``[num_envs]`` holds, without waiting for the device."""
+        """Do what :meth:`set` does where ``mask`` ``[num_envs]`` holds; on a GPU without waiting for the device."""
+        env_ids = torch.nonzero(mask).reshape(-1)
+        self.set(env_ids, qpos[env_ids], qvel[env_ids])
 
     @abstractmethod
     def state(self) -> Tensor:

@@ -98,10 +98,6 @@ class MujocoCpuPhysics(Physics):
         self.qpos[env_ids] = qpos.to(torch.float64)
         self.qvel[env_ids] = qvel.to(torch.float64)
 
-    def set_where(self, mask: Tensor, qpos: Tensor, qvel: Tensor) -> None:
-        env_ids = torch.nonzero(mask).reshape(-1)
-        self.set(env_ids, qpos[env_ids], qvel[env_ids])
-
     def state(self) -> Tensor:
         return self._state.clone()
 

@@ -253,16 +253,12 @@ class MujocoWarpPhysics(Physics):
             yield stream
         current.wait_stream(side)
 
-    @contextmanager
-    def _torch_stream(self) -> Iterator[None]:
-        """Make Warp use torch's current stream."""
+    def _torch_stream(self) -> Any:
+        """Return the context in which Warp uses torch's current stream."""
         if self.device.type == "cpu":
-            with self._wp.ScopedDevice("cpu"):
-                yield
-            return
+            return self._wp.ScopedDevice("cpu")
         stream = self._wp.stream_from_torch(torch.cuda.current_stream(self.device))
-        with self._wp.ScopedStream(stream, sync_enter=False, sync_exit=False):
-            yield
+        return self._wp.ScopedStream(stream, sync_enter=False, sync_exit=False)
 
     @property
     def sensordata(self) -> Tensor:

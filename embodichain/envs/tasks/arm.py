@@ -34,7 +34,10 @@ def arm_cfg(id: str, steps: int, threshold: float, events: EventsCfg, scale: flo
 
 
 class ArmTask(Task):
-    """A task of an arm with a tool; ``qpos`` and ``qvel`` of its scene are the robot's own."""
+    """Bring a tool, or the cube that is its ``object_body``, to a goal.
+
+    ``qpos`` and ``qvel`` of the scene are the robot's own.
+    """
 
     goal_area: ClassVar[PoseRangeCfg]
     """Where goals are, unless ``env.events.randomize_target`` tells."""
@@ -67,13 +70,31 @@ class ArmTask(Task):
             start.variables["goal"] = poses[-1][:, : self.goal_dim].to(torch.float32)
         return start
 
-    def read_arm(self, env_ids: Tensor | None) -> Scene:
-        """Return the robot's joints, the position of its tool and the cube, if any, of these envs or of all."""
+    def read(self, env_ids: Tensor | None = None) -> Scene:
+        """Return the robot's joints and tool, the cube, if any, and the way to the goal."""
         parts = self.physics.snapshot(env_ids).split_with_sizes(self._sizes, dim=1)
         scene = dict(zip(self._names, parts, strict=True))
-        joints = scene["qpos"]
+        joints, scene["goal"] = scene["qpos"], self.goal(env_ids)
         scene["ee_pos"] = self.chain.position(joints[:, : self.robot.num_joints] if self.robot.num_fingers else joints)
+        moved = scene["cube_pos" if self.object_body else "ee_pos"]
+        scene["to_goal"] = scene["goal"] - moved[:, : scene["goal"].shape[1]]
+        scene["distance"] = length(scene["to_goal"])
         return scene
+
+    def goal(self, env_ids: Tensor | None = None) -> Tensor:
+        """Return where the cube or the tool has to go in these envs (default: all), ``[n, 2 or 3]``."""
+        return self.variable("goal", env_ids)
+
+    def observe(self, scene: Scene) -> dict[str, Any]:
+        obs = {"robot": {"qpos": scene["qpos"], "qvel": scene["qvel"], "ee_pos": scene["ee_pos"]}}
+        if self.object_body:
+            obs["object"] = {
+                "pos": scene["cube_pos"],
+                "quat": scene["cube_quat"],
+                "linvel": scene["cube_vel"],
+                "offset": scene["cube_pos"] - scene["ee_pos"],
+            }
+        return {**obs, "goal": {"pos": scene["goal"], "offset": scene["to_goal"]}}
 
     def success(self, scene: Scene) -> Tensor:
         return scene["distance"] < self._threshold
@@ -102,24 +123,6 @@ class ArmTask(Task):
         rotation = self.chain.pose(scene["qpos"][:, : self.robot.num_joints])[1]
         turn = rotation_error(target, rotation).clamp(-_MAX_TURN, _MAX_TURN)
         return actions.encode(scene["qpos"], torch.cat((_GAIN * by, turn), dim=-1), grip)
-
-
-class CubeTask(ArmTask):
-    """A task of an arm that has to bring a cube to a goal."""
-
-    object_body = "cube"
-
-    def observe(self, scene: Scene) -> dict[str, Any]:
-        return {
-            "robot": {"qpos": scene["qpos"], "qvel": scene["qvel"], "ee_pos": scene["ee_pos"]},
-            "object": {
-                "pos": scene["cube_pos"],
-                "quat": scene["cube_quat"],
-                "linvel": scene["cube_vel"],
-                "offset": scene["cube_pos"] - scene["ee_pos"],
-            },
-            "goal": {"pos": scene["goal"], "offset": scene["to_goal"]},
-        }
 
 
 def shorten(by: Tensor, limit: float) -> Tensor:

@@ -13,7 +13,7 @@ from embodichain.envs.kinematics import length, mean_square
 from embodichain.envs.physics import Physics
 from embodichain.envs.robots import Robot
 from embodichain.envs.task import Scene
-from embodichain.envs.tasks.arm import HALF_CUBE, CubeTask, arm_cfg, shorten
+from embodichain.envs.tasks.arm import HALF_CUBE, ArmTask, arm_cfg, shorten
 from embodichain.errors import ConfigError
 
 _ABOVE = 0.1  # height over the cube from which the expert comes down
@@ -21,10 +21,10 @@ _MAX_STEP = 0.03  # metres the expert asks for in one step
 _STILL = 0.25  # speed in m/s below which the cube counts as held still at the goal
 
 
-class PickCube(CubeTask):
+class PickCube(ArmTask):
     """Grasp a cube with a two-finger gripper, lift it and place it at a random point above the table."""
 
-    scene_file = "pick_scene.xml"
+    scene_file, object_body = "pick_scene.xml", "cube"
     goal_area = PoseRangeCfg(x=(0.5, 0.5), z=(0.2, 0.2))
     reward_weights = {"reach": -1.0, "grasp": -1.0, "place": -2.0, "effort": -0.01, "success": 20.0}
 
@@ -47,10 +47,7 @@ class PickCube(CubeTask):
         return arm_cfg("PickCubeRL", 150, threshold=0.03, events=events, scale=0.08, robot=robot)
 
     def read(self, env_ids: Tensor | None = None) -> Scene:
-        scene = self.read_arm(env_ids)
-        scene["goal"] = self.variable("goal", env_ids)
-        scene["to_goal"] = scene["goal"] - scene["cube_pos"]
-        scene["distance"] = length(scene["to_goal"])
+        scene = super().read(env_ids)
         scene["to_cube"] = scene["cube_pos"] - scene["ee_pos"]
         fingers = scene["qpos"][:, self.robot.num_joints :]
         opening = 0.5 * (fingers[:, 0] + fingers[:, 1])

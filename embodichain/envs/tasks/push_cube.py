@@ -16,7 +16,7 @@ from embodichain.envs.physics import Physics
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.robots import Robot
 from embodichain.envs.task import ResetState, Scene
-from embodichain.envs.tasks.arm import CubeTask, arm_cfg, shorten
+from embodichain.envs.tasks.arm import ArmTask, arm_cfg, shorten
 from embodichain.errors import ConfigError
 
 _REACH = 0.05  # distance from the cube's centre at which the tool's centre touches or nearly touches it
@@ -26,10 +26,10 @@ _PUSH_STEP = 0.012  # and while it pushes, so that the cube slides along with th
 _APART = 2.5  # least distance of two goals, in success thresholds: no cube lies on two of them
 
 
-class PushCube(CubeTask):
+class PushCube(ArmTask):
     """Push a cube to a random goal with a 6-DoF arm."""
 
-    scene_file = "push_scene.xml"
+    scene_file, object_body = "push_scene.xml", "cube"
     goal_area, goal_dim = PoseRangeCfg(x=(0.66, 0.66)), 2
     reward_weights = {"reach": -1.0, "place": -4.0, "effort": -0.01, "success": 10.0}
 
@@ -48,19 +48,13 @@ class PushCube(CubeTask):
         return arm_cfg("PushCubeRL", 100, threshold=0.04, events=events, scale=0.08, robot=robot)
 
     def read(self, env_ids: Tensor | None = None) -> Scene:
-        scene, goal = self.read_arm(env_ids), self.goal(env_ids)
-        cube = scene["cube_pos"][:, :2]
-        to_goal = goal - cube
-        distance = torch.linalg.vector_norm(to_goal, dim=1, keepdim=True)
-        direction = to_goal / distance.clamp_min(1e-6)
+        scene = super().read(env_ids)
+        direction = scene["to_goal"] / scene["distance"].unsqueeze(1).clamp_min(1e-6)
         # Where the tool has to be to push: behind the cube as seen from the goal, near the table.
-        behind = torch.sub(cube, direction, alpha=_REACH)
+        behind = torch.sub(scene["cube_pos"][:, :2], direction, alpha=_REACH)
         scene["behind"] = torch.cat((behind, self._low.expand(behind.shape[0], 1)), dim=1)
-        return {**scene, "goal": goal, "to_goal": to_goal, "distance": distance.squeeze(1), "direction": direction}
-
-    def goal(self, env_ids: Tensor | None = None) -> Tensor:
-        """Return where the cube has to go in these envs (default: all), ``[n, 2]``."""
-        return self.variable("goal", env_ids)
+        scene["direction"] = direction
+        return scene
 
     def reward_terms(self, scene: Scene, action: Tensor) -> dict[str, Tensor]:
         return {

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from embodichain.envs.actions import RobotActionManager
 from embodichain.envs.env_cfg import EventsCfg, GymCfg, JointRangeCfg, PoseRangeCfg, RobotCfg
-from embodichain.envs.kinematics import length, mean_square
+from embodichain.envs.kinematics import mean_square
 from embodichain.envs.task import Scene
 from embodichain.envs.tasks.arm import ArmTask, arm_cfg, shorten
 
@@ -30,19 +28,6 @@ class Reach(ArmTask):
         )
         robot = RobotCfg(tool="pusher", init_qpos=[-0.22, 0.0103, 1.6931, -0.1326, -1.5708, -0.22])
         return arm_cfg("ReachRL", 100, threshold=0.02, events=events, scale=0.1, robot=robot)
-
-    def read(self, env_ids: Tensor | None = None) -> Scene:
-        scene = self.read_arm(env_ids)
-        scene["goal"] = self.variable("goal", env_ids)
-        scene["to_goal"] = scene["goal"] - scene["ee_pos"]
-        scene["distance"] = length(scene["to_goal"])
-        return scene
-
-    def observe(self, scene: Scene) -> dict[str, Any]:
-        return {
-            "robot": {"qpos": scene["qpos"], "qvel": scene["qvel"], "ee_pos": scene["ee_pos"]},
-            "goal": {"pos": scene["goal"], "offset": scene["to_goal"]},
-        }
 
     def reward_terms(self, scene: Scene, action: Tensor) -> dict[str, Tensor]:
         return {"distance": scene["distance"], "effort": mean_square(action), "success": scene["success"]}
