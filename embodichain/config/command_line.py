@@ -17,7 +17,7 @@ import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypedDict, TypeVar
+from typing import Annotated, Any, Literal, TypedDict, TypeVar
 
 from embodichain.config.classes import MISSING, Shorthand, entry_type, is_config, is_config_class, shorten, strip
 from embodichain.config.files import parse_yaml
@@ -111,7 +111,7 @@ def _parse(flags: Mapping[str, Flag], argv: Sequence[str], prog: str | None, des
     output = io.StringIO()
     try:
         with contextlib.redirect_stderr(output):
-            values, unknown = tyro.cli(schema, args=_with_none(flags, argv), **settings)
+            values, unknown = tyro.cli(schema, args=list(argv), **settings)
     except SystemExit as stop:
         if stop.code in (0, None):
             raise
@@ -119,7 +119,8 @@ def _parse(flags: Mapping[str, Flag], argv: Sequence[str], prog: str | None, des
     if unknown:  # values of unknown flags need no message of their own
         words = [word for word in unknown if _FLAG.match(word)] or unknown
         raise ConfigError([_unknown(word, flags) for word in words], "command line")
-    return dict(values)
+    optional = {name for name, flag in flags.items() if type(None) in typing.get_args(flag.annotation)}
+    return {name: None if value == "null" and name in optional else value for name, value in values.items()}
 
 
 def _field_docs(owner: type[Any] | None) -> dict[str, str]:
@@ -129,21 +130,6 @@ def _field_docs(owner: type[Any] | None) -> dict[str, str]:
     bases = owner.__mro__[-2::-1] if owner is not None else ()
     parsed = [docstring_parser.parse_from_object(base).params for base in bases]
     return {doc.arg_name: " ".join((doc.description or "").split()) for params in parsed for doc in params}
-
-
-def _with_none(flags: Mapping[str, Flag], argv: Sequence[str]) -> list[str]:
-    """Return the words with ``null``, as JSON and YAML have it, as tyro's ``None`` for fields that may be ``None``."""
-    words = list(argv)
-    for i, word in enumerate(words):
-        name, equals, value = word.removeprefix("--").partition("=")
-        flag = flags.get(name.replace("-", "_")) if word.startswith("--") else None
-        if flag is None or type(None) not in typing.get_args(flag.annotation) or not _is_plain(flag.annotation):
-            continue
-        if equals and value == "null":
-            words[i] = f"--{name}=None"
-        elif not equals and words[i + 1 : i + 2] == ["null"]:
-            words[i + 1] = "None"
-    return words
 
 
 def _plain_text(boxed: str) -> str:
@@ -181,8 +167,8 @@ def _cli_type(annotation: Any) -> Any:
         return Annotated[bool, tyro.conf.FlagConversionOff, from_words]
     if typing.get_origin(plain) is dict and _is_plain(typing.get_args(plain)[1]):
         return list[tuple[str, typing.get_args(plain)[1]]]  # type: ignore[misc] # built at run time
-    if _is_plain(annotation):
-        return annotation
+    if _is_plain(annotation):  # null is None, as in JSON and YAML
+        return Literal["null"] | annotation if type(None) in typing.get_args(annotation) else annotation
     return Annotated[Any, spec(nargs=1, metavar="YAML", instance_from_str=lambda words: parse_yaml(words[0]))]
 
 

@@ -38,13 +38,6 @@ Moments = tuple[Tensor, Tensor, Tensor]
 """Count ``[]``, mean ``[dim]`` and sum of squared deviations ``[dim]``, in float64."""
 
 
-class SharedStatistics(nn.Module):
-    """A module that takes in the moments of its data; under data parallelism, of the data of all ranks."""
-
-    share: Callable[[Moments], Sequence[Moments]] | None = None
-    """Maps this rank's moments to those of all ranks, in their order: ``Ranks.share_moments``."""
-
-
 def batch_moments(x: Tensor, dim: int) -> Moments:
     """Return count, mean and sum of squared deviations of ``[..., dim]`` in float64."""
     if x.shape[-1] != dim:
@@ -100,7 +93,7 @@ class Ranks:
         return [(part.mean(), part.std(correction=0)) for part in values]
 
     def share_moments(self, own: Moments) -> Sequence[Moments]:
-        """Return the moments of all ranks, in their order; see ``SharedStatistics``."""
+        """Return the moments of all ranks, in their order; see ``RunningNormalizer``."""
         dim = own[1].numel()
         rows = self.gather(torch.cat((own[0].reshape(1), own[1], own[2])))
         return [(row[0], row[1 : 1 + dim], row[1 + dim :]) for row in rows]
@@ -256,7 +249,12 @@ def joined_ranks() -> Iterator[Ranks]:
     store, rank, count = next(rendezvous("env://", timeout=_TIMEOUT))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps its store when it restarts ranks
     store = PrefixStore(f"embodichain/attempt_{attempt}", store)
-    dist.init_process_group(_backend(), store=store, rank=rank, world_size=count, timeout=_TIMEOUT)
+    backend = "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_rank() % torch.cuda.device_count())
+        one_each = torch.cuda.device_count() >= local_count() and dist.is_nccl_available()  # as NCCL needs it
+        backend = f"cpu:gloo,cuda:{'nccl' if one_each else 'gloo'}"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=_TIMEOUT)
     yield ProcessRanks()
     dist.destroy_process_group()  # not after an error: others may still be waiting for this one
 
@@ -284,12 +282,3 @@ def is_torchrun() -> bool:
 def is_launched() -> bool:
     """Tell whether torchrun, or something like it, started several processes."""
     return all(name in os.environ for name in _LAUNCH_VARIABLES) and int(os.environ["WORLD_SIZE"]) > 1
-
-
-def _backend() -> str:
-    """Return what carries tensors: gloo on the CPU; on GPUs NCCL, which needs one for each rank, or else gloo."""
-    if not torch.cuda.is_available():
-        return "gloo"
-    torch.cuda.set_device(local_rank() % torch.cuda.device_count())
-    enough = torch.cuda.device_count() >= local_count() and dist.is_nccl_available()
-    return "cpu:gloo,cuda:nccl" if enough else "cpu:gloo,cuda:gloo"

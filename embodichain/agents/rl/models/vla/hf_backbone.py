@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from embodichain.agents.rl.models.vla.model import Decoded, VLAModel, VLAModelCfg, register_vla_model
 from embodichain.config.classes import configclass
 from embodichain.envs.observations import decode_instructions
-from embodichain.errors import CheckpointError, ConfigError, UnknownNameError, nearest
+from embodichain.errors import CheckpointError, ConfigError, look_up
 from embodichain.extras import require
 
-MODEL_TYPES = ("smolvlm", "idefics3")
+MODEL_TYPES = {name: name for name in ("smolvlm", "idefics3")}
 """Families whose models consist of ``vision_model``, ``connector`` and ``text_model``."""
 
 
@@ -136,20 +136,14 @@ def _load_backbone(cfg: HFBackboneVLACfg) -> Any:
     transformers = require("transformers", extra="vla")
     if cfg.backbone is not None:
         settings = dict(cfg.backbone)
-        model_type = _check_type(settings.pop("model_type", None))
+        model_type = look_up("backbone.model_type", str(settings.pop("model_type", None)), MODEL_TYPES)
         config = transformers.AutoConfig.for_model(model_type, **settings)
         return transformers.AutoModel.from_config(config).to(getattr(torch, cfg.dtype))
     folder = Path(str(cfg.backbone_path))
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder}: expected the folder of a pretrained model, with config.json in it")
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-    _check_type(config.model_type)
+    look_up("backbone.model_type", str(config.model_type), MODEL_TYPES)
     return transformers.AutoModel.from_pretrained(
         folder, config=config, dtype=getattr(torch, cfg.dtype), local_files_only=True, use_safetensors=True
     )
-
-
-def _check_type(model_type: object) -> str:
-    if model_type not in MODEL_TYPES:
-        raise UnknownNameError(f"backbone.model_type is {model_type!r}.{nearest(str(model_type), MODEL_TYPES)}")
-    return str(model_type)
