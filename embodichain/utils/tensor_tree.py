@@ -33,7 +33,12 @@ Name = TypeVar("Name", bound=Hashable)
 def flatten(value: Any, separate: bool = False) -> tuple[Any, dict[str, Tensor]]:
     """Return ``(JSON data, tensors by name)``; ``separate`` tensors are contiguous, on the CPU and share no memory."""
     tensors: dict[str, Tensor] = {}
-    return _encode(value, "", tensors), _separate(tensors) if separate else tensors
+    data, memory = _encode(value, "", tensors), set[int]()
+    for name, tensor in tensors.items() if separate else ():  # safetensors refuses tensors that share memory
+        own = tensor.to("cpu").contiguous()
+        tensors[name] = own.clone() if own.untyped_storage().data_ptr() in memory else own
+        memory.add(tensors[name].untyped_storage().data_ptr())
+    return data, tensors
 
 
 def unflatten(data: Any, tensors: Mapping[str, Tensor], device: str | None = None) -> Any:
@@ -63,18 +68,6 @@ def unflatten(data: Any, tensors: Mapping[str, Tensor], device: str | None = Non
         entries = {key: unflatten(entry, tensors, device) for key, entry in data["$tensordict"].items()}
         return TensorDict(entries, batch_size=data["$batch"], device=device)
     raise ValueError(f"unknown mark {mark!r}")
-
-
-def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors of which no two share memory, which safetensors would refuse."""
-    separate, memory = {}, set[int]()
-    for name, tensor in tensors.items():
-        own = tensor.to("cpu").contiguous()
-        if own.untyped_storage().data_ptr() in memory:
-            own = own.clone()
-        memory.add(own.untyped_storage().data_ptr())
-        separate[name] = own
-    return separate
 
 
 def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
