@@ -87,10 +87,7 @@ class Recorder:
         return self.possible and self.calls >= WARM_UP
 
     def warm_up(self, work: Callable[[], Result], clean_up: Callable[[], None] = lambda: None) -> Result:
-        """Do the work as usual; the last call before recording finds out whether it waits for the device.
-
-        If so, nothing is recorded, and the work is done again after ``clean_up``.
-        """
+        """Do the work as usual. If the last call before recording waits for the device, give up, and repeat it."""
         self.calls += 1
         if not self.possible or self.calls != WARM_UP:
             return work()

@@ -101,10 +101,7 @@ def find_checkpoint(path: PathLike, which: Literal["best", "latest"] = "latest")
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the complete checkpoints ``step_000000001234`` of a folder, the oldest first.
-
-    One that was being overwritten when the program was killed is found under its temporary name.
-    """
+    """Return the complete checkpoints ``step_000000001234`` of a folder, also those being overwritten, oldest first."""
     former = {_final_name(file.parent): file.parent for file in folder.glob(f".step_*{_FORMER}/{STATE_FILE}")}
     found = former | {file.parent.name: file.parent for file in folder.glob(f"step_*/{STATE_FILE}")}
     return [found[name] for name in sorted(found)]
@@ -275,10 +272,8 @@ class NanGuard:
 
 
 def _not_finite(named: Iterable[tuple[str, Tensor]]) -> tuple[str, Tensor] | None:
-    """Return the first floating-point tensor with a NaN or an infinity in it, and its name.
-
-    One sum per tensor, for which nothing is allocated, finds out whether there is any. It may overflow without one.
-    """
+    """Return the first floating-point tensor with a NaN or an infinity in it, and its name."""
+    # One sum per tensor, for which nothing is allocated, finds out whether there is any. It may overflow without one.
     floating = [(name, tensor) for name, tensor in named if tensor.is_floating_point()]
     if not floating or bool(torch.stack([t.sum(dtype=torch.float64) for _, t in floating]).isfinite().all()):
         return None

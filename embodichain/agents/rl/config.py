@@ -240,10 +240,7 @@ def _own_device(name: str) -> str:
 
 
 def num_iterations(trainer: TrainerCfg, ranks: int = 1, iteration: int = 0, global_step: int = 0) -> int | None:
-    """Return after how many rollouts training ends, ``None`` if only the clock or a target ends it.
-
-    The steps that are left after ``iteration`` are made on so many ``ranks``; it may have been another number before.
-    """
+    """Return after how many rollouts, those after ``iteration`` on so many ranks, training ends; ``None``: unknown."""
     limits = [] if trainer.iterations is None else [trainer.iterations]
     if trainer.total_steps is not None:
         per_rollout = ranks * (trainer.num_envs or 1) * trainer.buffer_size

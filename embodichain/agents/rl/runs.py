@@ -159,10 +159,7 @@ def resume_command(run: Path) -> str:
 
 
 class RunLog:
-    """Writes scalars to TensorBoard, to a file with one JSON object per line, and to Weights & Biases if asked to.
-
-    A resumed run continues behind the step it was saved at.
-    """
+    """Writes scalars to TensorBoard, to a file with one JSON object per line, and to Weights & Biases if asked to."""
 
     def __init__(self, run: RunFolder, cfg: TrainCfg, resumed_at: int | None = None) -> None:
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import

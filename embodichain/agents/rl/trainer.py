@@ -302,9 +302,32 @@ class Trainer:
                 self.folder.save(self.global_step, state, best)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint of the same run, exactly where it was saved if as many ranks saved it."""
+        """Continue from a checkpoint of the same run, exactly where it was saved if as many ranks saved it.
+
+        An environment that cannot be saved begins new episodes, and so do all if the number of ranks is another one.
+        The random generators come last, as everything else may draw from them.
+        """
         with self.ranks.together("resuming"):
-            self._restore(state)
+            ranks, self.counters = self.ranks, Counters.from_data(state["trainer"])
+            same_ranks = saved_ranks(state) == ranks.count
+            own = state if ranks.is_first or not same_ranks else state["other_ranks"][ranks.rank - 1]
+            env_state = own["env"] if same_ranks else None
+            if env_state is not None and env_state.batch_size[0] != self.env.num_envs:
+                raise CheckpointError(
+                    f"the checkpoint holds {env_state.batch_size[0]} environments, this run has {self.env.num_envs}: "
+                    "resume it with as many"
+                )
+            load_weights(self.policy, state["policy"], "the checkpoint")
+            self.algorithm.load_state_dict(state["algorithm"])
+            if same_ranks:
+                self.collector.load_state_dict(own["collector"], env_state)
+            later_seed = ranks.seed(self.cfg.trainer.seed + self.counters.iteration)  # not the episodes of the start
+            if env_state is None:
+                self.collector.reset(seed=later_seed)
+            if same_ranks:
+                set_random_state(own["random"])
+            else:
+                seed_everything(later_seed)
         message = resume_message(state, self.cfg.trainer.collector, self.ranks.count)
         if message is not None:
             self.view.print(message)
@@ -329,33 +352,6 @@ class Trainer:
                 "other_ranks": of_ranks[1:],
                 "trainer": self.counters.to_data(),
             }
-
-    def _restore(self, state: Mapping[str, Any]) -> None:
-        """Put a checkpoint's content back.
-
-        An environment that cannot be saved begins new episodes, and so do all if the number of ranks is another one.
-        The random generators come last, as everything else may draw from them.
-        """
-        ranks, self.counters = self.ranks, Counters.from_data(state["trainer"])
-        same_ranks = saved_ranks(state) == ranks.count
-        own = state if ranks.is_first or not same_ranks else state["other_ranks"][ranks.rank - 1]
-        env_state = own["env"] if same_ranks else None
-        if env_state is not None and env_state.batch_size[0] != self.env.num_envs:
-            raise CheckpointError(
-                f"the checkpoint holds {env_state.batch_size[0]} environments, this run has {self.env.num_envs}: "
-                "resume it with as many"
-            )
-        load_weights(self.policy, state["policy"], "the checkpoint")
-        self.algorithm.load_state_dict(state["algorithm"])
-        if same_ranks:
-            self.collector.load_state_dict(own["collector"], env_state)
-        later_seed = ranks.seed(self.cfg.trainer.seed + self.counters.iteration)  # not the episodes of the beginning
-        if env_state is None:
-            self.collector.reset(seed=later_seed)
-        if same_ranks:
-            set_random_state(own["random"])
-        else:
-            seed_everything(later_seed)
 
 
 def saved_ranks(state: Mapping[str, Any]) -> int:

@@ -185,10 +185,7 @@ class Proximal:
         return cls(log_prob.float(), value.float(), log_importance)
 
     def values(self, rollout: TensorDictBase, version: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ``value`` and ``next_value`` of a rollout by the present critic, ``[num_envs, num_steps]`` each.
-
-        What the present ``version`` of the policy collected stays as it is, bit by bit.
-        """
+        """Return ``value`` and ``next_value`` by the present critic; what its ``version`` collected stays as it is."""
         value = torch.where(rollout["policy_version"] == version, rollout["value"], self.value)
         return value, next_values(rollout, value)
 
@@ -214,10 +211,9 @@ def next_values(rollout: TensorDictBase, value: Tensor) -> Tensor:
     """Return the values of the states that were reached, ``[num_envs, num_steps]``.
 
     They are the present policy's wherever the state is an observation of the rollout. What lies at its edge, or where a
-    time limit cut an episode, is not stored: there the value of the time of collection is kept, plus what the state
-    before it has gained since, as neighbours gain about the same. An old value beside new ones would look like a
-    reward, or a penalty, for getting there. Where new weights were adopted later in the rollout nothing is added: it is
-    not known then which of them valued the state.
+    time limit cut an episode, is not stored: there the old value is kept, plus what the state before it has gained
+    since, or it would look like a reward for getting there. Where new weights were adopted later in the rollout nothing
+    is added: it is not known then which of them valued the state.
     """
     version = rollout["policy_version"]
     gained = torch.where(version == version[:, -1:], value - rollout["value"], 0.0)

@@ -65,10 +65,7 @@ class BaseAlgorithm(ABC):
 
     @abstractmethod
     def update(self, rollout: TensorDictBase | None = None) -> dict[str, float]:
-        """Improve the policy by a rollout ``[num_envs, num_steps]``; return losses and other measures.
-
-        Without an argument, by the one that ``collect_rollout`` collected.
-        """
+        """Improve the policy by a rollout ``[num_envs, num_steps]`` (default: the collected one); return measures."""
 
     def check_num_envs(self, num_envs: int) -> None:  # noqa: B027 - by default any number will do
         """Raise ``ConfigError`` if the algorithm cannot work with this number of envs."""

@@ -163,10 +163,9 @@ def adapted_rate(rate: Tensor, kl: Tensor, desired_kl: float) -> Tensor:
 
 
 class StaticRows:
-    """The data of one update at fixed addresses, where a CUDA graph finds them update after update.
+    """The data of one update at fixed addresses, where CUDA graphs find them: small parts are copied, large ones stay.
 
-    Small parts are copied, large ones stay where they came from. Numbers are kept side by side, one row per transition,
-    so that one gather fetches all of them.
+    Numbers are kept side by side, one row per transition, so that one gather fetches all of them.
     """
 
     def __init__(self, minibatches: Minibatches, own: bool) -> None:
@@ -209,9 +208,8 @@ class StaticRows:
             return False
         for path, part in self._parts.items():
             leaf = leaves[path]
-            if (leaf.shape, leaf.dtype) != (part.shape, part.dtype):
-                return False
-            if path not in self._owned and leaf.data_ptr() != part.data_ptr():
+            has_moved = path not in self._owned and leaf.data_ptr() != part.data_ptr()
+            if has_moved or (leaf.shape, leaf.dtype) != (part.shape, part.dtype):
                 return False
         for path in self._owned:
             self._parts[path].copy_(leaves[path])
@@ -232,10 +230,9 @@ def _side_by_side(leaves: dict[tuple[str, ...], Tensor]) -> dict[tuple[str, ...]
 class GraphedSteps:
     """Gradient steps replayed as CUDA graphs: gather, forward, backward, clip and Adam in one launch.
 
-    An ordinary step of a small network is hundreds of launches, and a GPU finishes each before the next arrives. A
-    graph has fixed shapes and fixed memory. So the data of every update are copied to the same addresses, the order of
-    rows is an input, and there is one graph for each size of minibatch. Where a loss weighs its transitions,
-    minibatches are filled up with transitions of no weight, and one size does for all.
+    A graph has fixed shapes and memory. So the data of every update are copied to the same addresses, the order of rows
+    is an input, and there is one graph for each size of minibatch. Where a loss weighs its transitions, minibatches are
+    filled up with transitions of no weight, and one size does for all.
     """
 
     def __init__(

@@ -58,10 +58,7 @@ class Imitation:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._scale)
 
     def update(self, chunks: TensorDictBase, points: Tensor | None = None) -> dict[str, Tensor]:
-        """Do one gradient step on ``[batch, n]``; ``points`` ``[batch, num_points]`` is what a model should point out.
-
-        Returns losses as tensors, so that nothing waits for the device.
-        """
+        """Do one gradient step on ``[batch, n]`` and return losses; a model should point at ``[batch, num_points]``."""
         obs, action = chunks["observation"][:, 0].to(self.policy.device), chunks["action"].to(self.policy.device)
         length = action.shape[1]
         if chunks.batch_dims != 2 or length > self.policy.chunk_size:
@@ -115,8 +112,7 @@ def warm_up_value(
     """Let the value head alone learn from rollouts ``[num_envs, num_steps]``; the policy acts as before.
 
     A cloned policy acts well and judges badly: advantages from a value that knows nothing would undo what was cloned.
-    So the value learns first, from what the policy does as it is. ``env`` takes the policy's chunks. ``head``
-    is a ``VLAPolicy``'s by default. Returns the explained variance before each update: 1 is a perfect value.
+    ``env`` takes the policy's chunks. Returns the explained variance before each update: 1 is a perfect value.
     """
     with only_trained(policy, head):
         algorithm = PPO(cfg.replace(cuda_graphs=False), policy)  # too few updates to be worth recording

@@ -60,10 +60,9 @@ def _walk_back(  # type: ignore[no-untyped-def]  # noqa: ANN202
 
 
 def accumulate_gae(rows: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-    """Return advantages and returns of a ``TimeMajor`` on a GPU.
+    """Return advantages and returns of a ``TimeMajor`` on a GPU; each thread walks back through the steps of one env.
 
-    Each thread walks back through the steps of one env. It does the CPU's operations in the CPU's order, each rounded
-    on its own, so its numbers are the CPU's to the bit.
+    It does the CPU's operations in the CPU's order, each rounded on its own: its numbers are the CPU's to the bit.
     """
     rewards, values, next_values, terminations, dones, gamma, decay = rows
     num_steps, num_envs = rewards.shape

@@ -75,21 +75,17 @@ def flatten_time_major(rollout: TensorDictBase) -> TensorDict:
 
 
 def episode_starts(done: Tensor) -> Tensor:
-    """Return which observations ``[num_envs, num_steps]`` begin an episode: those after a done one.
-
-    The first step needs no mark: the recurrent state stored before it is already a new episode's where one begins.
-    """
-    start = torch.zeros_like(done.t()).t()
+    """Return which observations ``[num_envs, num_steps]`` begin an episode: those after a done one."""
+    start = torch.zeros_like(done.t()).t()  # no mark in the first step: the state stored before it is right already
     start[:, 1:] = done[:, :-1]
     return start
 
 
 @torch.no_grad()
 def evaluate_rollout(policy: Policy, rollout: TensorDictBase, rows: int = EVALUATED_ROWS) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities and values that a policy gives to a rollout, ``[num_envs, num_steps]`` each.
+    """Return log-probabilities (of chunks: one per action) and values ``[num_envs, num_steps]`` by a policy.
 
-    It does so for ``rows`` transitions at a time. Log-probabilities of chunks have one more dimension, ``chunk_size``,
-    as they are stored.
+    It evaluates ``rows`` transitions at a time.
     """
     num_envs, num_steps = rollout.batch_size
     if not policy.is_recurrent:
@@ -257,8 +253,7 @@ class RolloutBuffer:
     def get(self, flatten: bool = False) -> TensorDictBase:
         """Hand the rollout out: views ``[num_envs, num_steps]``, valid until the next ``add``.
 
-        ``flatten=True`` copies it to ``[num_envs * num_steps]``, env by env, for looking at; algorithms need the time
-        axis.
+        ``flatten=True`` copies it to ``[num_envs * num_steps]``, env by env; algorithms need the time axis.
         """
         rollout = self._rollout("get()")
         self._handed_out = True

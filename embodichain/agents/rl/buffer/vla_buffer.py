@@ -59,10 +59,7 @@ class VLABuffer:
         return self._put(transition, timeout, copy=True)
 
     def add_rollout(self, rollout: TensorDictBase, timeout: float | None = None, copy: bool = True) -> int:
-        """Add a rollout ``[num_envs, num_steps]``; return the number of the entry.
-
-        ``copy=False`` hands it over: the caller must not write to it again.
-        """
+        """Add a rollout ``[num_envs, num_steps]``, handed over with ``copy=False``; return the number of the entry."""
         if rollout.batch_dims != 2:
             raise RolloutError(f"expected a rollout [num_envs, num_steps], got {list(rollout.batch_size)}")
         return self._put(rollout, timeout, copy)

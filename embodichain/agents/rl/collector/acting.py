@@ -38,10 +38,7 @@ class Decider:
         self._addresses = _addresses_of(policy)
 
     def decide(self, obs: Observation, state: Tensor | None, deferred: bool, kept: bool) -> Decision:
-        """Let the policy choose actions for an observation.
-
-        ``deferred`` leaves the values for later; ``kept`` says that the decision is needed after the next one is made.
-        """
+        """Let the policy choose; ``deferred`` leaves values for later, ``kept``: it is needed after the next choice."""
         if not self.records:
             if deferred:
                 return Decision(obs, state, *self._policy.choose(obs), None, None)
@@ -64,10 +61,7 @@ class Decider:
                 replayed.forget("its weights have moved")
 
     def record(self, obs: Observation | None) -> None:
-        """Record decisions for such observations now, and nothing later: from now on others use the device, too.
-
-        Random generators stay as they are. Once is enough.
-        """
+        """Record decisions for such observations now, and nothing later; random generators stay as they are."""
         if obs is not None and self.records and not self._act.settled:
             deciding: _Replayed[Any] = self._choose if self._policy.values_apart else self._act
             own = self._policy.generator
@@ -162,10 +156,9 @@ CPU_ROWS, GPU_ROWS = 2048, 65_536
 class DeferredValues:
     """Computes the values of a rollout, at its end wherever the policy allows it.
 
-    A value is needed of every observation, of the one after the last step, and of every ``final_observation`` at which
-    a time limit cut an episode. While acting none of them is. So a policy with ``values_apart`` chooses actions alone
-    and values everything in two passes when the rollout is complete: all values are then those of the policy at the
-    rollout's end, even if new weights were adopted on the way. Other policies value each observation as they act on it.
+    A policy with ``values_apart`` chooses actions alone and values everything in two passes when the rollout is
+    complete: every observation, the one after the last step, and every ``final_observation`` at which a time limit cut
+    an episode, all by the weights of the rollout's end. Other policies value each observation as they act on it.
     """
 
     def __init__(
@@ -197,7 +190,7 @@ class DeferredValues:
         if not self._policy.has_critic:
             return
         if self.may_look:
-            if _any(cut):
+            if cut.any() if cut.is_cuda else cut.numpy().any():  # numpy's call on a few flags costs a third of torch's
                 rows = cut.nonzero().squeeze(-1)
                 self._cut.append(final[rows.to(final.device)].to(self._device))
                 self._cut_states += [] if state is None else [state[rows]]
@@ -231,11 +224,6 @@ class DeferredValues:
         states = repeat(None) if state is None else state.split(size)
         parts = [self._policy.state_value(part, own) for part, own in zip(obs.split(size), states, strict=False)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _any(flags: Tensor) -> bool:
-    """Tell whether any flag is set; numpy's call on a few of them costs a third of torch's."""
-    return bool(flags.any() if flags.is_cuda else flags.numpy().any())
 
 
 def _has_images(obs: Observation) -> bool:

@@ -66,10 +66,9 @@ def result_to(result: StepResult, device: torch.device) -> StepResult:
 
 
 def bound_action(action: Tensor) -> Tensor:
-    """Return what an environment is given for an action of the policy.
+    """Return what an environment is given for an action: continuous ones are clipped to [-1, 1], the envs' range.
 
-    Continuous actions are clipped to [-1, 1], the range of every environment; the rollout keeps the action as it was
-    sampled, for its probability is that of the unclipped one.
+    The rollout keeps the action as it was sampled, for its probability is that of the unclipped one.
     """
     return action.clamp(-1.0, 1.0) if action.is_floating_point() else action
 
@@ -81,13 +80,10 @@ def collection_threads(policy: nn.Module, num_envs: int) -> int | None:
 
 
 class EpisodeTracker:
-    """Follows returns and lengths of episodes across rollouts.
-
-    ``episode_return`` (float64) and ``episode_length`` (int64), each ``[num_envs]``, are those of the episodes under
-    way.
-    """
+    """Follows returns and lengths of episodes across rollouts."""
 
     def __init__(self, num_envs: int, device: torch.device) -> None:
+        """Begin with the episodes under way: ``episode_return`` and ``episode_length``, ``[num_envs]`` each."""
         self.episode_return = torch.zeros(num_envs, dtype=torch.float64, device=device)
         self.episode_length = torch.zeros(num_envs, dtype=torch.int64, device=device)
         self._sums: tuple[Tensor, Tensor, Tensor] | None = None
@@ -111,10 +107,7 @@ class EpisodeTracker:
 
     @property
     def ended(self) -> TensorDict:
-        """``return`` and ``length`` of the episodes that ended in the last rollout, in the order in which they ended.
-
-        Finding them waits for the device, once.
-        """
+        """``return`` and ``length`` of the last rollout's ended episodes, in order; this waits for the device once."""
         if self._ended is None:
             none = TensorDict({"return": torch.zeros(0), "length": torch.zeros(0)}, batch_size=[0])
             self._ended = none if self._sums is None else _ended_episodes(*self._sums)
@@ -134,11 +127,7 @@ def _ended_episodes(returns: Tensor, lengths: Tensor, done: Tensor) -> TensorDic
 
 
 class InfoAverages:
-    """Averages ``info["rewards"]`` and ``info["metrics"]`` over a rollout.
-
-    What steps report is kept as it is, and added up when it is asked for: a few operations per name instead of as many
-    per name and step.
-    """
+    """Averages ``info["rewards"]`` and ``info["metrics"]`` over a rollout: once, when asked, not in every step."""
 
     def __init__(self) -> None:
         self._infos: list[tuple[Mapping[str, Tensor], Mapping[str, Tensor], Tensor]] = []

@@ -88,10 +88,7 @@ class Pipeline:
 
 
 class _Group:
-    """One group: its observation, its recurrent state, the decision for it, and its step under way.
-
-    A thread of its own steps it, unless it simulates elsewhere anyway.
-    """
+    """One group and its step under way; a thread of its own steps it, unless it simulates elsewhere anyway."""
 
     obs: Observation
     state: Tensor | None

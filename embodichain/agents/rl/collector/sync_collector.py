@@ -100,10 +100,7 @@ class SyncCollector(BaseCollector):
 
     @torch.no_grad()
     def collect(self, num_steps: int) -> TensorDictBase:
-        """Return a rollout ``[num_envs, num_steps]``, valid until the next call.
-
-        After one that was broken off all envs are reset, because their state is not known.
-        """
+        """Return a rollout ``[num_envs, num_steps]``, valid until the next call; an error resets all envs after it."""
         if num_steps < 1:
             raise RolloutError(f"num_steps must be at least 1, got {num_steps}")
         with torch_threads(self.num_threads):
