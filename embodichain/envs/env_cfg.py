@@ -22,6 +22,7 @@ def _distinct(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
+Color = Literal["red", "green", "blue", "yellow"]
 Range = Annotated[tuple[float, float], AfterValidator(_ordered)]
 
 
@@ -97,11 +98,7 @@ class RewardsCfg(Config):
 class LanguageCfg(Config):
     """Coloured goals, and the words that tell which of them is meant; the words are observed as ``instruction``."""
 
-    colors: Annotated[tuple[Literal["red", "green", "blue", "yellow"], ...], AfterValidator(_distinct)] = (
-        "red",
-        "green",
-        "blue",
-    )
+    colors: Annotated[tuple[Color, ...], AfterValidator(_distinct)] = ("red", "green", "blue")
     """Colours of the goals on the table."""
     phrases: Annotated[tuple[str, ...], Field(min_length=1)] = ("push the cube to the {color} target",)
     """Ways to say it, of which every episode draws one; ``{color}`` stands for the goal's colour."""

@@ -50,7 +50,8 @@ class TaskEnv(VecEnv):
         self._one = torch.ones((), dtype=torch.int64, device=self.device)
         self._cameras = Cameras(physics.model, cfg.env.observations.cameras)
         self._render_all = physics.open_cameras(cfg.env.observations.cameras)
-        self._observations = ObservationBuilder(cfg.env.observations, self.device, self._images, self._noise)
+        noise = lambda ids, size: self._streams.noise(ids, self._step[ids], size)  # noqa: E731 - of the present steps
+        self._observations = ObservationBuilder(cfg.env.observations, self.device, self._images, noise)
         domain = DomainRandomization(cfg.env.events, physics, task_class.object_body)
         self._state = EnvState(physics, self._streams, self._step, self.task.variables, domain)
         self._resets = Resets(self.task, self._state, lambda ids: self._build(self.task.read(ids), ids))
@@ -217,10 +218,6 @@ class TaskEnv(VecEnv):
             self._scene, self._packed, self._obs = scene, packed, obs
 
         return restore
-
-    def _noise(self, env_ids: Tensor, size: int) -> Tensor:
-        """Return the standard normal noise ``[len(env_ids), size]`` that belongs to the envs' present steps."""
-        return self._streams.noise(env_ids, self._step[env_ids], size)
 
     def _images(self, env_ids: Tensor) -> dict[str, Tensor]:
         """Return the images of the configured cameras, uint8 ``[len(env_ids), height, width, 3]`` each."""

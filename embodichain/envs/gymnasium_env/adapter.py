@@ -252,9 +252,8 @@ class GymnasiumVecEnv(VecEnv):
             now, last = infos.get(name), final.get(name) if isinstance(final, dict) else None
             if now is not None or last is not None:
                 success = np.zeros(self.num_envs) if now is None else now
-                return {
-                    "success": self._tensor(success if last is None else np.where(ended, last, success), np.float32)
-                }
+                success = success if last is None else np.where(ended, last, success)
+                return {"success": self._tensor(success, np.float32)}
         return {}
 
     def _tensordict(self, rows: Rows) -> TensorDict:
