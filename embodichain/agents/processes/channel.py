@@ -66,10 +66,9 @@ class Channel:
         return cls(mine), cls(other)
 
     def send(self, kind: str, content: Any = None, segment: Segment | None = None, wait: bool = True) -> None:
-        """Send nested data; tensors in it are copied into a new segment.
+        """Send nested data with its tensors in a new segment, or without any and with an existing ``segment``.
 
-        Content without tensors can have an existing ``segment`` with it. Without ``wait`` a message that finds no room
-        in the socket is sent later.
+        Without ``wait`` a message that finds no room in the socket is sent later.
         """
 
         def allocate(nbytes: int) -> Tensor:

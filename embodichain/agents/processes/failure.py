@@ -88,10 +88,7 @@ class FailureReport:
 
 
 def drop_locals(error: BaseException | None) -> None:
-    """Release the variables of all functions that an error went through, and those before it.
-
-    An error that is kept would otherwise keep whatever they were using: memory, handles, connections.
-    """
+    """Release the memory and connections that are kept by the variables of all functions that an error went through."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

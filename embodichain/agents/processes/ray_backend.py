@@ -290,10 +290,7 @@ Handle = TypeVar("Handle", bound=ActorHandle)
 
 
 class ActorPool(Generic[Handle]):
-    """Actors of one class, which answer ``{"event": ...}``: starts them and tells what they answer.
-
-    An actor has a method ``locate``, and may answer with ``failed`` and a report.
-    """
+    """Actors of one class, which answer ``{"event": ...}``: starts them and tells what they answer."""
 
     def __init__(
         self,

@@ -123,15 +123,11 @@ _GLOBAL_EXPEDITED = 2
 """A full barrier in the caller; costs interrupts only in processes that registered for them, and nobody does."""
 
 
-def _no_fence() -> None:
-    """Do nothing: this machine keeps the order by itself."""
-
-
-def _kernel_fence() -> None:
-    """Order all memory accesses before the call against all after it."""
-    if _libc.syscall(_MEMBARRIER, _GLOBAL_EXPEDITED, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), f"membarrier: {os.strerror(ctypes.get_errno())}")
-
-
+_KEEPS_ORDER = platform.machine().lower() in {"x86_64", "amd64", "i686"}
 _libc = ctypes.CDLL(None, use_errno=True)
-fence = _no_fence if platform.machine().lower() in {"x86_64", "amd64", "i686"} else _kernel_fence
+
+
+def fence() -> None:
+    """Order all memory accesses before the call against all after it."""
+    if not _KEEPS_ORDER and _libc.syscall(_MEMBARRIER, _GLOBAL_EXPEDITED, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"membarrier: {os.strerror(ctypes.get_errno())}")

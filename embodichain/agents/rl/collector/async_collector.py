@@ -180,9 +180,9 @@ class AsyncCollector(BaseCollector):
         self.stop()
 
     def collect(self, num_steps: int | None = None) -> TensorDictBase:
-        """Return the next rollout ``[num_envs, num_steps]``, waiting for it; it belongs to the caller.
+        """Return the next rollout ``[num_envs, num_steps]``, waiting for it; ``CollectorError`` if collection failed.
 
-        Starts the collector if need be. Raises ``CollectorError``, with the collector's traceback, when it failed.
+        It belongs to the caller. The collector is started if need be.
         """
         self._settle_num_steps(num_steps)
         self.start()
@@ -201,11 +201,7 @@ class AsyncCollector(BaseCollector):
             return rollout
 
     def publish(self) -> None:
-        """Give the collector the policy's present weights; the learner calls it right after an update.
-
-        ``collect`` and ``buffer.get`` do so as well, but whatever the learner does in between, such as an evaluation,
-        need not keep the collector waiting.
-        """
+        """Give the collector the policy's present weights right after an update, as the next ``collect`` would."""
         if self.is_running:
             self._publish()
             if self.cfg.max_policy_lag > 0:
@@ -327,10 +323,7 @@ class AsyncCollector(BaseCollector):
         return state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything else that the next rollouts depend on; inside ``hold``.
-
-        That includes the queue, what is known about its rollouts, and the weights that waiting requests ask for.
-        """
+        """Return everything else that the next rollouts depend on: queue, results, weights; inside ``hold``."""
         state = self._quiet_state()
         needed = {version for _, version in state["requests"]}
         older = [s for s in self._store.kept() if s.version in needed and s is not self._store.latest]

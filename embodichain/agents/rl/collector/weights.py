@@ -306,10 +306,7 @@ class InferenceCopy:
         """The slots that were used last: mapping memory anew costs time."""
 
     def adopt(self, snapshot: WeightSnapshot) -> tuple[int, str | None]:
-        """Use a snapshot from now on, or a newer one that has taken its slot.
-
-        Return the version, and, if weights are verified, the hash of what the policy really holds then.
-        """
+        """Use a snapshot, or a newer one that has taken its slot; return version and, if verified, hash of it."""
         slot = self._slot_of(snapshot)
         slot.lease()
         version, done_with = int(slot.version), slot

@@ -36,10 +36,7 @@ EMPTY_STATE: dict[str, Any] = {"collector": {}, "env": None, "generator": None, 
 
 
 class SupervisedBackend(Backend):
-    """Workers in other processes, and a thread in this one that starts them, hears what they say, and replaces them.
-
-    Environments are made there, every time that collection is started.
-    """
+    """Workers in other processes, which make their environments, and a thread that starts, hears and replaces them."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         super().__init__(spec)
@@ -74,6 +71,11 @@ class SupervisedBackend(Backend):
     def _work(self) -> None:
         while not self._stopping.is_set():
             self._watch()
+
+
+def mixed_seed(seed: int, number: int) -> int:
+    """Return the seed of a worker that comes after, or beside, others with the same settings."""
+    return int(combine(torch.tensor(seed), torch.tensor(number))) % 2**31
 
 
 def collector_error(report: FailureReport, who: str, replacements: int = 0) -> EmbodiChainError:
@@ -118,7 +120,16 @@ class ProcessBackend(SupervisedBackend):
 
     def _watch(self) -> None:
         for index, incarnation in self._restarts.due():
-            self._start_process(index, incarnation)
+            process = self._pool.start(index, incarnation)
+            process.channel.send("begin", {"seed": self._seed, "state": self._state}, wait=False)
+            with self._lock:  # it is told everything that is still to be done
+                self._process = process
+                for snapshot in self._store.kept():
+                    self._transmit(snapshot)
+                for number in sorted(self._requests):
+                    self._transmit(self._requests[number])
+                if self._command in ("pause", "save"):
+                    self._transmit(self._command)
         for process, kind, content in self._pool.poll(POLL_SECONDS):
             if kind == "failed":
                 self._replace(process, content)
@@ -132,18 +143,6 @@ class ProcessBackend(SupervisedBackend):
                     del self._requests[result.number]
             else:
                 self.report(kind, content)
-
-    def _start_process(self, index: int, incarnation: int) -> None:
-        process = self._pool.start(index, incarnation)
-        process.channel.send("begin", {"seed": self._seed, "state": self._state}, wait=False)
-        with self._lock:
-            self._process = process
-            for snapshot in self._store.kept():
-                self._transmit(snapshot)
-            for number in sorted(self._requests):
-                self._transmit(self._requests[number])
-            if self._command in ("pause", "save"):
-                self._transmit(self._command)
 
     def _transmit(self, instruction: Instruction) -> None:
         """Send an instruction, the lock being held, without waiting for a process that may hang."""
@@ -168,7 +167,7 @@ class ProcessBackend(SupervisedBackend):
         self.restarts += 1
         self._state = None  # it begins new episodes, others than the first one began
         if self._seed is not None:
-            self._seed = int(combine(torch.tensor(self._seed), torch.tensor(self.restarts))) % 2**31
+            self._seed = mixed_seed(self._seed, self.restarts)
 
 
 def collect(channel: Channel, heartbeat: Heartbeat, spec: WorkerSpec, device: str) -> None:

@@ -27,7 +27,7 @@ from embodichain.agents.processes.failure import FailureReport
 from embodichain.agents.processes.pool import Heartbeat, Restarts
 from embodichain.agents.processes.ray_backend import ActorHandle, ActorPool, cores_of_actor, load_ray, location_of_actor
 from embodichain.agents.processes.shared_memory import tensor_of
-from embodichain.agents.rl.collector.backends.process import EMPTY_STATE, SupervisedBackend, collector_error
+from embodichain.agents.rl.collector.backends.process import EMPTY_STATE, SupervisedBackend, collector_error, mixed_seed
 from embodichain.agents.rl.collector.backends.thread import POLL_SECONDS
 from embodichain.agents.rl.collector.rollout_worker import (
     Instruction,
@@ -39,7 +39,6 @@ from embodichain.agents.rl.collector.rollout_worker import (
 )
 from embodichain.agents.rl.collector.weights import WeightSnapshot, move
 from embodichain.envs.physics.mujoco_cpu import limit_cores
-from embodichain.envs.random import combine
 from embodichain.errors import CollectorError
 from embodichain.utils.tensor_tree import decode, encode
 
@@ -200,7 +199,11 @@ class RayBackend(SupervisedBackend):
             worker.heartbeat.copy(content["seconds_ago"], content["steps"], content["busy"])
         elif kind == "rollout" and worker.request is not None:
             worker.heartbeat.beat(busy=False)
-            self._arrive(worker, content)
+            description, block = content["content"]  # copied, for the object store's memory cannot be written to
+            result = RolloutResult.of(decode(description, tensor_of(block)))
+            for version in result.rollout["policy_version"][0].unique().tolist():
+                self._store.acknowledge(version, content["adopted"][version])
+            self._rollouts.arrive(worker, result)
         elif kind == "unreachable":
             self._rollouts.give_back(worker.request)
         elif kind == "failed":
@@ -223,13 +226,6 @@ class RayBackend(SupervisedBackend):
         if self._stored is None or self._stored[0] != snapshot.version:
             self._stored = (snapshot.version, load_ray().put(snapshot.data.cpu().numpy()))
         return (snapshot.version, snapshot.digest), self._stored[1]
-
-    def _arrive(self, worker: RolloutWorkerHandle, event: Event) -> None:
-        description, block = event["content"]  # copied, for the object store's memory cannot be written to
-        result = RolloutResult.of(decode(description, tensor_of(block)))
-        for version in result.rollout["policy_version"][0].unique().tolist():
-            self._store.acknowledge(version, event["adopted"][version])
-        self._rollouts.arrive(worker, result)
 
     def _deliver_all(self) -> None:
         """Hand over what has arrived; the lock is not held, for the learner may wait for it, and the buffer for him."""
@@ -255,8 +251,7 @@ class RayBackend(SupervisedBackend):
         """Return the seeds of a worker's episodes and actions; the first one's are those of one that is alone."""
         if number == 0:
             return self._seed, self._cfg.seed
-        both = [combine(torch.tensor(seed or 0), torch.tensor(number)) for seed in (self._seed, self._cfg.seed)]
-        return int(both[0]) % 2**31, int(both[1]) % 2**31
+        return mixed_seed(self._seed or 0, number), mixed_seed(self._cfg.seed or 0, number)
 
 
 class RolloutQueue:
@@ -297,10 +292,7 @@ class RolloutQueue:
         worker.request, worker.delays = None, 0
 
     def next_one(self, workers: Collection[RolloutWorkerHandle]) -> tuple[int, RolloutResult] | None:
-        """Return what can be learned from next: its key, and the rollout under its number.
-
-        ``None`` if something else would become too old.
-        """
+        """Return the key of what can be learned from next, and the rollout; None if another would become too old."""
         running = [worker.deadline for worker in workers if worker.request is not None]
         key = choose({key: deadline for key, (deadline, _) in self._arrived.items()}, running, self._next)
         return None if key is None else (key, replace(self._arrived[key][1], number=self._next))
@@ -341,10 +333,7 @@ def choose(arrived: dict[int, int], running: Iterable[int], next_number: int) ->
 
 
 class RolloutActor:
-    """An environment and a policy in a cluster, and the endpoint of the worker that brings them together.
-
-    Calls without a group come one after the other, in order.
-    """
+    """An environment and a policy in a cluster, and the endpoint of the worker that brings them together."""
 
     def __init__(self, sys_path: list[str]) -> None:
         """Prepare; nothing heavy happens before ``build``."""
