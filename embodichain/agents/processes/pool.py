@@ -46,7 +46,7 @@ _OFFSET = struct.Struct("q")
 _SUSPENDED_SECONDS = 2.0
 """A longer gap between two looks at the workers means that this process was suspended (a paused container, a sleeping
 machine), and the workers with it."""
-FIRST_STEPS = 2
+_FIRST_STEPS = 2
 """Steps that may take as long as a start, because something is loaded or compiled in them."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
 
@@ -72,15 +72,15 @@ class Heartbeat:
         """When the last sign came (monotonic); 0 if none did."""
         return float(self._words[0]) / 1e9
 
-    @property
-    def steps(self) -> int:
-        """Steps that were begun."""
-        return int(self._words[1])
+    def status(self) -> dict[str, Any]:
+        """Return when the last sign came, how many steps were begun, and whether one is under way."""
+        seconds_ago = time.monotonic() - self.last
+        return {"seconds_ago": seconds_ago, "steps": int(self._words[1]), "busy": bool(self._words[2])}
 
-    @property
-    def busy(self) -> bool:
-        """Whether a step is under way."""
-        return bool(self._words[2])
+    def overdue(self, start_timeout: float, step_timeout: float, since: float = 0.0) -> float | None:
+        """Return how long the present step may take, from ``since`` on at the earliest, if it takes longer."""
+        limit = step_timeout if self._words[1] > _FIRST_STEPS else start_timeout
+        return limit if self._words[2] and time.monotonic() - max(self.last, since) > limit else None
 
 
 class WorkerHandle(ABC):
@@ -201,14 +201,12 @@ class HangDetector:
 
     def check(self, worker: WorkerHandle) -> FailureReport | None:
         """Return what is wrong with a worker that has not moved for too long."""
-        now, beats, what = time.monotonic(), worker.heartbeat, None
+        beats, what = worker.heartbeat, None
         if not beats.last:
-            if now - max(worker.started, self.awake_since) > self._start:
+            if time.monotonic() - max(worker.started, self.awake_since) > self._start:
                 what = f"did not build its environment within start_timeout ({self._start:g} s)"
-        elif beats.busy:
-            limit = self._step if beats.steps > FIRST_STEPS else self._start
-            if now - max(beats.last, worker.joined, self.awake_since) > limit:
-                what = f"hung: it has not come back from a step for {limit:g} s"
+        elif limit := beats.overdue(self._start, self._step, max(worker.joined, self.awake_since)):
+            what = f"hung: it has not come back from a step for {limit:g} s"
         return None if what is None else FailureReport(worker.index, what, hung=True)
 
 

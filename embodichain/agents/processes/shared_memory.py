@@ -1,8 +1,7 @@
 """Memory that several processes share: anonymous segments, what fits into them, and the order of accesses to them.
 
-A segment is known by a file descriptor alone. It is in no directory, nothing has to be unlinked, and the kernel frees
-it when the last process that maps it is gone, however that process ended. Forked children inherit the mapping; spawned
-ones, forkserver ones and queues get the descriptor when the segment is pickled.
+A segment is known by a file descriptor alone, which is sent along when it is pickled. It is in no directory, nothing
+has to be unlinked, and the kernel frees it when the last process that maps it is gone, however that process ended.
 """
 
 from __future__ import annotations

@@ -185,11 +185,8 @@ class RemoteEnv(StepsInHalves):
 def _serve(channel: Channel, _: Heartbeat, make: Callable[[], VecEnv], seed: int) -> None:
     """Make the environment and do what is asked of it until nobody is there to ask."""
     seed_everything(seed)
-    env = make()
-    try:
-        _answer_all(env, RequestChannel(channel, asks=False))
-    finally:
-        env.close()
+    with contextlib.closing(make()) as made:
+        _answer_all(made, RequestChannel(channel, asks=False))
 
 
 def _answer_all(env: VecEnv, channel: RequestChannel) -> None:

@@ -418,9 +418,7 @@ class RolloutActor:
 
     def status(self) -> Event:
         """Return the last sign of life (control)."""
-        beats = self.heartbeat
-        seconds_ago = time.monotonic() - beats.last
-        return {"event": "status", "seconds_ago": seconds_ago, "steps": beats.steps, "busy": beats.busy}
+        return {"event": "status", **self.heartbeat.status()}
 
 
 def _encode(content: Any) -> Encoded:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from embodichain.agents.processes.failure import drop_locals
-from embodichain.agents.processes.pool import FIRST_STEPS, Heartbeat
+from embodichain.agents.processes.pool import Heartbeat
 from embodichain.agents.rl.collector.rollout_worker import (
     Instruction,
     RolloutRequest,
@@ -200,9 +200,7 @@ class ThreadBackend(Backend):
 
     def check(self) -> None:
         super().check()
-        beats = self.heartbeat
-        limit = self._cfg.step_timeout if beats.steps > FIRST_STEPS else self._cfg.start_timeout
-        if beats.busy and time.monotonic() - beats.last > limit:
+        if limit := self.heartbeat.overdue(self._cfg.start_timeout, self._cfg.step_timeout):
             raise EnvironmentHungError(
                 f"the collector has not come back from a step for {limit:g} s (step_timeout); it is here:\n"
                 f"{self._stack()}\nWith worker='process' such a simulator is replaced."
