@@ -45,9 +45,8 @@ class Message:
 class Channel:
     """One end of a connection; any thread may send, and one at a time receives.
 
-    No message is lost as long as the other process lives, and no result has to be looked at for that: ``send`` waits
-    for room, or leaves the message in a queue here, which later calls of ``send`` and ``receive`` empty. If the other
-    process is gone ``send`` does nothing, and ``receive`` raises ``EOFError``.
+    No message is lost as long as the other process lives: ``send`` waits for room, or leaves the message in a queue,
+    which later calls empty. If the other process is gone ``send`` does nothing, and ``receive`` raises ``EOFError``.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -146,10 +145,9 @@ class Channel:
 class RequestChannel:
     """One end of a connection on which one process asks and the other answers, through memory that is used again.
 
-    The memory that carried the last message carries the next one, if it is large enough. That is safe because nobody
-    sends a second message before the first was answered, and whoever receives one copies it at once. After an
-    interruption, a Ctrl-C for instance, it is not known whether a message went out or an answer came in: the next
-    request then comes in new memory, wants its answer in new memory, and answers to earlier requests are skipped.
+    That is safe because nobody sends a second message before the first was answered, and whoever receives one copies it
+    at once. After an interruption, a Ctrl-C for instance, the next request comes in new memory, wants its answer in new
+    memory, and answers to earlier requests are skipped.
     """
 
     def __init__(self, channel: Channel, asks: bool) -> None:

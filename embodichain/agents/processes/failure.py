@@ -95,6 +95,5 @@ def drop_locals(error: BaseException | None) -> None:
 
 
 def _cut(text: str) -> str:
-    """Leave out the middle of a text that is too long."""
     half = _MAX_TEXT // 2
     return text if len(text) <= _MAX_TEXT else f"{text[:half]}\n... (cut) ...\n{text[-half:]}"

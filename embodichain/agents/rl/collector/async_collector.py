@@ -1,8 +1,7 @@
 """Collects rollouts in the background while a learner updates its policy.
 
 The way of a rollout: ``AsyncCollector`` sends a request -> a ``RolloutWorker`` in a thread, a process or a Ray actor
-(``backends/``) adopts weights and collects -> the result goes into a ``VLABuffer`` -> ``collect`` hands it to the
-learner.
+(``backends/``) adopts weights and collects -> the result goes into a ``VLABuffer`` -> ``collect`` returns it.
 """
 
 from __future__ import annotations
@@ -77,9 +76,8 @@ class AsyncCollector(BaseCollector):
     """Collects in the background: ``AsyncCollector(env, policy, buffer, device, callback)``, ``start``, ``collect``.
 
     The learner calls ``collect`` (or ``buffer.get``) and updates the policy, in turn and in one thread: whenever it
-    calls something here it is between two updates, and that is when new weights are published. The collector has a
-    copy of the policy and never touches the learner's. ``callback`` is called where it collects, not in the learner's
-    thread.
+    calls something here it is between two updates, and that is when new weights are published to the collector's copy
+    of it. ``callback`` is called where it collects, not in the learner's thread.
     """
 
     def __init__(

@@ -1,7 +1,4 @@
-"""Collection in a process of its own, which is replaced when it dies or hangs.
-
-``SupervisedBackend`` is what this has in common with collection in a Ray cluster.
-"""
+"""Collection in a process of its own, which is replaced when it dies or hangs."""
 
 from __future__ import annotations
 
@@ -86,8 +83,8 @@ def collector_error(report: FailureReport, who: str, replacements: int = 0) -> E
 class ProcessBackend(SupervisedBackend):
     """A collecting process and the thread that watches over it.
 
-    What the process was told and has not done yet is remembered, so that the next one can be told the same: a rollout
-    that was half collected is collected again, from new episodes, and nothing of the half one is ever seen.
+    What it was told and has not done yet is remembered for the next one: a rollout that was half collected is collected
+    again, from new episodes.
     """
 
     def _open(self) -> None:

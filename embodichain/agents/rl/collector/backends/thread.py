@@ -40,10 +40,7 @@ Deliver = Callable[[RolloutResult, float], None]
 
 
 class Backend(ABC):
-    """Collects in the background, in a thread that works or watches over workers elsewhere.
-
-    It can be started and stopped several times. The learner's thread calls the public methods.
-    """
+    """Collects in a thread that works, or watches over workers elsewhere; it can be started and stopped repeatedly."""
 
     num_envs: int | None = None
     """Number of environments; ``None`` as long as it is not known."""
@@ -154,10 +151,7 @@ class Backend(ABC):
 
 
 class ThreadBackend(Backend):
-    """Runs a ``RolloutWorker`` in its thread, and is both ends of the connection with it.
-
-    The environment lives here, and continues from where it is when collection is started again.
-    """
+    """Runs a ``RolloutWorker`` in its thread, and is both ends of the connection; the environment stays here."""
 
     num_workers = 1
 
