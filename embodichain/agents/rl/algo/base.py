@@ -21,10 +21,9 @@ from embodichain.agents.rl.buffer.rollout_buffer import (
 )
 from embodichain.agents.rl.collector.base import StepCallback
 from embodichain.agents.rl.collector.sync_collector import RolloutStart, SyncCollector
-from embodichain.agents.rl.models.observation import RunningNormalizer
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils import AlgorithmCfg, MinibatchCfg
-from embodichain.agents.rl.utils.distributed import Ranks
+from embodichain.agents.rl.utils.distributed import Ranks, SharedStatistics
 from embodichain.agents.rl.utils.tensordicts import Observation
 from embodichain.envs.vec_env import VecEnv
 from embodichain.errors import ConfigError, RolloutError
@@ -163,7 +162,7 @@ class MinibatchAlgorithm(BaseAlgorithm):
             return
         ranks.copy_first(self.policy)
         for module in self.policy.modules():
-            if isinstance(module, RunningNormalizer):
+            if isinstance(module, SharedStatistics):
                 module.share = ranks.share_moments
         if self.graphs is not None:
             _LOG.info("gradient steps are not recorded as CUDA graphs, as gradients are added up over ranks in each")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from embodichain.agents.rl.models.mlp import ImageEncoder, ImageEncoderCfg
-from embodichain.agents.rl.utils.distributed import Moments, batch_moments, merge_moments
+from embodichain.agents.rl.utils.distributed import SharedStatistics, batch_moments, merge_moments
 from embodichain.agents.rl.utils.tensordicts import Observation, sorted_leaves
 from embodichain.errors import ConfigError, ObservationError, nearest
 
 ObservationSpace = gym.Space[Any] | int
 
 
-class RunningNormalizer(nn.Module):
+class RunningNormalizer(SharedStatistics):
     """Shifts and scales ``[..., dim]`` to zero mean and unit variance by running statistics.
 
     They change in ``update`` alone, and only in training mode: they are constant while a rollout is collected and
@@ -28,8 +28,6 @@ class RunningNormalizer(nn.Module):
     they are.
     """
 
-    share: Callable[[Moments], Sequence[Moments]] | None = None
-    """Maps this rank's moments to those of all ranks, in their order: ``Ranks.share_moments``."""
     count: Tensor
     mean: Tensor
     m2: Tensor

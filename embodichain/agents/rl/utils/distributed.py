@@ -38,6 +38,13 @@ Moments = tuple[Tensor, Tensor, Tensor]
 """Count ``[]``, mean ``[dim]`` and sum of squared deviations ``[dim]``, in float64."""
 
 
+class SharedStatistics(nn.Module):
+    """A module that takes in the moments of its data; under data parallelism, of the data of all ranks."""
+
+    share: Callable[[Moments], Sequence[Moments]] | None = None
+    """Maps this rank's moments to those of all ranks, in their order: ``Ranks.share_moments``."""
+
+
 def batch_moments(x: Tensor, dim: int) -> Moments:
     """Return count, mean and sum of squared deviations of ``[..., dim]`` in float64."""
     if x.shape[-1] != dim:
@@ -93,7 +100,7 @@ class Ranks:
         return [(part.mean(), part.std(correction=0)) for part in values]
 
     def share_moments(self, own: Moments) -> Sequence[Moments]:
-        """Return the moments of all ranks, in their order; see ``RunningNormalizer``."""
+        """Return the moments of all ranks, in their order; see ``SharedStatistics``."""
         dim = own[1].numel()
         rows = self.gather(torch.cat((own[0].reshape(1), own[1], own[2])))
         return [(row[0], row[1 : 1 + dim], row[1 + dim :]) for row in rows]
