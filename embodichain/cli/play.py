@@ -90,24 +90,17 @@ def main(argv: Sequence[str]) -> int:
 
 def choose_policy(env: VecEnv, name: PolicyName, seed: int) -> ActionSource:
     """Return the function that acts; ``EnvContractError`` if the env cannot be played like this."""
-    import gymnasium as gym
     import torch
 
+    from embodichain.agents.engine.sources import RandomActor
     from embodichain.envs.vec_env import HasExpert
 
     if name == "expert":
         if not isinstance(env, HasExpert):
             raise EnvContractError(f"{type(env).__name__} has no expert: use --policy random or --policy zero")
         return lambda obs: env.expert_action()
-    generator = torch.Generator().manual_seed(seed)
-    space = env.action_space
-    if isinstance(space, gym.spaces.Discrete):
-        high = int(space.n) if name == "random" else 1
-        return lambda obs: torch.randint(high, (env.num_envs,), generator=generator).to(env.device)
-    if not isinstance(space, gym.spaces.Box):
-        raise EnvContractError(f"expected Box or Discrete actions, got {space}")
-    shape, scale = (env.num_envs, *space.shape), 1.0 if name == "random" else 0.0
-    return lambda obs: (scale * (2.0 * torch.rand(shape, generator=generator) - 1.0)).to(env.device)
+    act = RandomActor(env, seed)
+    return act if name == "random" else lambda obs: torch.zeros_like(act(obs))
 
 
 def watch_episodes(

@@ -341,10 +341,9 @@ class LeRobotWriter:
 
     def _write_tasks(self) -> None:
         """Write the only task; the metadata tell pandas, with which LeRobot reads it, that its name is the index."""
-        kinds = (("task_index", "int64", "int64"), ("task", "unicode", "object"))
         columns = [
             {"name": name, "field_name": name, "pandas_type": kind, "numpy_type": numpy_kind, "metadata": None}
-            for name, kind, numpy_kind in kinds
+            for name, kind, numpy_kind in (("task_index", "int64", "int64"), ("task", "unicode", "object"))
         ]
         index = {"index_columns": ["task"], "column_indexes": [], "columns": columns, "pandas_version": "2.0.0"}
         table = self._arrow.table({"task_index": self._arrow.array([0]), "task": self._arrow.array([self.task])})
@@ -372,9 +371,14 @@ class LeRobotReader:
             raise DatasetError(
                 f"{self.root} is a dataset of version {info.get('codebase_version')}, expected {CODEBASE_VERSION}"
             )
-        self.info = info
         self.fps = int(info["fps"])
-        self._episodes = self._read_episodes()
+        paths = sorted((self.root / "meta" / "episodes").glob("*/*.parquet"))
+        rows = [row for path in paths for row in self._parquet.read_table(path).to_pylist()]
+        if not rows:
+            raise DatasetError(f"{self.root} holds no episodes")
+        self._episodes = sorted(rows, key=lambda row: row["episode_index"])
+        self.max_steps = max(int(row["length"]) for row in rows)
+        """Length of the longest episode."""
         self._table: tuple[Path, Any] | None = None
         self._own: list[dict[str, Any]] = []
         self._missing: list[Leaf] = []
@@ -392,11 +396,6 @@ class LeRobotReader:
     def __len__(self) -> int:
         return len(self._episodes)
 
-    @property
-    def max_steps(self) -> int:
-        """Length of the longest episode."""
-        return max(int(row["length"]) for row in self._episodes)
-
     def read(self, index: int) -> Episode:
         """Return one episode."""
         row = self._episodes[index]
@@ -407,7 +406,7 @@ class LeRobotReader:
         for feature in self._features:
             leaf = feature.leaf
             if feature.is_video:
-                frames[leaf.key] = self._images(feature, row, length)
+                frames[leaf.key] = self._images(feature, row)
             else:
                 values = torch.from_numpy(from_column(table[feature.name])).to(leaf.dtype)
                 frames[leaf.key] = values.reshape(length, *leaf.shape)
@@ -427,18 +426,23 @@ class LeRobotReader:
             raise DatasetError(f"{path} does not hold the {row['length']} frames of episode {row['episode_index']}")
         return rows
 
-    def _images(self, feature: Feature, row: dict[str, Any], length: int) -> Tensor:
-        prefix = f"videos/{feature.name}/"
+    def _images(self, feature: Feature, row: dict[str, Any]) -> Tensor:
+        """Return the images of one episode from the video they are in."""
+        prefix, length, images = f"videos/{feature.name}/", int(row["length"]), []
         path = self.root / VIDEO_PATH.format(video_key=feature.name, **_file_of(row, prefix))
-        images = read_images(path, row[f"{prefix}from_timestamp"], length, self.fps)
-        return torch.from_numpy(np.ascontiguousarray(np.moveaxis(images, -1, 1)) if feature.channels_first else images)
-
-    def _read_episodes(self) -> list[dict[str, Any]]:
-        paths = sorted((self.root / "meta" / "episodes").glob("*/*.parquet"))
-        rows = [row for path in paths for row in self._parquet.read_table(path).to_pylist()]
-        if not rows:
-            raise DatasetError(f"{self.root} holds no episodes")
-        return sorted(rows, key=lambda row: row["episode_index"])
+        start = row[f"{prefix}from_timestamp"]
+        with require("av", extra="data").open(str(path)) as container:
+            stream = container.streams.video[0]
+            container.seek(int(start / stream.time_base), stream=stream)
+            for frame in container.decode(stream):
+                if frame.time is not None and frame.time < start - 0.5 / self.fps:
+                    continue  # between the key frame before and the frame itself
+                images.append(frame.to_ndarray(format="rgb24"))
+                if len(images) == length:
+                    stack = np.stack(images)
+                    stack = np.ascontiguousarray(np.moveaxis(stack, -1, 1)) if feature.channels_first else stack
+                    return torch.from_numpy(stack)
+        raise DatasetError(f"{path} ends too early: expected {length} frames from {start:.3f} s on, got {len(images)}")
 
     def _read_json(self, name: str) -> dict[str, Any]:
         path = self.root / name
@@ -481,24 +485,6 @@ def from_column(column: Any) -> NDArray[Any]:
     while arrow.types.is_nested(column.type):
         column = column.flatten()
     return np.array(column.to_numpy(zero_copy_only=False))
-
-
-def read_images(path: Path, start_seconds: float, count: int, fps: int) -> Images:
-    """Return ``count`` images ``[count, height, width, 3]`` of a video, from a time on."""
-    av = require("av", extra="data")
-    images = []
-    with av.open(str(path)) as container:
-        stream = container.streams.video[0]
-        container.seek(int(start_seconds / stream.time_base), stream=stream)
-        for frame in container.decode(stream):
-            if frame.time is not None and frame.time < start_seconds - 0.5 / fps:
-                continue  # between the key frame before and the frame itself
-            images.append(frame.to_ndarray(format="rgb24"))
-            if len(images) == count:
-                return np.stack(images)
-    raise DatasetError(
-        f"{path} ends too early: expected {count} frames from {start_seconds:.3f} s on, got {len(images)}"
-    )
 
 
 @dataclass

@@ -64,7 +64,7 @@ class OnlineDataEngine:
         self.stop()  # what a failed run may have left
         self._reader = self._stats = None
         supervisor = self._supervisor = Supervisor(self.cfg)
-        weakref.finalize(self, _stop_in, os.getpid(), supervisor)  # also at the end of the program
+        weakref.finalize(self, supervisor.stop)  # also at the end of the program; in a forked child it does nothing
         supervisor.start()
         try:
             self._wait_for_first_fill(supervisor)
@@ -195,12 +195,6 @@ class OnlineDataEngine:
         """Pickle what sampling needs: another process attaches to the same memory."""
         self._sampling()
         return {**self.__dict__, **dict.fromkeys(("_creator", "_supervisor", "_stats", "_mirror"))}
-
-
-def _stop_in(pid: int, supervisor: Supervisor) -> None:
-    """Stop the workers, unless this is a forked child of the process that started them."""
-    if os.getpid() == pid:
-        supervisor.stop()
 
 
 @dataclass(frozen=True)

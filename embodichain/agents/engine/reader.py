@@ -77,24 +77,21 @@ class ReaderSlot:
             return np.random.SeedSequence(seed, spawn_key=(self._index, int(counters[Read.STREAMS])))
 
     def _claimed(self) -> Floats:
-        if self._forks != Forks.count:
-            self._index = _claim(self._buffer, os.getpid())
-            self._counters, self._forks = self._buffer.readers[self._index], Forks.count
-        return self._counters
-
-
-def _claim(buffer: SharedBuffer, pid: int) -> int:
-    """Return the index of this process's slot: its own, a free one, or one whose process is gone."""
-    # A record lock belongs to the process, not to the descriptor, which all processes share.
-    fcntl.lockf(buffer.segment.fd, fcntl.LOCK_EX, 1, 0)
-    try:
-        for index, owner in enumerate(buffer.owners.tolist()):
-            if owner in (0, pid) or not os.path.exists(f"/proc/{owner}"):
-                buffer.owners[index] = pid
-                return index
-        raise EngineStateError(f"more than {MAX_READERS} processes sample from one engine: use fewer")
-    finally:
-        fcntl.lockf(buffer.segment.fd, fcntl.LOCK_UN, 1, 0)
+        """Return the counters of this process's slot: its own, a free one, or one whose process is gone."""
+        if self._forks == Forks.count:
+            return self._counters
+        buffer, pid = self._buffer, os.getpid()
+        # A record lock belongs to the process, not to the descriptor, which all processes share.
+        fcntl.lockf(buffer.segment.fd, fcntl.LOCK_EX, 1, 0)
+        try:
+            for index, owner in enumerate(buffer.owners.tolist()):
+                if owner in (0, pid) or not os.path.exists(f"/proc/{owner}"):
+                    buffer.owners[index] = pid
+                    self._index, self._counters, self._forks = index, buffer.readers[index], Forks.count
+                    return self._counters
+            raise EngineStateError(f"more than {MAX_READERS} processes sample from one engine: use fewer")
+        finally:
+            fcntl.lockf(buffer.segment.fd, fcntl.LOCK_UN, 1, 0)
 
 
 class _PerThread:

@@ -56,17 +56,13 @@ class _Block:
     """Memory for one array of a batch."""
 
     def __init__(self, leaf: Leaf, frames: int) -> None:
-        self._leaf, self._frames = leaf, frames
+        self._leaf, self.frames = leaf, frames
         self._base = torch.empty(frames * leaf.elements, dtype=leaf.dtype)
-        self._storage = self._base.untyped_storage()
-        self._own_count = _use_count(self._storage._cdata)
+        self.storage = self._base.untyped_storage()
+        self._own_count = _use_count(self.storage._cdata)
 
     def is_free(self) -> bool:
-        return _use_count(self._storage._cdata) == self._own_count
-
-    def has_room(self, frames: int) -> bool:
-        """Tell whether it can be used again: not if it went to another process, whose holders cannot be counted."""
-        return self._frames >= frames and not self._storage.is_shared()
+        return _use_count(self.storage._cdata) == self._own_count
 
     def tensor(self, batch_size: int, chunk_size: int) -> Tensor:
         """Return a new tensor ``[batch_size, chunk_size, ...]`` on this memory."""
@@ -91,7 +87,8 @@ class OutputPool:
         blocks = self._blocks[leaf.key]
         for index, block in enumerate(blocks):
             if block.is_free():
-                if not block.has_room(frames):
+                # Memory that went to another process is not used again: its holders there cannot be counted.
+                if block.frames < frames or block.storage.is_shared():
                     block = blocks[index] = _Block(leaf, frames)
                 return block
         if len(blocks) == _POOL_SIZE:  # the caller keeps many batches: the oldest block is not tracked any more

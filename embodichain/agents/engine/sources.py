@@ -42,6 +42,7 @@ class Actor(Protocol):
 
     def reset(self, env_ids: list[int]) -> None:
         """Forget the episodes of these envs, which have ended; there is nothing to forget unless a class says so."""
+        return
 
 
 class ExpertActor(Actor):

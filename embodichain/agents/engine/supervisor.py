@@ -42,15 +42,9 @@ class LocalPool(WorkerPool):
 
     def share(self, worker: WorkerHandle, buffer: SharedBuffer) -> None:
         """Let a worker begin to fill the buffer."""
-        terms = {
-            "layout": buffer.layout.to_json(),
-            "num_rows": buffer.num_rows,
-            "max_steps": buffer.max_steps,
-            "num_workers": buffer.num_workers,
-        }
         worker.joined = time.monotonic()
         if isinstance(worker, WorkerProcess):  # if it died meanwhile, the next poll tells
-            worker.channel.send("buffer", terms, buffer.segment, wait=False)
+            worker.channel.send("buffer", {}, buffer.segment, wait=False)
 
 
 class RayPool(ActorPool[ActorHandle]):
@@ -69,7 +63,6 @@ class RayPool(ActorPool[ActorHandle]):
             threads = max(1, math.floor(cfg.placement.num_cpus))
             self._settings["gym_config"] = {"num_threads": threads, **cfg.gym_config}
         self._make_refill = functools.partial(RefillPolicy, cfg)
-        self._buffer: SharedBuffer | None = None
         self._refill: RefillPolicy | None = None
         self._row = 0
         self._requested: dict[Any, int] = {}
@@ -84,8 +77,8 @@ class RayPool(ActorPool[ActorHandle]):
         """Write what the worker sends into this buffer from now on."""
         worker.joined = time.monotonic()
         worker.heartbeat.beat(busy=False)
-        if self._buffer is None:
-            self._buffer, self._refill = buffer, self._make_refill(buffer, None)
+        if self._refill is None:
+            self._refill = self._make_refill(buffer, None)
 
     def poll(self, seconds: float) -> Iterator[tuple[WorkerHandle, str, Any]]:
         """Ask for what is due, wait for answers, and write the episodes in them; return ``layout`` and ``failed``."""
@@ -103,7 +96,7 @@ class RayPool(ActorPool[ActorHandle]):
 
     def _ask_for_episodes(self) -> None:
         """Share what is due among the workers that can take more; who has waited longest is asked first."""
-        if self._refill is None or self._buffer is None:
+        if self._refill is None:
             return
         reachable = [worker for worker in self.workers if worker.joined and not worker.unreachable]
         for worker in reachable:
@@ -122,13 +115,14 @@ class RayPool(ActorPool[ActorHandle]):
                 self._requested[answer] = share
                 due -= share
         for worker in reachable:
-            self._buffer.workers[worker.index, Work.IDLE] = not worker.calls
+            self._refill.buffer.workers[worker.index, Work.IDLE] = not worker.calls
 
     def _write(self, worker: ActorHandle, batch: EpisodeBatch) -> None:
         """Write a batch into the next rows, and count what its worker did."""
-        buffer, refill = self._buffer, self._refill
-        if buffer is None or refill is None:
+        refill = self._refill
+        if refill is None:
             return
+        buffer = refill.buffer
         record: Ints = buffer.workers[worker.index]
         record += batch.counts
         worker.heartbeat.beat()

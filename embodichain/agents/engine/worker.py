@@ -40,7 +40,12 @@ def simulate(channel: Channel, heartbeat: Heartbeat, settings: dict[str, Any], w
     cfg = OnlineDataEngineCfg.from_dict(settings)
     source = open_source(cfg, worker, incarnation)
     try:
-        Worker(cfg, worker, source, _join(channel, source)).loop(heartbeat)
+        channel.send("layout", _describe(source))
+        answer = channel.receive()
+        if answer is None or answer.segment is None:
+            raise EngineStateError("the engine answered without its buffer")
+        buffer = SharedBuffer(source.layout, cfg.buffer_size, cfg.max_episode_steps, cfg.num_workers, answer.segment)
+        Worker(cfg, worker, source, buffer).loop(heartbeat)
     finally:
         source.close()
 
@@ -101,7 +106,7 @@ class RefillPolicy:
     """
 
     def __init__(self, cfg: OnlineDataEngineCfg, buffer: SharedBuffer, worker: int | None) -> None:
-        self._buffer, self._is_continuous = buffer, cfg.refill == "continuous"
+        self.buffer, self._is_continuous = buffer, cfg.refill == "continuous"
         self._rows = buffer.num_rows if worker is None else len(buffer.rows_of(worker))
         self._samples_per_fill = cfg.refill_threshold * cfg.buffer_size
         self.record: Ints = np.zeros(WORK_WORDS, np.int64) if worker is None else buffer.workers[worker]
@@ -111,7 +116,7 @@ class RefillPolicy:
 
     def episodes_due(self) -> int:
         """Return how many episodes should be written as soon as possible."""
-        record, rows, samples = self.record, self._rows, self._buffer.samples
+        record, rows, samples = self.record, self._rows, self.buffer.samples
         if self._is_continuous:  # SERVED counts the episodes whose debt was forgotten
             due = rows + samples * rows // self._samples_per_fill - int(record[Work.SERVED]) - int(record[Work.WRITTEN])
             record[Work.SERVED] += max(due - rows, 0)
@@ -123,15 +128,9 @@ class RefillPolicy:
         return max(int(record[Work.TARGET] - record[Work.WRITTEN]), 0)
 
 
-def _join(channel: Channel, source: EpisodeSource) -> SharedBuffer:
-    """Tell the engine what frames look like, and map the buffer it answers with."""
-    channel.send("layout", {"layout": source.layout.to_json(), "max_steps": source.max_steps})
-    answer = channel.receive()
-    if answer is None or answer.segment is None:
-        raise EngineStateError("the engine answered without its buffer")
-    terms = answer.content()
-    layout = FrameLayout.from_json(terms["layout"])
-    return SharedBuffer(layout, terms["num_rows"], terms["max_steps"], terms["num_workers"], answer.segment)
+def _describe(source: EpisodeSource) -> dict[str, Any]:
+    """Return what the engine needs to know of a source."""
+    return {"layout": source.layout.to_json(), "max_steps": source.max_steps}
 
 
 class StreamWorker:
@@ -156,15 +155,14 @@ class StreamWorker:
 
     def open(self) -> dict[str, Any]:
         """Build the environment and return what its frames look like."""
-        if self._source is not None:  # the answer got lost
-            return self._opened(self._source)
         try:
-            torch.set_num_threads(1)
-            cfg = OnlineDataEngineCfg.from_dict(self._job["cfg"])
-            source = self._source = open_source(cfg, self._index, int(self._job["incarnation"]))
-            self._batch = BatchWriter(source.layout)
-            self._only_success = cfg.check().only_success
-            return self._opened(source)
+            if self._source is None:  # else the answer got lost
+                torch.set_num_threads(1)
+                cfg = OnlineDataEngineCfg.from_dict(self._job["cfg"])
+                self._source = open_source(cfg, self._index, int(self._job["incarnation"]))
+                self._batch = BatchWriter(self._source.layout)
+                self._only_success = cfg.check().only_success
+            return {"event": "layout", **_describe(self._source)}
         except Exception as error:  # noqa: BLE001 - whatever it is, the engine reports it
             return self._failed(error)
 
@@ -182,9 +180,6 @@ class StreamWorker:
             return {"event": "episodes", "batch": batch.take()}
         except Exception as error:  # noqa: BLE001 - whatever it is, the engine reports it
             return self._failed(error)
-
-    def _opened(self, source: EpisodeSource) -> dict[str, Any]:
-        return {"event": "layout", "layout": source.layout.to_json(), "max_steps": source.max_steps}
 
     def _failed(self, error: Exception) -> dict[str, Any]:
         return {"event": "failed", "report": FailureReport.of_exception(self._index, error).to_json()}
