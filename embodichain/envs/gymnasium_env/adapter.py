@@ -29,13 +29,50 @@ from embodichain.envs.gymnasium_env.construct import (
 )
 from embodichain.envs.gymnasium_env.spaces import Rows, action_decoder, choose, observation_encoder, to_tensordict
 from embodichain.envs.gymnasium_env.tasks import TaskGymnasiumVectorEnv
-from embodichain.envs.random import SEED, RandomStreams
+from embodichain.envs.random import combine
 from embodichain.envs.vec_env import Action, EnvIds, StepResult, VecEnv
 from embodichain.errors import ConfigError, EnvContractError, RenderingError
 
 _SEED_MASK = (1 << 31) - 1  # some simulators behind Gymnasium take 32-bit seeds only
+_AHEAD = 64  # episodes whose seeds are computed at once, so that a reset costs a look-up
 _OWN = (SyncVectorEnv, AsyncVectorEnv, TaskGymnasiumVectorEnv)
 """Vector envs whose ``reset`` takes one seed per env and honours ``reset_mask``."""
+
+
+class EpisodeSeeds:
+    """Seeds of episodes in [0, 2**31): hashes of (seed, env index, episode number), whatever ``num_envs`` is."""
+
+    def __init__(self, num_envs: int, seed: int) -> None:
+        self.state = torch.zeros(num_envs, 2, dtype=torch.int64)
+        """The key of each env's stream, and the number of its next episode."""
+        self._next = self.state.numpy()[:, 1]
+        self._table = np.zeros((num_envs, _AHEAD), dtype=np.int64)
+        self.seed(torch.arange(num_envs), seed)
+
+    def seed(self, ids: Tensor, seed: int) -> None:
+        """Give these envs the streams of ``(seed, env index)`` from their first episode on."""
+        self.set_state(
+            ids, torch.stack([combine(torch.full_like(ids, seed & ((1 << 62) - 1)), ids), torch.zeros_like(ids)], dim=1)
+        )
+
+    def set_state(self, ids: Tensor, state: Tensor) -> None:
+        """Continue the streams of these envs from ``state`` ``[len(ids), 2]``."""
+        self.state[ids] = state
+        self._look_ahead(ids)
+
+    def take(self, ids: np.ndarray) -> np.ndarray:
+        """Return the seeds ``[len(ids)]`` of the envs' next episodes and advance the streams."""
+        column = self._next[ids] % _AHEAD
+        seeds: np.ndarray = self._table[ids, column]
+        self._next[ids] += 1
+        if (column == _AHEAD - 1).any():
+            self._look_ahead(torch.from_numpy(ids[column == _AHEAD - 1]))
+        return seeds
+
+    def _look_ahead(self, ids: Tensor) -> None:
+        key, number = self.state[ids].unsqueeze(2).unbind(1)
+        episodes = number - number % _AHEAD + torch.arange(_AHEAD)
+        self._table[ids.numpy()] = combine(key, episodes).numpy() & _SEED_MASK
 
 
 class GymnasiumVecEnv(VecEnv):
@@ -66,7 +103,7 @@ class GymnasiumVecEnv(VecEnv):
         self.action_space, self._decode = action_decoder(vector_env.single_action_space, self.num_envs)
         self.action_manager = ActionManager("action", self.action_space, self.num_envs, "cpu")
         self.seed = secrets.randbits(61) if seed is None else seed
-        self._streams = RandomStreams(self.num_envs, seed=self.seed)
+        self._streams = EpisodeSeeds(self.num_envs, self.seed)
         self._own = isinstance(vector_env.unwrapped, _OWN)
         self._mode = _autoreset_mode(vector_env, self._own)
         self._states = SubEnvStates.of(vector_env)
@@ -161,7 +198,7 @@ class GymnasiumVecEnv(VecEnv):
             )
         rows = ids.numpy()
         self._states.write(rows, state["sub_envs"].numpy())
-        self._streams.state[ids] = state["streams"]
+        self._streams.set_state(ids, state["streams"])
         self._elapsed[rows] = state["elapsed"].numpy()
         self._episode[rows] = state["episode"].numpy()
         obs = self._tensordict(self._rows or {}).to("cpu").clone()
@@ -210,16 +247,15 @@ class GymnasiumVecEnv(VecEnv):
 
     def _next_seeds(self, ids: np.ndarray, seed: int | Tensor | None) -> np.ndarray:
         """Return the seeds in [0, 2**31) of the episodes that begin in these envs."""
-        checked, rows = self.resolve_seed(seed, len(ids)), torch.from_numpy(ids)
-        if not isinstance(checked, Tensor):
-            if checked is not None:
-                self._streams.seed(rows, checked)
-            self._streams.next_episode(rows)
-            checked = self._streams.state[rows, SEED] & _SEED_MASK
-        if bool((checked < 0).any()):
-            raise EnvContractError(f"reset: episode seeds must not be negative, got {checked.tolist()[:10]}")
-        seeds: np.ndarray = checked.cpu().numpy()
-        return seeds
+        checked = None if seed is None else self.resolve_seed(seed, len(ids))
+        if isinstance(checked, Tensor):
+            if bool((checked < 0).any()):
+                raise EnvContractError(f"reset: episode seeds must not be negative, got {checked.tolist()[:10]}")
+            seeds: np.ndarray = checked.cpu().numpy()
+            return seeds
+        if checked is not None:
+            self._streams.seed(torch.from_numpy(ids), checked)
+        return self._streams.take(ids)
 
     def _reset_done(self, rows: Rows, done: np.ndarray, native_end: np.ndarray) -> Rows:
         """Begin the next episode of the envs that are done and return the observation of all envs."""
