@@ -1,7 +1,5 @@
 """EmbodiChain: embodied agents trained from live simulation."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """``python -m embodichain`` is the ``embodichain`` command."""
 
-from __future__ import annotations
-
 import sys
 
 from embodichain.cli.main import main

@@ -3,8 +3,6 @@
 A user's module is imported only when the caller allows it, by name or by file.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys

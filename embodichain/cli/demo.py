@@ -1,7 +1,5 @@
 """``embodichain demo``: the main job in small: a robot arm pushes a cube, on the CPU, in well under three minutes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """``embodichain eval RUN``: let the policy of a run act and measure how well it does."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

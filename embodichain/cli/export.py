@@ -1,7 +1,5 @@
 """``embodichain export RUN --onnx FILE``: write a trained policy for use without this package."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

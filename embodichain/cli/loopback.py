@@ -5,8 +5,6 @@ only. torchrun finds it through the entry point ``torchrun.handlers`` of this pa
 one of torchrun's own.
 """
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable
 from datetime import timedelta

@@ -3,8 +3,6 @@
 Commands import heavy libraries, so this module imports none of them: ``--help`` answers at once.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """Configuration: typed classes, files and command-line overrides, with errors that name the key."""
 
-from __future__ import annotations
-
 from dataclasses import field
 
 from pydantic import Field

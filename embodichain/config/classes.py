@@ -21,8 +21,6 @@ What the decorator adds to a pydantic dataclass:
 Inherit from ``Config`` where a type checker should see the methods; at run time the decorator adds them anyway.
 """
 
-from __future__ import annotations
-
 import copy as copying
 import dataclasses
 import functools

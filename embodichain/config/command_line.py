@@ -5,8 +5,6 @@ an optional config that is ``None``. Tyro parses plain types and lists of them (
 YAML (``--events '{push: {force: 3}}'``). A flag that holds a mapping adds to it: ``--weights reach 2 lift 1``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import difflib

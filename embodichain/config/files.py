@@ -1,7 +1,5 @@
 """Config files: JSON and YAML that load to the same thing, saved so that they load to the same thing again."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -4,8 +4,6 @@ Importing this package registers the tasks with Gymnasium: ``gymnasium.make("emb
 ``gymnasium.make_vec("embodichain/PushCubeRL-v0", num_envs=64)`` for many.
 """
 
-from __future__ import annotations
-
 import gymnasium as gym
 
 TASKS = {

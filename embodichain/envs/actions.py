@@ -4,8 +4,6 @@
 one term: ``delta_qpos``, ``qpos``, ``ee_delta`` or ``effort``.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import gymnasium as gym

@@ -9,8 +9,6 @@ The environment is reset, played beyond its time limit (1000 random steps at mos
 makes it for a given ``num_envs``, the independence of ``num_envs`` is checked as well.
 """
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The shape of a ``gym_config.json``: everything about an environment that a user can set."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field

@@ -5,8 +5,6 @@ A row's result does not depend on how many rows are computed with it, so env i s
 small matrices.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TypeAlias
 

@@ -6,8 +6,6 @@ device and the order of resets are, the state of all streams is one int64 tensor
 from its seed alone. The hash is the SplitMix64 finaliser, which passes BigCrush as a counter-based generator.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

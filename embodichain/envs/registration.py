@@ -1,7 +1,5 @@
 """Environments by name: ``make`` turns an id or a config into a ``VecEnv``, a task of ours or a Gymnasium env."""
 
-from __future__ import annotations
-
 import os
 import pkgutil
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 Episodes begin by index on the CPU, and by mask on a GPU, where nothing waits for the device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

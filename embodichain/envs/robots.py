@@ -1,7 +1,5 @@
 """Robots: the joints and motors of one in a model, and how scene, arm and tool become one model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a task adds to a simulated robot. Tasks are written once, in torch, and run on every physics backend."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field

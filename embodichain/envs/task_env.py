@@ -1,7 +1,5 @@
 """Physics + Task = VecEnv. ``TaskEnv.step`` reads from top to bottom: act, simulate, measure, score, observe, reset."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Callable
 from typing import Any

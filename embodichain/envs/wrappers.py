@@ -10,8 +10,6 @@ what it observed there, and its next episode begins with the next chunk. ``info[
 another; for everybody else it is an ordinary environment.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence

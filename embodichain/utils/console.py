@@ -1,7 +1,5 @@
 """What commands have in common: the log of this package on the terminal, and checks of their options."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

@@ -5,8 +5,6 @@ which must not wait for the device. What cannot be recorded keeps running as usu
 The module also tells whether Triton kernels can be used (``kernels_work``).
 """
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 import logging

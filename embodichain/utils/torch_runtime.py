@@ -1,7 +1,5 @@
 """Process-wide state that results and speed depend on: the random generators, and the number of torch's threads."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Datasets over the live stream, and how long their chunks are."""
 
-from __future__ import annotations
-
 from embodichain.agents.datasets.online_data import OnlineDataset
 from embodichain.agents.datasets.sampler import ChunkSizeSampler, GMMChunkSampler, UniformChunkSampler
 

@@ -4,8 +4,6 @@ All draws come from torch's global random stream, which ``torch.manual_seed`` se
 each of its workers: chunk sizes are reproducible from one seed and differ between workers without further care.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

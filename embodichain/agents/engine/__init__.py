@@ -1,7 +1,5 @@
 """Online data streaming: simulation fills a shared buffer while training samples from it. Read ``data.py`` first."""
 
-from __future__ import annotations
-
 from embodichain.agents.datasets.frames import EpisodeInfo
 from embodichain.agents.engine.config import ActionSourceCfg, OnlineDataEngineCfg, register_actor
 from embodichain.agents.engine.data import OnlineDataEngine, StreamStats, WorkerStats

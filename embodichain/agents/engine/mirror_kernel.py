@@ -3,8 +3,6 @@
 The draws are those of ``gpu_mirror.pick``: hashes of a key and a number, so that the CPU can tell what was drawn.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """``StreamReader``: the sampling side of the engine, with all that a process needs that only reads."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import threading

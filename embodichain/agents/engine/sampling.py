@@ -8,8 +8,6 @@ Fresh pages cost more than the copy itself, so the memory of batches is used aga
 :class:`OutputPool` and :class:`OutputRing`.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ A row's ``sequence`` is odd while the row is being written. A reader notes the s
 number changed, what it copied may be torn and is drawn again.
 """
 
-from __future__ import annotations
-
 import enum
 import time
 from typing import Any

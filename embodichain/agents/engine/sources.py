@@ -1,7 +1,5 @@
 """Sources of episodes: a simulation in which an actor chooses the actions, or a folder of recorded episodes."""
 
-from __future__ import annotations
-
 import importlib
 import operator
 import os

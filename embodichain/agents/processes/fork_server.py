@@ -4,8 +4,6 @@ It imports what workers need once and then waits, so that a worker starts in mil
 program: no thread, lock or GL context is inherited, and the main module is not imported again.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes

@@ -4,8 +4,6 @@ Workers are forked by a server process (``fork_server.py``) that has imported ev
 there in 0.1 s instead of 4 s. ``multiprocessing``'s own server imports the user's main module again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

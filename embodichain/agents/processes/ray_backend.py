@@ -4,8 +4,6 @@ Without an address a cluster is started on this machine, for this process alone:
 has no dashboard, and ends with the process. Any other cluster has to use Ray's token authentication.
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 import itertools

@@ -10,8 +10,6 @@ A run's checkpoints hold ``config`` (the resolved config), ``spaces``, ``policy`
 ``random`` are the first rank's, and ``other_ranks`` lists those of the others.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

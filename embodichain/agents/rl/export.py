@@ -5,8 +5,6 @@ batch dimension. The output ``action`` lies in the action space's bounds. A recu
 input (zeros, or what the metadata entry ``initial_hidden`` says, at an episode's start) and ``next_hidden`` as output.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import warnings

@@ -3,8 +3,6 @@
 ``python -m embodichain.agents.rl.train --config CONFIG`` does the same as ``embodichain train CONFIG``.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

@@ -1,7 +1,5 @@
 """Experience of parallel environments: a step-by-step buffer and minibatches of dictionaries of tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import overload
 

@@ -24,8 +24,6 @@ step as Gymnasium gave it; ``is_success`` or ``success`` in it becomes ``info["m
 vector envs and saves the state of their envs; ``spaces`` converts observations and actions.
 """
 
-from __future__ import annotations
-
 from embodichain.envs.gymnasium_env.adapter import GymnasiumVecEnv, make_gymnasium
 from embodichain.envs.gymnasium_env.tasks import TaskGymnasiumEnv, TaskGymnasiumVectorEnv
 

@@ -11,8 +11,6 @@ Actions: a bounded ``Box`` is [-1, 1] for the policy and mapped affinely to its 
 coordinate without both bounds is passed through, and our space says so. ``Discrete`` is ``[num_envs]`` int64 from zero.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Our environments as Gymnasium environments, single or batched."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

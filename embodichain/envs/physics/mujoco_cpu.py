@@ -5,8 +5,6 @@ start) as one row of one float64 array, and one ``MjData`` per *thread*. A step 
 ``MjData`` per env, bit for bit, whatever the number of threads.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from typing import Any

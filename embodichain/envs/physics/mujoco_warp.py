@@ -4,8 +4,6 @@ The substeps of one call are recorded once as a CUDA graph and replayed on torch
 device. Numbers are float32, so trajectories agree with the CPU backend within a tolerance, not bit for bit.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What the tasks of a robot arm share: reading the arm and a cube, and moving the tool as an expert does."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch

@@ -1,7 +1,5 @@
 """Balance a pole on a cart by pushing the cart with a continuous force."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Grasp a cube, lift it and bring it to a goal in the air."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Push a cube over the table to a goal: the only one, or the coloured one that an instruction names."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Bring the tool of an arm to a point in the air."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from embodichain.envs.actions import RobotActionManager

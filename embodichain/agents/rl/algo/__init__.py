@@ -1,7 +1,5 @@
 """Algorithms and their names; ``ppo.py`` is the one to read first."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -11,8 +11,6 @@ advantages that carry the weight; the loss itself does not have to know. Values 
 that bootstrap from them would teach the critic what it has unlearned since, so the present one values it again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache

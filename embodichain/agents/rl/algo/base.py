@@ -1,7 +1,5 @@
 """What algorithms have in common: ``BaseAlgorithm`` for all, ``MinibatchAlgorithm`` for those of gradient steps."""
 
-from __future__ import annotations
-
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator

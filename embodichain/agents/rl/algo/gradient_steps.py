@@ -1,7 +1,5 @@
 """Gradient steps: Adam in a chosen precision, means over steps, and steps that are replayed as CUDA graphs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial

@@ -3,8 +3,6 @@
 ``update`` computes advantages and loops over minibatches, ``_loss`` has the equations of one gradient step.
 """
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal

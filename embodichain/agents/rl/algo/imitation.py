@@ -1,7 +1,5 @@
 """Learning from demonstrations: a policy of chunks imitates chunks of the stream, before reinforcement takes over."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

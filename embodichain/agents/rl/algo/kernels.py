@@ -3,8 +3,6 @@
 A kernel takes every pointer, stride and size as a parameter of its own, so signatures are long here.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

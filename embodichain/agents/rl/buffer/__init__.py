@@ -1,7 +1,5 @@
 """Rollout storage; ``rollout_buffer.py`` says what a rollout is."""
 
-from __future__ import annotations
-
 from embodichain.agents.rl.buffer.rollout_buffer import (
     ROLLOUT_KEYS,
     Minibatches,

@@ -15,8 +15,6 @@ A rollout is a TensorDict ``[num_envs, num_steps]``, stored time-major underneat
 Algorithms add ``advantage`` and ``return``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 

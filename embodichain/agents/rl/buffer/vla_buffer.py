@@ -1,7 +1,5 @@
 """A bounded queue between collectors and a learner: first in, first out, each entry handed out once."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import deque

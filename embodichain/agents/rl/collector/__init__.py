@@ -1,7 +1,5 @@
 """Collectors let a policy act in an environment and return rollouts."""
 
-from __future__ import annotations
-
 from embodichain.agents.rl.collector.async_collector import AsyncCollector
 from embodichain.agents.rl.collector.base import BaseCollector, StepCallback, bound_action
 from embodichain.agents.rl.collector.config import AsyncCfg

@@ -4,8 +4,6 @@ The way of a rollout: ``AsyncCollector`` sends a request -> a ``RolloutWorker`` 
 (``backends/``) adopts weights and collects -> the result goes into a ``VLABuffer`` -> ``collect`` returns it.
 """
 
-from __future__ import annotations
-
 import atexit
 import time
 import weakref

@@ -1,7 +1,5 @@
 """What collectors have in common: their interface, and statistics of episodes, kept on the device without waiting."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections import defaultdict

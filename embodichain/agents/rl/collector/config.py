@@ -1,7 +1,5 @@
 """What can be set about asynchronous collection."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from embodichain.agents.processes.ray_backend import PlacementCfg

@@ -1,7 +1,5 @@
 """Collects rollouts in the calling thread: act, step, write, ``num_steps`` times."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import gymnasium as gym

@@ -14,8 +14,6 @@ With ``verify_weights`` snapshots are hashed, a collector hashes the weights it 
 and other weights than were published are an error.
 """
 
-from __future__ import annotations
-
 import copy
 import fcntl
 import hashlib

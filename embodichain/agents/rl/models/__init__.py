@@ -1,7 +1,5 @@
 """Policies, the networks they are made of, and policies by name; ``policy.py`` says what a policy is."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

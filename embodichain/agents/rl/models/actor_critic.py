@@ -1,7 +1,5 @@
 """Policies made of networks: ``ActorCritic``, the policy of PPO, and ``ActorOnly`` for algorithms without a critic."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, Self

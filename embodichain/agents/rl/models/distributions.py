@@ -4,8 +4,6 @@ A head takes ``params`` ``[batch, param_dim]``, the output of the actor network.
 whatever precision the network ran in.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """The networks of policies: perceptrons, image encoders and recurrent layers, and how configs describe them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """From observations to network inputs: choose keys, flatten, normalise, encode images."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What a policy is: an author writes tensors, components use TensorDicts."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Self

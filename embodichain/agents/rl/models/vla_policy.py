@@ -3,8 +3,6 @@
 Its block is ``{"name": "vla", "vla_config": {"model_path": "checkpoints/vla", "model_class": "tiny_vla"}}``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Self, cast
 

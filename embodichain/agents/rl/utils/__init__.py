@@ -1,7 +1,5 @@
 """What algorithms, collectors and policies share: the settings of algorithms here, observations and ranks beside it."""
 
-from __future__ import annotations
-
 from dataclasses import KW_ONLY
 from functools import partial
 from typing import Any, Generic, Literal, TypeVar

@@ -4,8 +4,6 @@
 sends is unpickled. Every rank adds up small sums in the order of ranks, so that all have the same bits.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence

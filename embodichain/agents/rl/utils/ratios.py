@@ -4,8 +4,6 @@ A decision is one action, or a chunk of them (``ChunkedEnv``). Log-probabilities
 one per action, and ``num_actions`` ``[...]`` tells how many were really taken. Single actions are left as they are.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Observations as nested TensorDicts and as flat tensors, and spaces as plain data: a policy is saved with them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Collection in a process of its own, which is replaced when it dies or hangs."""
 
-from __future__ import annotations
-
 import threading
 import time
 from abc import abstractmethod

@@ -5,8 +5,6 @@ The way of a rollout: ``send`` queues a request -> an idle worker gets it with t
 collected again, by any other, from other episodes.
 """
 
-from __future__ import annotations
-
 import atexit
 import logging
 import os

@@ -1,7 +1,5 @@
 """Where an ``AsyncCollector`` collects: what all backends have in common, and collection in a thread."""
 
-from __future__ import annotations
-
 import logging
 import queue
 import sys

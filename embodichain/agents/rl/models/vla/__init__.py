@@ -1,7 +1,5 @@
 """Vision-language-action models: images, an instruction and the robot's own state in, chunks of actions out."""
 
-from __future__ import annotations
-
 from embodichain.agents.rl.models.vla.hf_backbone import HFBackboneVLA, HFBackboneVLACfg
 from embodichain.agents.rl.models.vla.loading import LoRACfg, apply_lora, load_vla_model, merge_lora, save_vla_model
 from embodichain.agents.rl.models.vla.model import (

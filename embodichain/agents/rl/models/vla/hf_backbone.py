@@ -4,8 +4,6 @@ The language model reads the patches of all images, the instruction, one token o
 action and for the value. Its outputs for the queries are the chunk and the value, in one pass.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 

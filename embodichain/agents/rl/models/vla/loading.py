@@ -4,8 +4,6 @@
 folder, a ``.safetensors`` file, or a plain torch file, from which nothing but tensors is taken.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

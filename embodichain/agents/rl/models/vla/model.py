@@ -3,8 +3,6 @@
 An author derives from ``VLAModel`` and writes ``decode`` alone; ``VLAPolicy`` also takes modules of other kinds.
 """
 
-from __future__ import annotations
-
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping

@@ -4,8 +4,6 @@ A few readout tokens, conditioned on the instruction, attend to the patches of a
 instruction, layer by layer. With proprioception they become the chunk and the value. Patches ignore each other.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
