@@ -1,8 +1,7 @@
 """A rendezvous for torchrun that no other machine can reach: ``torchrun --rdzv-backend=loopback ...``.
 
-torchrun's own backends listen on all network interfaces, even for ranks of one machine. This one listens on 127.0.0.1
-only. torchrun finds it through the entry point ``torchrun.handlers`` of this package; ranks on several machines need
-one of torchrun's own.
+torchrun's own backends listen on all network interfaces, even for ranks of one machine; this one on 127.0.0.1 only.
+It is found by the entry point ``torchrun.handlers``. Ranks on several machines need one of torchrun's own backends.
 """
 
 import socket

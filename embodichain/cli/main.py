@@ -1,7 +1,5 @@
 """``embodichain COMMAND``: finds the command, runs it, and turns errors into messages and exit codes.
-
-Commands import heavy libraries, so this module imports none of them: ``--help`` answers at once.
-"""
+Commands import heavy libraries, so this module imports none of them: ``--help`` answers at once."""
 
 import importlib
 import os

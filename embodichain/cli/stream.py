@@ -74,8 +74,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def load_stream_config(source: str | os.PathLike[str]) -> OnlineDataEngineCfg:
-    """Return the settings in a file of them (whose ``gym_config`` may be the path of another file), or defaults that
-    suit the environment of a ``gym_config.json`` or of an id."""
+    """Return the settings in a file (whose ``gym_config`` may be the path of another file), or defaults that suit the
+    environment of a ``gym_config.json`` or of an id."""
     path = Path(source)
     if path.suffix not in (".json", ".yaml", ".yml"):
         return _for_environment({"id": str(source), "num_envs": _ENVS})
@@ -101,9 +101,7 @@ def _for_environment(gym_config: dict[str, Any]) -> OnlineDataEngineCfg:
 
 def parse_command(command: type[Args], prog: str, argv: Sequence[str]) -> tuple[Args, OnlineDataEngineCfg]:
     """Return the options of a command that runs simulation, and the settings of the engine, which are flags, too.
-
-    ``--help`` prints both, with the values of a config if one is given.
-    """
+    ``--help`` prints both, with the values of a config if one is given."""
     if not {"-h", "--help"} & set(argv):
         args, flags = tyro.cli(command, args=list(argv), prog=prog, return_unknown_args=True)
         return args, parse_overrides(load_stream_config(args.config), flags, prog=f"{prog} CONFIG")
@@ -242,8 +240,8 @@ class History:
 def worker_table(workers: Sequence[WorkerStats], rates: Rates, max_lines: int = MAX_LINES) -> Table:
     """Return a line for each worker, for each node with several of them, and for all.
 
-    If these are more than ``max_lines``, workers are left out; then as many nodes as it takes. Workers that wait for a
-    node share one line. The last line, about all of them, is always there.
+    To keep to ``max_lines``, workers are left out first, then nodes, never the line for all.
+    Workers that wait for a node share one line.
     """
     nodes = by_node(workers)
     waiting = nodes.pop("", [])

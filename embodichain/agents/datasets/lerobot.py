@@ -357,11 +357,8 @@ class LeRobotWriter:
 
 
 class LeRobotReader:
-    """The episodes of a folder, by number.
-
-    A folder of ours gives the frames back as they were recorded. Of any other, the observations and actions are read;
-    a reward it does not have is 0, and the last frame of an episode is marked ``terminated``.
-    """
+    """The episodes of a folder, by number; those of a folder of ours come back as they were recorded.
+    In any other folder, a missing reward reads as 0 and the last frame of an episode as ``terminated``."""
 
     def __init__(self, root: Path | str) -> None:
         self.root = Path(root)
@@ -522,9 +519,7 @@ def record(source: EpisodeSource, writer: LeRobotWriter, episodes: int, only_suc
 
 def read_back(root: Path, traces: list[Trace]) -> float | None:
     """Compare a folder with what was written to it; raise DatasetError at the first difference.
-
-    Return the worst likeness of an episode's images to the originals, in decibels; None without cameras.
-    """
+    Return the worst PSNR of an episode's images, in decibels; None without cameras."""
     reader = LeRobotReader(root)
     if len(reader) != len(traces):
         raise DatasetError(f"{root} holds {len(reader)} episodes, but {len(traces)} were written")

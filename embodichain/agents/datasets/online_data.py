@@ -27,10 +27,7 @@ MASK = "mask"
 
 class StreamTensorDict(TensorDict):
     """A TensorDict that a DataLoader without a ``collate_fn`` can handle; copied or pickled it is an ordinary one.
-
-    Chunks are collated through the map that torch keeps for types of one's own. Ready batches (``batch_size=None``) go
-    through ``default_convert``, which has no such map: it copies a mapping and then converts it key by key.
-    """
+    Chunks go through torch's collate map. ``default_convert``, for ready batches, has none and copies key by key."""
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the batch; for ``default_convert``, which expects keys, there is nothing to convert."""
@@ -76,15 +73,13 @@ def with_mask(chunk: TensorDictBase) -> TensorDictBase:
 class OnlineDataset(IterableDataset[TensorDictBase]):
     """Endless random chunks from the shared buffer of a running engine.
 
-    * Item mode (``batch_size=None``) yields one chunk ``[chunk_size]`` at a time; ``DataLoader(dataset, batch_size=B)``
-      makes batches of them. With a :class:`ChunkSizeSampler` every chunk carries a boolean ``mask``, and a batch of
-      mixed lengths is padded to its longest chunk.
-    * Batch mode (``batch_size=N``) yields ``[N, chunk_size]``, gathered in one go and much faster; use
-      ``DataLoader(dataset, batch_size=None)``. A :class:`ChunkSizeSampler` is asked once per batch.
+    * Item mode (``batch_size=None``) yields chunks ``[chunk_size]``, for ``DataLoader(dataset, batch_size=B)``. With a
+      :class:`ChunkSizeSampler` a chunk carries a boolean ``mask``, and a batch is padded to its longest chunk.
+    * Batch mode (``batch_size=N``) yields ``[N, chunk_size]``, for ``DataLoader(dataset, batch_size=None)``: one gather
+      per batch, and much faster.
 
-    Each iterator has its own random stream, seeded by torch: ``torch.manual_seed`` (or the DataLoader's ``generator``)
-    makes the draws reproducible, and the workers of one DataLoader draw different chunks. There is no ``__len__``: the
-    stream does not end.
+    ``torch.manual_seed`` (or the DataLoader's ``generator``) makes the draws reproducible; DataLoader workers draw
+    different chunks. The stream does not end, so there is no ``__len__``.
     """
 
     def __init__(

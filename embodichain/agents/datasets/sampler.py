@@ -1,8 +1,5 @@
-"""How long the next chunk is: one number per draw.
-
-All draws come from torch's global random stream, which ``torch.manual_seed`` sets and a DataLoader seeds differently in
-each of its workers: chunk sizes are reproducible from one seed and differ between workers without further care.
-"""
+"""How long the next chunk is, drawn from torch's global random stream.
+``torch.manual_seed`` makes the sizes reproducible, and a DataLoader seeds each of its workers differently."""
 
 import math
 from abc import ABC, abstractmethod
@@ -15,11 +12,7 @@ from embodichain.errors import ChunkSizeError
 
 
 class ChunkSizeSampler(ABC):
-    """Returns a positive chunk size each time it is called.
-
-    In item mode it is called once per chunk, so the lengths in one collated batch may differ; in batch mode it is
-    called once per batch, so every chunk of a batch has the same length.
-    """
+    """Returns a positive chunk size when called: once per chunk in item mode, once per batch in batch mode."""
 
     @abstractmethod
     def __call__(self) -> int:
@@ -43,9 +36,7 @@ class UniformChunkSampler(ChunkSizeSampler):
 @dataclass(eq=False)
 class GMMChunkSampler(ChunkSizeSampler):
     """Draws from a mixture of normal distributions, rounded to integers and clamped to ``[low, high]``.
-
-    ``weights`` need not sum to one and default to equal ones. Without ``low`` the smallest chunk is 1.
-    """
+    ``weights`` need not sum to one and default to equal ones; ``low`` defaults to 1."""
 
     means: Sequence[float]
     stds: Sequence[float]

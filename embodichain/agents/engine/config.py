@@ -19,10 +19,9 @@ ACTORS: dict[str, ActorFactory | str] = {
 
 
 def register_actor(name: str, factory: ActorFactory) -> None:
-    """Make ``{"source": name}`` a valid ``action_config``.
+    """Make ``{"source": name}`` a valid ``action_config``; call this in a module of ``trusted_modules``.
 
-    A worker calls ``factory(env, path=..., deterministic=..., seed=..., trusted_modules=...)`` and gets an ``Actor``, a
-    callable from observations to actions. Register it in a module of ``trusted_modules``: workers import these.
+    A worker calls ``factory(env, path=..., deterministic=..., seed=..., trusted_modules=...)`` to get an ``Actor``.
     """
     if name == "dataset" or isinstance(ACTORS.get(name), str):
         raise ConfigError(f"source: the name {name!r} is taken", "register_actor")

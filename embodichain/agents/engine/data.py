@@ -1,8 +1,6 @@
 """``OnlineDataEngine``: simulation processes fill a shared buffer, training processes draw chunks from it.
 
-The way of a frame: ``sources`` (an environment and an actor) -> ``worker`` -> ``shared_buffer`` -> ``sampling``. Around
-it: ``supervisor`` keeps the workers alive, ``reader`` is all that a process needs that only samples, and
-``gpu_mirror`` follows the buffer on a GPU.
+A frame's way: ``sources`` (an environment and an actor) -> ``worker`` -> ``shared_buffer`` -> ``sampling``.
 """
 
 from __future__ import annotations
@@ -35,8 +33,7 @@ __all__ = ["OnlineDataEngine", "OnlineDataEngineCfg"]
 class OnlineDataEngine:
     """A live buffer of episodes, filled by simulation processes and sampled by any number of others.
 
-    ``start`` and ``stop`` belong to the process that made the engine. Hand the engine to other processes as it is (by
-    fork, as an argument, through a queue, inside an ``OnlineDataset``): there it can only sample.
+    Only the process that made the engine can ``start`` and ``stop`` it; any process it is sent or forked to can sample.
     """
 
     def __init__(self, cfg: OnlineDataEngineCfg) -> None:
@@ -120,11 +117,10 @@ class OnlineDataEngine:
     ) -> TensorDict:
         """Draw ``batch_size`` chunks of ``chunk_size`` consecutive steps: a TensorDict ``[batch_size, chunk_size]``.
 
-        Each chunk is from an episode drawn uniformly among those that are long enough, at a uniform start; never with a
-        padded or half-overwritten frame. ``generator`` (numpy's or torch's) makes the draws reproducible for the same
-        content of the buffer. The batch is yours. With ``reuse_outputs=True`` the same few TensorDicts are filled in
-        turn, which is faster for small batches: the second draw of the same shape after it, by the same thread,
-        overwrites such a batch.
+        The episode is uniform among those that are long enough, and so is the start; no frame is padded or torn.
+        ``generator`` (numpy's or torch's) makes the draws reproducible for the same content of the buffer. The batch is
+        yours, unless ``reuse_outputs=True``, which is faster for small batches: the second draw of the same shape after
+        it, by the same thread, overwrites it.
 
         Raises ``ChunkSizeError`` (a ``ValueError``) if ``chunk_size`` exceeds ``max_episode_steps`` or the longest
         stored episode, and ``WorkerError`` once a worker has failed for good.
@@ -170,10 +166,8 @@ class OnlineDataEngine:
 
     @property
     def shared_buffer(self) -> TensorDict:
-        """The shared memory itself ``[buffer_size, max_episode_steps]``, on the CPU: rows change as you look at them.
-
-        Frames beyond an episode's length (``episode_info(row).length``) mean nothing. ``sample_batch`` reads safely.
-        """
+        """The shared memory itself ``[buffer_size, max_episode_steps]``, on the CPU, without protection from writers.
+        Frames beyond ``episode_info(row).length`` mean nothing. ``sample_batch`` reads safely."""
         return self._sampling().buffer.tensordict
 
     @property
@@ -235,8 +229,7 @@ class WorkerStats:
     pid: int
     """Its process id there."""
     state: WorkerState
-    """``waiting`` for a node, ``building`` its environment, ``running``, or ``unreachable``: it did run, but
-    the cluster does not know at present whether it still does."""
+    """``waiting`` for a node, ``building`` its environment, ``running``, or ``unreachable``: it may still run."""
     episodes_written: int
     episodes_per_second: float
     frames_per_second: float

@@ -1,12 +1,10 @@
 """``DeviceMirror``: a copy of the buffer on a GPU; rows follow as they are written, and batches are gathered there.
 
-A thread takes every row that has changed to pinned memory (checking its sequence number like any reader), and from
-there to the device on a stream of its own, while training continues. The copy into the mirror itself happens on the
-stream of whoever samples, between two of its gathers: no gather ever sees half a row, and nobody waits.
+A thread copies changed rows to pinned memory (checking sequence numbers), then to the device on its own stream. The
+copy into the mirror runs on the sampler's stream, between two gathers: no gather sees half a row, and nobody waits.
 
-A key, one number of the caller's generator, decides a whole batch: item ``i`` takes the hashes ``2i`` and ``2i + 1`` of
-it, for its episode and for its start. A GPU computes them where they are used, so that nothing but the key is sent to
-it; the CPU can compute the same.
+A key, one number of the caller's generator, decides a whole batch: item ``i`` takes its hashes ``2i`` (episode) and
+``2i + 1`` (start). The GPU computes them, so only the key is sent to it; the CPU can compute the same.
 """
 
 from __future__ import annotations
@@ -140,9 +138,7 @@ class DeviceMirror:
         self, generator: np.random.Generator, batch_size: int, chunk_size: int, reuse_outputs: bool = False
     ) -> tuple[TensorDict, Callable[[], Ints]]:
         """Return a batch ``[batch_size, chunk_size]`` on the device, and what returns the rows it was drawn from.
-
-        With ``reuse_outputs`` the same few batches are filled in turn, by CUDA graphs.
-        """
+        With ``reuse_outputs`` the same few batches are filled in turn, by CUDA graphs."""
         with self._lock:
             self._follow_stream()
             self._take_in()

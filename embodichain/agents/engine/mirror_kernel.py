@@ -1,7 +1,4 @@
-"""Drawing and copying windows as Triton kernels; every program finds out which window it copies a part of.
-
-The draws are those of ``gpu_mirror.pick``: hashes of a key and a number, so that the CPU can tell what was drawn.
-"""
+"""Triton kernels that draw and copy windows; the draws are those of ``gpu_mirror.pick``, so the CPU can repeat them."""
 
 import torch
 import triton
@@ -51,9 +48,7 @@ class WindowKernel:
 
     def __call__(self, out: Tensor, key: Tensor, table: tuple[Tensor, ...], chunk_size: int) -> None:
         """Fill ``out`` ``[batch_size, chunk_size, ...]`` with the windows that ``key`` ``[1]`` decides.
-
-        ``table`` is the rows to draw from, how many they are ``[1]``, and the length of every row.
-        """
+        ``table`` is the rows to draw from, how many they are ``[1]``, and the length of every row."""
         words = chunk_size * self._width
         tile = min(_TILE, triton.next_power_of_2(words))
         tiles = triton.cdiv(words, tile)

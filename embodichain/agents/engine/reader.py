@@ -43,10 +43,10 @@ os.register_at_fork(after_in_child=Forks.after_in_child)
 
 
 class ReaderSlot:
-    """The counters of this process in the shared buffer: counting needs no lock between processes and loses nothing.
+    """The counters of this process in the shared buffer, which need no lock between processes.
 
-    A slot is claimed at the first count and after a fork; all readers of one process share it. The slot of a process
-    that has ended is taken over with its counts, so that the sum over all slots never goes back.
+    A slot is claimed at the first count and after a fork. One of a process that has ended is taken over with its
+    counts, so that the sum over all slots never decreases.
     """
 
     def __init__(self, buffer: SharedBuffer) -> None:

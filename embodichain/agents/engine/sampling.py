@@ -1,11 +1,9 @@
 """Random windows of stored episodes, gathered while workers overwrite rows, and the memory of sampled batches.
 
-The picks are numpy on a few hundred row headers. The copy is one ``index_select`` per key over overlapping windows:
-the frames ``[num_rows, max_steps, ...]`` seen as ``[num_rows * max_steps - chunk_size + 1, chunk_size, ...]`` with the
-stride of one frame, so that window ``row * max_steps + start`` is one contiguous piece of memory.
-
-Fresh pages cost more than the copy itself, so the memory of batches is used again, in two ways, both per thread:
-:class:`OutputPool` and :class:`OutputRing`.
+The copy is one ``index_select`` per key over overlapping windows: the frames ``[num_rows, max_steps, ...]`` viewed as
+``[num_rows * max_steps - chunk_size + 1, chunk_size, ...]`` with the stride of one frame, so that window
+``row * max_steps + start`` is contiguous. Fresh pages cost more than the copy itself, so each thread uses the memory of
+batches again: :class:`OutputPool` and :class:`OutputRing`.
 """
 
 import time
@@ -27,8 +25,7 @@ from embodichain.errors import ChunkSizeError, StreamStalledError
 RING_SIZE = 2
 """One batch to work with while the next is drawn; more of them would push the frames out of the caches."""
 STALL_SECONDS = 60.0
-"""How long a reader waits for rows that are being rewritten before it says so; a new worker repairs what a killed one
-left half-written, and takes its time to start."""
+"""Longest wait for rows being rewritten; a new worker, slow to start, repairs what a killed one left half-written."""
 _POOL_SIZE = 8
 _NONE: Ints = np.zeros(0, np.int64)
 
@@ -153,10 +150,8 @@ class WindowSampler:
         self._known = Candidates(b"", b"", 0, _NONE, _NONE, np.zeros(0))
 
     def draw(self, generator: np.random.Generator, out: Output, batch_size: int, chunk_size: int) -> tuple[Ints, int]:
-        """Fill ``out``; return which windows were drawn (``row * max_steps + start``), and how many again.
-
-        An episode is drawn uniformly from those that are long enough, then a start uniformly within it.
-        """
+        """Fill ``out``; return the windows drawn (``row * max_steps + start``), and how many were drawn again.
+        An episode is drawn uniformly from those that are long enough, then a start uniformly within it."""
         known, chosen, picks = self.pick(generator, batch_size, chunk_size)
         index = torch.from_numpy(picks)
         for windows, target in zip(self._windows_of(chunk_size), out.tensors.values(), strict=True):
@@ -182,9 +177,7 @@ class WindowSampler:
 
     def pick(self, generator: np.random.Generator, count: int, chunk_size: int) -> tuple[Candidates, Ints, Ints]:
         """Choose ``count`` windows: return the candidates, which of their rows were chosen, and the windows.
-
-        Some of these rows may be in the middle of a write.
-        """
+        Some of these rows may be in the middle of a write."""
         deadline = 0.0
         while True:
             known = self._candidates(chunk_size)

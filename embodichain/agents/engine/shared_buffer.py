@@ -1,10 +1,9 @@
 """Episodes in shared memory: rows ``[num_rows, max_steps, ...]``, a header for each, and the counters of all processes.
 
-Every word here has exactly one writer at a time: rows and worker records belong to their worker, a reader slot to the
-process that claimed it, the control words to the creator. So no lock is ever taken while frames are read or written.
+Every word has one writer at a time, so no lock is taken while frames are read or written: rows and worker records
+belong to their worker, a reader slot to the process that claimed it, the control words to the creator.
 
-A row's ``sequence`` is odd while the row is being written. A reader notes the sequence, copies, and looks again: if the
-number changed, what it copied may be torn and is drawn again.
+A row's ``sequence`` is odd during a write. A reader whose copy may be torn, because the number changed, draws again.
 """
 
 import enum
@@ -50,9 +49,7 @@ class Control(enum.IntEnum):
 
 class Work(enum.IntEnum):
     """Words of a worker's record, written by that worker and kept by the one that replaces it.
-
-    ``IDLE`` is 1 while it has nothing to do, because the buffer is full of episodes that are still good.
-    """
+    ``IDLE`` is 1 while the buffer is full of episodes that are still good."""
 
     WRITTEN = 0
     FINISHED = 1

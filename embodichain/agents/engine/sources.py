@@ -89,9 +89,8 @@ def make_actor(cfg: ActionSourceCfg, env: VecEnv, seed: int, trusted_modules: Se
 class SimulatedEpisodes:
     """Steps a ``VecEnv`` and keeps the last ``max_episode_steps`` frames of every env.
 
-    The frames are kept time-major, ``[max_steps, num_envs, ...]``, as a ring: one step is one contiguous write per key,
-    and an episode of env ``i`` is column ``i`` from its first step to now, in one piece or, across the end of the ring,
-    in two.
+    The frames are a time-major ring ``[max_steps, num_envs, ...]``: one step is one contiguous write per key, and an
+    episode of env ``i`` is a part of column ``i``, or two parts across the end of the ring.
     """
 
     def __init__(self, env: VecEnv, actor: Actor, seed: int, noise_std: float = 0.0) -> None:

@@ -49,10 +49,7 @@ class LocalPool(WorkerPool):
 
 class RayPool(ActorPool[ActorHandle]):
     """Workers in a Ray cluster: they are asked for episodes as the refill policy wants, and these are written here.
-
-    Rows are written one after the other, whoever sends an episode: a worker that is slow, or waits for a node, leaves
-    its work to the others, and no row grows old because its worker is gone.
-    """
+    Any worker's episode goes to the next row, so a slow or lost worker delays no row."""
 
     def __init__(self, cfg: OnlineDataEngineCfg) -> None:
         from embodichain.agents.engine.worker import RefillPolicy, StreamWorker

@@ -1,7 +1,4 @@
-"""What runs in a simulation process: open the source, tell its layout, then write episodes into the rows it owns.
-
-In a Ray cluster a worker sends batches of episodes instead.
-"""
+"""A simulation process: opens the source, reports its layout, writes episodes to its rows (in Ray: sends them)."""
 
 from __future__ import annotations
 
@@ -98,11 +95,10 @@ def is_wanted(episode: Episode, only_success: bool, record: Ints) -> bool:
 class RefillPolicy:
     """Decides when a worker simulates (for None, when all together do): how many samples an episode is good for.
 
-    Every row is filled once. Then ``threshold`` fills all rows again each time ``refill_threshold * buffer_size`` more
-    samples were drawn, by all readers in all processes; requests that come while a fill is under way collapse into one.
-    ``continuous`` writes one more episode for every ``refill_threshold`` samples; a worker that cannot keep up owes at
-    most one buffer, so that it does not run on for long after the sampling has stopped. What was decided is kept in the
-    worker's record: a worker that replaces another continues where that one was.
+    Every row is filled once. Then ``threshold`` fills all rows again for every ``refill_threshold * buffer_size``
+    samples of all readers; requests during a fill collapse into one. ``continuous`` writes one episode for every
+    ``refill_threshold`` samples, and owes at most one buffer, so that it stops soon after the sampling does. The
+    worker's record keeps the decisions: a worker that replaces another continues from there.
     """
 
     def __init__(self, cfg: OnlineDataEngineCfg, buffer: SharedBuffer, worker: int | None) -> None:
@@ -134,11 +130,8 @@ def _describe(source: EpisodeSource) -> dict[str, Any]:
 
 
 class StreamWorker:
-    """A worker as a Ray actor, which sends episodes when it is asked for them.
-
-    Answers are plain data. An exception becomes a report, because the engine's process may lack what it takes to
-    rebuild exceptions of user code.
-    """
+    """A worker as a Ray actor, which sends episodes, as plain data, when it is asked for them.
+    An exception becomes a report: the engine's process may be unable to rebuild exceptions of user code."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         """Take the job; nothing heavy happens before ``open``."""

@@ -1,8 +1,7 @@
 """Messages with tensors in them between two processes of one machine.
 
-A message is JSON that describes nested data, and a segment of shared memory with the tensors of it (see
-``embodichain.utils.tensor_tree``). Both travel in one packet, so a message is there as a whole or not at all. Nothing
-is pickled, and nothing is left over if either side is killed.
+JSON that describes nested data, and a segment of shared memory with its tensors (``embodichain.utils.tensor_tree``),
+travel in one packet: whole or not at all. Nothing is pickled, and nothing is left over if either side is killed.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ class Message:
 class Channel:
     """One end of a connection; any thread may send, and one at a time receives.
 
-    No message is lost as long as the other process lives: ``send`` waits for room, or leaves the message in a queue,
-    which later calls empty. If the other process is gone ``send`` does nothing, and ``receive`` raises ``EOFError``.
+    While the other process lives no message is lost: ``send`` waits for room, or queues it for later calls to send.
+    Once it is gone ``send`` does nothing, and ``receive`` raises ``EOFError``.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -66,9 +65,7 @@ class Channel:
 
     def send(self, kind: str, content: Any = None, segment: Segment | None = None, wait: bool = True) -> None:
         """Send nested data with its tensors in a new segment, or without any and with an existing ``segment``.
-
-        Without ``wait`` a message that finds no room in the socket is sent later.
-        """
+        Without ``wait`` a message that finds no room in the socket is queued, and sent by later calls."""
 
         def allocate(nbytes: int) -> Tensor:
             nonlocal segment
@@ -145,9 +142,8 @@ class Channel:
 class RequestChannel:
     """One end of a connection on which one process asks and the other answers, through memory that is used again.
 
-    That is safe because nobody sends a second message before the first was answered, and whoever receives one copies it
-    at once. After an interruption, a Ctrl-C for instance, the next request comes in new memory, wants its answer in new
-    memory, and answers to earlier requests are skipped.
+    That is safe because every message is answered before the next is sent, and copied on receipt. After an interruption
+    (Ctrl-C) the next request and its answer use new memory, and answers to earlier requests are skipped.
     """
 
     def __init__(self, channel: Channel, asks: bool) -> None:

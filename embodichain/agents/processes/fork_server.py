@@ -1,7 +1,6 @@
 """The process that worker processes are forked from; ``pool.py`` runs it as a script, by path.
 
-It imports what workers need once and then waits, so that a worker starts in milliseconds. It runs nothing of the user's
-program: no thread, lock or GL context is inherited, and the main module is not imported again.
+It imports what workers need and runs nothing of the user's program, so workers inherit no thread, lock or GL context.
 """
 
 import atexit

@@ -1,7 +1,6 @@
 """Worker processes of this machine: how they are started, watched, ended and replaced.
 
-Workers are forked by a server process (``fork_server.py``) that has imported everything and done nothing: a worker is
-there in 0.1 s instead of 4 s. ``multiprocessing``'s own server imports the user's main module again.
+They are forked by ``fork_server.py``, in 0.1 s instead of 4 s; ``multiprocessing``'s server reimports the main module.
 """
 
 import contextlib
@@ -42,8 +41,7 @@ _END_SECONDS = 5.0
 _HEARTBEAT_BYTES = 24
 _OFFSET = struct.Struct("q")
 _SUSPENDED_SECONDS = 2.0
-"""A longer gap between two looks at the workers means that this process was suspended (a paused container, a sleeping
-machine), and the workers with it."""
+"""A longer gap between two looks at the workers means that this process, and they, were suspended (e.g. by sleep)."""
 _FIRST_STEPS = 2
 """Steps that may take as long as a start, because something is loaded or compiled in them."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
@@ -108,9 +106,7 @@ class WorkerHandle(ABC):
 
 class WorkerProcess(WorkerHandle):
     """A process that runs ``target(channel, heartbeat, *args)``; it ends with this object, or with the program.
-
-    It leads a process group of its own, so Ctrl-C does not reach it, and whatever it starts ends with it.
-    """
+    It leads its own process group: Ctrl-C does not reach it, and whatever it starts ends with it."""
 
     is_closed = True
     """Whether it was killed from here, or never started."""
@@ -231,9 +227,7 @@ class WorkerPool:
 
     def poll(self, seconds: float) -> Iterator[tuple[WorkerProcess, str, Any]]:
         """Wait for something to happen; return kinds and contents of the messages that came.
-
-        ``failed`` comes with a ``FailureReport``: the worker has ended, or hung and was killed.
-        """
+        ``failed`` comes with a ``FailureReport``: the worker has ended, or hung and was killed."""
         self._drop_closed()
         wait([worker.channel.socket for worker in self._workers], seconds)
         self._hangs.look()

@@ -1,7 +1,7 @@
 """Workers in a Ray cluster: the connection with it, its token, where workers are placed, and what became of them.
 
-Without an address a cluster is started on this machine, for this process alone: it listens on the loopback interface,
-has no dashboard, and ends with the process. Any other cluster has to use Ray's token authentication.
+Without an address a cluster starts for this process alone, on the loopback interface, without a dashboard, and ends
+with it. Any other cluster has to use Ray's token authentication.
 """
 
 import atexit
@@ -142,8 +142,7 @@ class RayCluster:
             if cls._num_open == 0 and cls._connected_here:
                 cls._connected_here = cls._started_here = False
                 if cls.is_alive():
-                    # What is left of Ray's objects must not be collected after it is gone: in a forked child, such as
-                    # a worker of a DataLoader, Ray aborts the process then.
+                    # Collected later, in a forked child such as a DataLoader worker, Ray's objects abort the process.
                     gc.collect()
                     load_ray().shutdown()
 
@@ -318,8 +317,8 @@ class ActorPool(Generic[Handle]):
     def answers(self, seconds: float) -> Iterator[tuple[Handle, str, Any]]:
         """Wait for answers; return each with its worker and its kind.
 
-        ``located`` comes when an actor runs, and again after it was ``unreachable``; ``failed`` comes with a report: it
-        has ended, hung, or cannot be reached for too long.
+        ``located`` comes when an actor runs, again after it was ``unreachable``; ``failed`` brings a report: it has
+        ended, hung, or been unreachable for too long.
         """
         if not RayCluster.is_alive():
             raise ClusterError("Ray was shut down while workers were running")
@@ -397,9 +396,7 @@ def _wait(awaited: Mapping[Any, Handle], seconds: float) -> Iterator[tuple[Any, 
 
 class NodeNames:
     """Names for nodes: their host, with a number where a host has several of them (``box``, ``box#2``).
-
-    The name of a node that is gone is free for the next one. ``alive`` returns the ids of those that are there.
-    """
+    The name of a node that is gone is free for the next one. ``alive`` returns the ids of nodes that are there."""
 
     def __init__(self, alive: Callable[[], Collection[str]] | None = None) -> None:
         self._alive, self._names = alive or nodes_alive, dict[str, str]()

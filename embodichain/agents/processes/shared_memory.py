@@ -1,7 +1,7 @@
 """Memory that several processes share: anonymous segments, what fits into them, and the order of accesses to them.
 
-A segment is known by a file descriptor alone, which is sent along when it is pickled. It is in no directory, nothing
-has to be unlinked, and the kernel frees it when the last process that maps it is gone, however that process ended.
+A segment is known by its file descriptor alone, which pickling sends along. Nothing has to be unlinked: the kernel
+frees it when the last process that maps it is gone, however that ended.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ class Segment:
     """A shared-memory segment as one flat tensor of bytes."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
-        # The same call with which torch rebuilds a tensor that came through a queue. It keeps a duplicate of the
-        # descriptor, so tensors on this memory can themselves be sent to other processes.
+        # As torch rebuilds a tensor from a queue: it duplicates the descriptor, so tensors here can be sent on.
         storage = torch.UntypedStorage._new_shared_fd_cpu(fd, nbytes)  # type: ignore[attr-defined]
         self.fd = fd
         self.nbytes = nbytes
@@ -110,11 +109,9 @@ def tensor_of(array: NDArray[np.uint8]) -> Tensor:
 
 # --- memory order -------------------------------------------------------------------------------------------------
 #
-# A writer must not let its frames become visible before the sequence counter is odd, nor the even counter before the
-# frames; a reader must not load frames before it has read the counter the first time, nor after it has read it the
-# second time. x86-64 keeps stores in order and loads in order (total store order), and the C library ends its streaming
-# copies with a store fence, so there nothing has to be done. Elsewhere a full barrier is needed; Python has none, but
-# the kernel does.
+# Frames must become visible after the odd sequence counter and before the even one, and be loaded between the two reads
+# of it. x86-64 keeps stores in order and loads in order (total store order), and the C library ends its streaming
+# copies with a store fence. Elsewhere a full barrier is needed; Python has none, but the kernel does.
 
 _MEMBARRIER = 283
 """The number of the system call in the generic table that arm64 and riscv use."""

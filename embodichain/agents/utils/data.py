@@ -16,10 +16,8 @@ def swap_and_flatten01(arr: Tensor) -> Tensor: ...
 @overload
 def swap_and_flatten01(arr: None) -> None: ...
 def swap_and_flatten01(arr: Tensor | None) -> Tensor | None:
-    """Turn ``[num_steps, num_envs, ...]`` into ``[num_envs * num_steps, ...]``, env by env; ``None`` stays ``None``.
-
-    Row ``env * num_steps + step`` of the result is ``arr[step, env]``.
-    """
+    """Turn ``[num_steps, num_envs, ...]`` into ``[num_envs * num_steps, ...]``; ``None`` stays ``None``.
+    Row ``env * num_steps + step`` of the result is ``arr[step, env]``."""
     if arr is None:
         return None
     if arr.ndim < 2:
@@ -101,9 +99,7 @@ class ExperienceBuffer(nn.Module):
 
     def make_dict(self) -> dict[str, Tensor]:
         """Return copies ``[num_envs * num_steps, ...]`` of a complete rollout and start the next one.
-
-        A step that was never written is an error that names the key and the step.
-        """
+        A step that was never written is an error that names the key and the step."""
         for key, written in self._written.items():
             if not written.all():
                 count = f"{self.store_dict[key]} of {self.num_steps} steps are there"
