@@ -1,7 +1,4 @@
-"""Modules that are imported on demand: optional packages, each behind an extra, and a user's own modules.
-
-A user's module is imported only when the caller allows it, by name or by file.
-"""
+"""Modules imported on demand: optional packages, each behind an extra, and a user's own, if the caller allows it."""
 
 import importlib
 import importlib.util
@@ -49,10 +46,7 @@ def check_trusted(named: Iterable[str], trusted: Collection[str], source: str) -
 
 
 def import_trusted(trusted: Iterable[str], folders: Iterable[Path] = ()) -> None:
-    """Import modules: files where they are, names from Python's own path or else from one of the folders.
-
-    The folders are searched for these names alone; they do not become part of Python's path.
-    """
+    """Import files where they are, names from Python's path or else from the folders, which do not join that path."""
     searched = list(folders)
     for entry in trusted:
         name = module_name(entry)

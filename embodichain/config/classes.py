@@ -1,4 +1,4 @@
-"""``configclass``: a dataclass whose values are checked by pydantic, strictly, with one error for all problems.
+"""``configclass``: a dataclass whose values pydantic checks strictly, with one ``ConfigError`` for all problems.
 
 ::
 
@@ -6,8 +6,6 @@
     class OptimizerCfg:
         lr: Annotated[float, Field(gt=0)] = 3e-4
         '''Step size.'''
-        betas: tuple[float, float] = (0.9, 0.999)
-        '''Decay of the two moments.'''
 
 What the decorator adds to a pydantic dataclass:
 
@@ -15,8 +13,7 @@ What the decorator adds to a pydantic dataclass:
   nested configs, strings paths and enums, as files need it;
 * NaN and infinity are refused (``Annotated[float, AllowInfNan(True)]`` lets them in), and so are unknown names;
 * a default may be a plain list, dict or config: every instance gets its own copy;
-* ``MISSING`` is a legal value of any field until ``validate`` lists the fields that still hold it;
-* everything that is wrong raises one ``ConfigError``.
+* ``MISSING`` is a legal value of any field until ``validate`` lists the fields that still hold it.
 
 Inherit from ``Config`` where a type checker should see the methods; at run time the decorator adds them anyway.
 """
@@ -103,10 +100,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Shorthand:
-    """Marks a config, as in ``Annotated[AsyncCfg, Shorthand("worker")]``: a mere string is the value of that field.
-
-    ``"collector": "ray"`` is then ``"collector": {"worker": "ray"}``, and ``--trainer.collector ray`` a flag.
-    """
+    """``Annotated[AsyncCfg, Shorthand("worker")]``: ``ray``, as value or flag, means ``{"worker": "ray"}``."""
 
     field: str
 
@@ -292,10 +286,7 @@ def shorten(value: object) -> str:
 
 
 def _locate(cls: Any, location: Sequence[int | str]) -> tuple[str, Any]:
-    """Follow pydantic's location through the types; return the dotted path and the type that holds its last key.
-
-    The alternative of a union that pydantic tried, and ``[key]`` for the key of a mapping, are left out.
-    """
+    """Return the dotted path of pydantic's location, less union alternatives and ``[key]``, and its last key's type."""
     path: list[str] = []
     owner = here = cls
     for key in location:

@@ -1,7 +1,6 @@
 """Environments: batched physics, tasks written on it, and adapters; ``vec_env.py`` states the contract.
 
-Importing this package registers the tasks with Gymnasium: ``gymnasium.make("embodichain/PushCubeRL-v0")`` for one env,
-``gymnasium.make_vec("embodichain/PushCubeRL-v0", num_envs=64)`` for many.
+Importing it registers the tasks for ``gymnasium.make`` and ``make_vec``, such as ``"embodichain/PushCubeRL-v0"``.
 """
 
 import gymnasium as gym

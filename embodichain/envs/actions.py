@@ -1,8 +1,4 @@
-"""From a policy's action to motor commands.
-
-``RobotActionManager`` is the ``ActionManager`` (``vec_env.py``) that turns actions into controls for a robot, through
-one term: ``delta_qpos``, ``qpos``, ``ee_delta`` or ``effort``.
-"""
+"""From a policy's action to motor commands, through one term: ``delta_qpos``, ``qpos``, ``ee_delta`` or ``effort``."""
 
 from typing import Any
 
@@ -122,10 +118,7 @@ class RobotActionManager(ActionManager):
         return super().unwrap(action, step).clamp(-self.clip, self.clip)
 
     def control(self, action: Tensor, qpos: Tensor) -> Tensor:
-        """Return controls ``[num_envs, nu]`` for a checked action and joint positions ``[num_envs, dofs]``.
-
-        The positions may be the simulation's own, of whatever precision.
-        """
+        """Return controls ``[num_envs, nu]`` for a checked action and ``qpos`` ``[num_envs, dofs]``, of any dtype."""
         if not self.robot.num_fingers:
             return self.term.target(action, qpos)
         target = self.term.target(action[:, : self.term.dim], qpos[:, : self.robot.num_joints])

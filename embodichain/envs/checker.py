@@ -1,12 +1,8 @@
-"""Does an environment keep the contract of ``VecEnv``? Plays it, and reports what is wrong and how to fix it.
+"""Does an environment keep the contract of ``VecEnv``? ``check_env`` returns what is wrong and how to fix it.
 
-::
-
-    problems = check_env(env)                                # of any VecEnv, ours or yours; [] is what you want
-    results = run_checks(env, factory=lambda n: make(n))     # all checks, with those that passed or did not apply
-
-The environment is reset, played beyond its time limit (1000 random steps at most) and closed. With a ``factory`` that
-makes it for a given ``num_envs``, the independence of ``num_envs`` is checked as well.
+``run_checks`` returns all checks, also those that passed or did not apply. The environment is reset, played beyond its
+time limit (1000 random steps at most) and closed. With a ``factory`` that makes it for a given ``num_envs``, the
+independence of ``num_envs`` is checked as well.
 """
 
 import traceback

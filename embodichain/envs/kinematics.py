@@ -1,8 +1,6 @@
 """Batched kinematics of a serial arm in torch: forward kinematics, Jacobian, differential inverse kinematics.
 
-A row's result does not depend on how many rows are computed with it, so env i sees the same bits whatever
-``num_envs`` is: sums over a short last dimension take each row by itself, and so does ``torch.bmm`` with products of
-small matrices.
+A row's bits do not depend on ``num_envs``: short sums, and ``torch.bmm`` of small matrices, take each row by itself.
 """
 
 from collections.abc import Sequence
@@ -35,10 +33,7 @@ def mean_square(a: Tensor) -> Tensor:
 
 
 def rotation_error(target: Tensor, current: Tensor) -> Tensor:
-    """Return the rotation vector ``[n, 3]`` (world axes, for small angles) that turns ``current`` into ``target``.
-
-    Half the sum of the cross products of the matrices' columns, which is ``sin(angle) * axis``.
-    """
+    """Return ``sin(angle) * axis`` ``[n, 3]`` (world axes) of the rotation that turns ``current`` into ``target``."""
     crossed = torch.linalg.cross(current, target.expand_as(current), dim=-2)
     return 0.5 * (crossed[..., 0] + crossed[..., 1] + crossed[..., 2])
 
@@ -93,10 +88,7 @@ class SerialChain:
         return torch.cat((torch.linalg.cross(axes, arm), axes), dim=-1).transpose(1, 2)
 
     def inverse_step(self, qpos: Tensor, twist: Tensor, damping: float = 0.05) -> Tensor:
-        """Return joint displacements ``[n, num_joints]`` that move the site by ``twist`` ``[n, 6]``.
-
-        Damped least squares: ``dq = J^T (J J^T + damping^2 I)^-1 twist``.
-        """
+        """Return ``dq = J^T (J J^T + damping^2 I)^-1 twist`` ``[n, num_joints]`` for a site twist ``[n, 6]``."""
         jacobian = self.jacobian(qpos)
         gram = torch.bmm(jacobian, jacobian.transpose(1, 2)) + damping**2 * torch.eye(6, device=qpos.device)
         return torch.bmm(jacobian.transpose(1, 2), solve_spd(gram, twist).unsqueeze(-1)).squeeze(-1)

@@ -1,7 +1,6 @@
 """From a task's measurements to the observation: noise, images, TensorDict; and instructions as bytes.
 
-All vectors of an observation lie side by side in one matrix, of which the leaves of the TensorDict are views: the whole
-is copied, and rows of it replaced, by one operation instead of one per leaf.
+All vectors are views of one matrix: one operation copies them all or replaces their rows.
 """
 
 from __future__ import annotations
@@ -59,10 +58,7 @@ class PackedObservation(NamedTuple):
 
 
 class ObservationBuilder:
-    """Builds observations of any subset of envs as a pure function of their state.
-
-    ``images(env_ids)`` renders the configured cameras; ``noise(env_ids, size)`` is standard normal ``[n, size]``.
-    """
+    """Builds observations from the state alone; ``noise(env_ids, size)`` is standard normal ``[n, size]``."""
 
     def __init__(
         self,

@@ -81,10 +81,7 @@ class RandomStreams:
         return low + (high - low) * self._unit(env_ids, drawn, size)
 
     def noise(self, env_ids: Tensor, step: Tensor, size: int) -> Tensor:
-        """Return standard normal float64 ``[len(env_ids), size]`` that belongs to a step of the episode.
-
-        It is a function of (episode seed, step): asking twice gives the same noise, and no stream moves on.
-        """
+        """Return standard normal float64 ``[len(env_ids), size]``, a function of (episode seed, step) alone."""
         u = self._unit(env_ids, _NOISE_DRAWS + step * (2 * size), 2 * size).view(-1, 2, size)
         return torch.sqrt(-2.0 * torch.log1p(-u[:, 0])) * torch.cos(2.0 * math.pi * u[:, 1])  # Box-Muller
 

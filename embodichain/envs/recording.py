@@ -33,10 +33,7 @@ _GOAL = ("goal", "pos")
 
 
 class VideoWriter:
-    """Writes frames to an H.264 file as they come; the file appears when it is complete.
-
-    Frames of odd width or height get one more column or row, because H.264 stores colour for 2x2 pixels.
-    """
+    """Writes an H.264 file, which appears when it is complete; frames are padded to even sizes, as H.264 needs them."""
 
     def __init__(self, path: str | os.PathLike[str], fps: float = 30.0) -> None:
         self.path = prepare_output(path, _SUFFIXES)
@@ -122,8 +119,7 @@ def plot_trajectories(
 ) -> np.ndarray:
     """Return a plot of an episode seen from above, uint8 ``[*size, 3]``: x to the right, y up, one scale.
 
-    ``trajectories`` are points ``[n, 2]`` in metres by name; each begins at a ring, ends at a dot and grows stronger
-    with time. ``goal`` is the x, y and radius of a round region.
+    ``trajectories`` are ``[n, 2]`` in metres by name, from ring to dot; ``goal`` is the x, y and radius of a region.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # takes half a second to import
     from matplotlib.collections import LineCollection

@@ -88,8 +88,7 @@ def make(
 ) -> VecEnv:
     """Build the environment of an id or a config: ``make("PushCubeRL", num_envs=64, seed=0)``.
 
-    Ids that are no task of ours are taken for Gymnasium's; ``module:Name-v0`` is imported only if ``module`` is among
-    ``trusted_modules``.
+    Other ids are Gymnasium's; ``module:Name-v0`` is imported only if ``module`` is among ``trusted_modules``.
     """
     cfg = load_gym_config(config, **overrides)
     if cfg.id in _TASKS:

@@ -1,12 +1,10 @@
 """Cameras: images ``[n, H, W, 3]`` of any envs, rendered offscreen from nothing but their state.
 
 ``Renderer`` renders one image size; ``Cameras`` keeps a renderer for every size in use and knows cameras by name.
-The state of an env comes from a function ``load(data, env)`` that copies it into an ``MjData``; rendering then computes
-no more than the positions of what is visible.
+A function ``load(data, env)`` copies the state of an env into an ``MjData``.
 
-``choose_backend`` finds out which OpenGL backend works on this machine. A broken driver may crash the process that
-tries it, so every backend is tried in a process of its own. The result goes into ``MUJOCO_GL`` (MuJoCo's C library and
-every child process read it) and is not tried again.
+A broken OpenGL driver may crash the process that tries it, so ``choose_backend`` tries each in a process of its own.
+The result goes into ``MUJOCO_GL``, which MuJoCo's C library and every child process read.
 """
 
 from __future__ import annotations
@@ -63,8 +61,7 @@ Quality = Literal["lean", "high"]
 Pixels = Annotated[int, Field(gt=0, le=8192)]
 Vector = tuple[float, float, float]
 
-# Rounder shapes are invisible at the size of an observation and cost more than half of the rendering time there; flat
-# ones keep MuJoCo's own 4x4 patches, because light is computed at their corners.
+# Rounder shapes look the same in small images and double the time; flat ones keep 4x4 patches, lit at their corners.
 _QUALITY = {
     "lean": {"offsamples": 0, "shadowsize": 0, "numslices": 12, "numstacks": 6, "numquads": 4},
     "high": {"offsamples": 4, "shadowsize": 2048, "numslices": 28, "numstacks": 16, "numquads": 4},
@@ -81,10 +78,7 @@ _inherited = False  # set in a process forked from one that had rendered
 
 
 def choose_backend() -> str:
-    """Return the GL backend to render with (``egl``, ``osmesa``, ``glfw``, ``cgl``), or raise ``RenderingError``.
-
-    A backend named in ``MUJOCO_GL`` is the only one tried. The first call may take a second or two, later ones nothing.
-    """
+    """Return a GL backend that works or raise ``RenderingError``; one named in ``MUJOCO_GL`` is the only one tried."""
     global _found, _failure
     if _failure is not None:
         raise RenderingError(_failure)
@@ -95,8 +89,7 @@ def choose_backend() -> str:
             _failure = str(error)
             raise
         os.environ["MUJOCO_GL"] = os.environ[FOUND_VARIABLE] = _found
-        # Mesa renders small images faster without helper threads (see benchmarks/rendering.py), and every simulation
-        # worker would otherwise start as many of them as there are cores.
+        # Mesa renders small images faster without helper threads, one per core and worker (benchmarks/rendering.py).
         os.environ.setdefault("LP_NUM_THREADS", "0")
         os.environ.setdefault("EGL_LOG_LEVEL", "fatal")  # no warnings about GPUs that are not ours to open
         if _found == "osmesa":
@@ -195,8 +188,7 @@ class CameraCfg(Config):
 class Renderer:
     """Renders images of one size: any camera of the model, any envs, from any one thread at a time.
 
-    It has a GL context of its own, with a framebuffer and the model's meshes and textures, current only while it
-    renders. A child made by ``fork`` cannot render: GL drivers do not survive it.
+    Its own GL context is current only while it renders. A forked child cannot render: GL drivers do not survive it.
     """
 
     def __init__(self, model: mujoco.MjModel, size: tuple[int, int] = (96, 96), quality: Quality = "lean") -> None:

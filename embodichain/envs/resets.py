@@ -1,7 +1,4 @@
-"""Resets of a simulated environment: its whole state by row, domain randomisation, and how episodes begin.
-
-Episodes begin by index on the CPU, and by mask on a GPU, where nothing waits for the device.
-"""
+"""State by row, domain randomisation, and resets: by index on the CPU, by mask on a GPU, without waiting for it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -53,10 +50,7 @@ class DomainRandomization:
             self._physics.refresh_model(env_ids)
 
     def apply_where(self, mask: Tensor, streams: RandomStreams, drawn: Tensor) -> Tensor:
-        """Draw new values where ``mask`` ``[num_envs]`` holds, without waiting for the device.
-
-        ``drawn`` is the state of the streams to draw from; their state afterwards is returned.
-        """
+        """Draw new values where ``mask`` ``[num_envs]`` holds; ``drawn`` is the streams' state, returned advanced."""
         before, fields = streams.state.clone(), self.state()
         env_ids = torch.arange(mask.shape[0], device=mask.device)
         streams.state.copy_(drawn)
@@ -203,10 +197,7 @@ class Resets:
             self._ahead, self._ahead_obs = rows, obs
 
     def draw(self) -> Drawn:
-        """Draw the next reset state of every env and leave the streams as they are.
-
-        Finding out which envs need one would wait for the device.
-        """
+        """Draw the next reset state of every env (choosing some would wait for the device); leave the streams as is."""
         streams = self._state.streams
         before = streams.state.clone()
         streams.next_episode(self._all)

@@ -54,10 +54,7 @@ def read_spec(path: Path) -> mujoco.MjSpec:
 
 
 def build_model(scene: str | Path, robot: RobotCfg, cameras: Sequence[CameraCfg] = ()) -> mujoco.MjModel:
-    """Put the robot with its tool into the scene (a file of ``assets/``, or a path) and compile the model.
-
-    ``cameras`` become cameras of the model, for renderers that know no others.
-    """
+    """Compile the model of a scene (a file of ``assets/``, or a path), the robot with its tool, and ``cameras``."""
     kind = _find("robot", robot.uid, ROBOTS)
     spec, arm = read_spec(ASSETS / scene), read_spec(ASSETS / kind.asset)
     if robot.tool is not None:

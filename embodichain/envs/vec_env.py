@@ -1,7 +1,5 @@
 """The contract every environment fulfils: many copies of one task, stepped together.
 
-Read this first. All collectors, the streaming engine and the trainer know environments only through this class.
-
 * ``obs`` is a nested TensorDict of batch size ``[num_envs]`` on ``device``: ``robot/qpos``, ``object/pos``,
   ``image/<camera>`` (uint8 ``[num_envs, H, W, 3]``), ... Nothing that a step returned is ever written to again.
 * ``action`` is a tensor ``[num_envs, action_dim]`` in [-1, 1] (``[num_envs]`` int64 for discrete actions), or a
@@ -63,8 +61,7 @@ class ActionManager:
         if self.num_choices:
             return self._check_choice(value)
         value = value.detach().to(self.device, torch.float32)  # no gradient passes through the simulation
-        # A value that is not finite makes the sum so, too. On a GPU this would wait for the device, so there the
-        # simulation guards itself.
+        # One value that is not finite makes the sum so. On a GPU this would wait; there the simulation checks itself.
         if value.device.type == "cpu" and not math.isfinite(float(value.sum())) and not torch.isfinite(value).all():
             bad = torch.nonzero(~torch.isfinite(value).reshape(self.num_envs, -1).all(dim=1)).reshape(-1)
             env = int(bad[0])

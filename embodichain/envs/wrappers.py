@@ -145,8 +145,7 @@ def step_deferred(env: DefersResets, actions: Tensor) -> StepResult:
 def step_each(env: VecEnv, actions: Tensor) -> StepResult:
     """Take a chunk of actions in an environment that can only ``step``.
 
-    It resets itself as soon as an episode ends, so the actions left over reach the next episode; that one is begun
-    again from its seed when the chunk is over.
+    Actions left over reach the next episode, which is begun again from its seed when the chunk is over.
     """
     tally = ChunkTally(actions)
     ends: list[tuple[Tensor, TensorDict, Tensor]] = []
@@ -232,10 +231,7 @@ class GroupedEnv(VecEnv):
         return list(manager.unwrap(action).split(self._sizes))
 
     def join(self, results: Sequence[StepResult], obs: TensorDict | None = None) -> StepResult:
-        """Join the results of the groups, one step of each; ``obs`` is given if it is joined already.
-
-        It may be on another device; ``info`` stays here.
-        """
+        """Join one step of each group; ``obs`` is given if joined already, perhaps on another device than ``info``."""
         self._obs = [result[0] for result in results]
         joined_obs = self._joined_obs() if obs is None else obs
         _, rewards, terminated, truncated, _ = zip(*results, strict=True)
@@ -344,10 +340,7 @@ def arrange(envs: Sequence[StepsInHalves], num_groups: int) -> StepsInHalves:
 
 
 def join_parts(parts: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> dict[str, Any]:
-    """Concatenate what several mappings hold under the same keys, tensors ``[envs, ...]``, however deep.
-
-    A part that lacks a key counts as zero, as in an environment that reports a metric only for some envs.
-    """
+    """Concatenate tensors ``[envs, ...]`` of nested mappings by key; a part that lacks a key counts as zero."""
     joined: dict[str, Any] = {}
     for key in dict.fromkeys(key for part in parts for key in part):
         values = [part.get(key) for part in parts]

@@ -24,10 +24,7 @@ def check_counts(counts: Mapping[str, int | None], *problems: str) -> None:
 
 @contextmanager
 def shown_messages(rank: int = 0) -> Iterator[None]:
-    """Print the log of this package on the terminal, warnings as such, until the end of the block.
-
-    Of ranks other than the first one only warnings are shown, with the rank.
-    """
+    """Print this package's log on the terminal during the block; of other ranks only warnings, with the rank."""
     added = {name: value for name, value in _DUMPS.items() if name not in os.environ}
     os.environ.update(added)
     log, handler = logging.getLogger("embodichain"), _TerminalHandler(rank)

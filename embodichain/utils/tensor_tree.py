@@ -42,10 +42,7 @@ def flatten(value: Any, separate: bool = False) -> tuple[Any, dict[str, Tensor]]
 
 
 def unflatten(data: Any, tensors: Mapping[str, Tensor], device: str | None = None) -> Any:
-    """Return what ``flatten`` was given; ``KeyError`` or ``ValueError`` if the parts do not fit together.
-
-    ``device`` is what TensorDicts say of themselves.
-    """
+    """Invert ``flatten``, with ``device`` for TensorDicts; ``KeyError`` or ``ValueError`` if the parts do not fit."""
     if isinstance(data, list):
         return [unflatten(entry, tensors, device) for entry in data]
     if not isinstance(data, dict):
@@ -150,10 +147,9 @@ def encode(value: Any, allocate: Callable[[int], Tensor] | None = None) -> tuple
 
 
 def decode(description: Mapping[str, Any], block: Tensor | None, copy: bool = True, device: str | None = None) -> Any:
-    """Return what was encoded; without ``copy`` its tensors share the memory of the block.
+    """Return what was encoded, with ``device`` for TensorDicts; without ``copy`` tensors share the block's memory.
 
     Copies are numpy's: torch would let other threads take the interpreter with every tensor, however small.
-    ``device`` is what TensorDicts say of themselves.
     """
     entries = description["layout"]
     if not entries or block is None:

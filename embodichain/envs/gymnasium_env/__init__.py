@@ -1,4 +1,4 @@
-"""Any Gymnasium environment as a ``VecEnv``, and our environments as Gymnasium's.
+"""Any Gymnasium environment as a ``VecEnv`` (``adapter``), and our environments as Gymnasium's (``tasks``).
 
 ::
 
@@ -8,20 +8,16 @@
 
 Each of Gymnasium's autoreset modes gives the same contract, and no reset ever looks like a step:
 
-* DISABLED (ids and factories): after a step, the envs that are done are reset with a ``reset_mask``.
-* NEXT_STEP: the same, for Gymnasium's own vector envs; a reset by mask replaces the one they would do in the next step.
+* DISABLED (ids and factories): after a step, envs that are done are reset with a ``reset_mask``.
+* NEXT_STEP: the same, for Gymnasium's own vector envs; it replaces the reset they would do in the next step.
 * SAME_STEP: the final observation comes from ``info["final_obs"]``.
 
 Every episode of Gymnasium's own vector envs begins from a seed of its own, ``info["episode_seed"]``:
-``reset(seed=that_tensor)``, or plain ``gymnasium.make(id).reset(seed=int(that_tensor[i]))``, begins it again. (So a
-SAME_STEP vector env is reset once more after its own reset; the other modes are faster.) Other vector envs take one
-seed for all envs: for them ``episode_seed`` is -1 and only an int can seed them.
+``reset(seed=that_tensor)``, or ``gymnasium.make(id).reset(seed=int(that_tensor[i]))``, begins it again. (SAME_STEP
+needs a second reset for this and is slower.) Other vector envs take one int for all; their ``episode_seed`` is -1.
 
-Every episode ends: an env without a time limit needs ``max_episode_steps``. ``info["gymnasium"]`` is the info of the
-step as Gymnasium gave it; ``is_success`` or ``success`` in it becomes ``info["metrics"]["success"]``.
-
-``adapter`` is the way from Gymnasium to us and ``tasks`` the other way; ``construct`` turns ids and functions into
-vector envs and saves the state of their envs; ``spaces`` converts observations and actions.
+An env without a time limit needs ``max_episode_steps``. ``info["gymnasium"]`` is the step's info from Gymnasium;
+``is_success`` or ``success`` in it becomes ``info["metrics"]["success"]``.
 """
 
 from embodichain.envs.gymnasium_env.adapter import GymnasiumVecEnv, make_gymnasium

@@ -78,8 +78,7 @@ class EpisodeSeeds:
 class GymnasiumVecEnv(VecEnv):
     """A Gymnasium vector env as a ``VecEnv``; the package's docstring describes the autoreset modes and seeds.
 
-    ``max_episode_steps`` is needed when the vector env does not state its own limit; where both are known the smaller
-    one holds, and envs that reach it are truncated here. ``seed`` seeds the streams of episode seeds (default: random).
+    The smaller of ``max_episode_steps`` and its own limit holds. ``seed`` (default: random) determines episode seeds.
     """
 
     def __init__(
@@ -333,8 +332,7 @@ def make_gymnasium(
 ) -> GymnasiumVecEnv:
     """Make ``num_envs`` envs of a Gymnasium id; ``kwargs`` go to the environment's constructor.
 
-    ``"my_module:MyEnv-v0"`` imports ``my_module`` if it is among ``trusted_modules``. ``max_episode_steps`` replaces
-    the limit that is registered with the id, and is needed where none is.
+    ``"my_module:MyEnv-v0"`` needs a trusted ``my_module``. ``max_episode_steps`` replaces the registered limit, if any.
     """
     arguments = dict(kwargs or {})
     reserved = [name for name in ("id", "max_episode_steps", "disable_env_checker") if name in arguments]

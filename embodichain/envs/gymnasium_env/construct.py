@@ -25,8 +25,7 @@ _MASK = (1 << 64) - 1
 class RowwiseSyncVectorEnv(SyncVectorEnv):
     """Resets the rows of ``reset_mask`` alone where observations are plain arrays, and leaves resetting to the caller.
 
-    Gymnasium's own goes through all envs and puts all observations together again, at every step that ends an episode.
-    What it returns is overwritten by the next step or reset.
+    Gymnasium's own rebuilds all observations at every reset. The next step or reset overwrites what this one returns.
     """
 
     def __init__(self, makers: Sequence[Callable[[], gym.Env]]) -> None:
@@ -73,8 +72,7 @@ class SubEnvStates:
             return cls(vector_env.envs, ())
         if not all(type(core).__module__.startswith("gymnasium.envs.mujoco.") for core in cores):
             return None
-        # Positions and velocities alone would not do: rewards are computed from body positions that lag them by a
-        # substep. A new MjData has all arrays whose size the model fixes; those in the arena live for one step only.
+        # All arrays of fixed size: rewards need body positions, which lag by a substep; the arena lives for one step.
         fresh = type(cores[0].data)(cores[0].model)
         named = {name: getattr(fresh, name) for name in dir(fresh) if not name.startswith("_")}
         return cls(vector_env.envs, [n for n, array in named.items() if isinstance(array, np.ndarray) and array.size])

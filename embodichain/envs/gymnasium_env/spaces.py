@@ -3,9 +3,8 @@
 Observations (a batch as ``gymnasium.vector`` gives it, numpy, rows first) become a TensorDict ``[num_envs]``:
 
 * ``Dict`` keeps its keys, ``Tuple`` gets the keys ``"0"``, ``"1"``, ...; anything else becomes ``obs["state"]``.
-* ``Box``: float32, whatever the precision was; uint8 (images, RAM) stays uint8.
+* ``Box`` and ``MultiBinary``: float32, whatever the precision was; uint8 (images, RAM) of a ``Box`` stays uint8.
 * ``Discrete(n)``: one-hot float32 ``[num_envs, n]``; ``MultiDiscrete``: its one-hot parts side by side.
-* ``MultiBinary``: float32 zeros and ones.
 
 Actions: a bounded ``Box`` is [-1, 1] for the policy and mapped affinely to its bounds (values beyond are clipped); a
 coordinate without both bounds is passed through, and our space says so. ``Discrete`` is ``[num_envs]`` int64 from zero.

@@ -21,8 +21,7 @@ Config = VecEnv | Mapping[str, Any] | str
 class TaskGymnasiumEnv(gym.Env[dict[str, Any], Any]):
     """One env of ours with Gymnasium's interface: numpy observations in nested dicts, and no auto-reset.
 
-    ``info`` has ``rewards`` and ``metrics`` as floats, ``is_success`` where the task measures success, and
-    ``episode_seed``. After an episode has ended, ``reset`` must be called before the next ``step``.
+    ``info`` has ``rewards`` and ``metrics`` as floats, ``episode_seed``, and ``is_success`` if the task measures it.
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 25}
@@ -63,8 +62,7 @@ class TaskGymnasiumEnv(gym.Env[dict[str, Any], Any]):
 class TaskGymnasiumVectorEnv(VectorEnv[dict[str, Any], np.ndarray, np.ndarray]):
     """A batch of our envs with Gymnasium's vector interface, in SAME_STEP autoreset mode.
 
-    ``reset`` takes one seed for all, or a list of episode seeds, one per env; ``options={"reset_mask": ...}`` resets
-    some envs only. Envs that end report ``final_obs`` and ``final_info`` as Gymnasium does.
+    ``reset`` takes one seed for all, or a list of episode seeds; ``options={"reset_mask": ...}`` resets some envs only.
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 25, "autoreset_mode": AutoresetMode.SAME_STEP}

@@ -15,15 +15,13 @@ if TYPE_CHECKING:
 
 
 RenderAll: TypeAlias = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
-"""Renders the configured cameras of all envs at once, with mocap bodies at these positions: uint8 images
-``[num_envs, height, width, 3]`` by name."""
+"""Renders the cameras of all envs, with mocap bodies at these positions: uint8 ``[num_envs, H, W, 3]`` by name."""
 
 
 class Physics(ABC):
-    """``num_envs`` copies of one model.
+    """``num_envs`` copies of one model, with live tensors ``qpos``, ``qvel`` and ``ctrl`` ``[num_envs, ...]``.
 
-    ``qpos``, ``qvel`` and ``ctrl`` are live tensors ``[num_envs, ...]``: reading them is free, writing ``ctrl`` is how
-    a robot is driven. They change under the reader at the next ``step``, so what is to be kept is copied.
+    Writing ``ctrl`` drives the robot. The next ``step`` changes them in place, so copy what is to be kept.
     """
 
     model: mujoco.MjModel

@@ -1,9 +1,4 @@
-"""Physics on the CPU: MuJoCo's own batch of simulations on its own thread pool.
-
-``mujoco.batch.Batch`` keeps the integration state of every env (positions, velocities, controls, the solver's warm
-start) as one row of one float64 array, and one ``MjData`` per *thread*. A step equals ``mj_step`` on a separate
-``MjData`` per env, bit for bit, whatever the number of threads.
-"""
+"""Physics on the CPU: ``mujoco.batch.Batch`` on its own threads, bit for bit equal to ``mj_step`` env by env."""
 
 import logging
 import os
@@ -38,10 +33,7 @@ def limit_cores(count: int) -> None:
 
 
 def log_warnings() -> None:
-    """Send MuJoCo's warnings to the log, unless there is a handler already.
-
-    Without a handler MuJoCo appends them to ``MUJOCO_LOG.TXT`` in the working directory.
-    """
+    """Send MuJoCo's warnings to the log instead of ``MUJOCO_LOG.TXT``, unless there is a handler already."""
     if mujoco.get_mju_user_warning() is None:
         mujoco.set_mju_user_warning(lambda message: _LOG.warning("MuJoCo: %s", message))
 

@@ -99,10 +99,7 @@ class Capacity(NamedTuple):
 
 
 def capacity(model: mujoco.MjModel, num_envs: int) -> Capacity:
-    """Return the capacity for everything that can touch, reach a limit or be held together in a model.
-
-    MuJoCo Warp allocates its memory before the first step, and leaves out of the simulation what does not fit.
-    """
+    """Return the capacity for all contacts and constraints of a model; MuJoCo Warp leaves out what does not fit."""
     rows = sum(_EQUALITY_ROWS.get(mujoco.mjtEq(int(kind)), 1) for kind in model.eq_type)
     for field in (model.dof_frictionloss, model.tendon_frictionloss, model.jnt_limited, model.tendon_limited):
         rows += int(np.count_nonzero(field))
@@ -144,9 +141,8 @@ def _contact_rows(model: mujoco.MjModel, dimension: int) -> int:
 class Workspace:
     """An allocator for Warp (its ``Allocator`` protocol) that keeps what is freed, for the next array of that size.
 
-    A step of MuJoCo Warp allocates dozens of arrays, which a CUDA graph would allocate again at every replay. With this
-    allocator a first run takes the memory, and the recording finds it there. Memory is used again at once, so all work
-    on it has to be on one stream, or in one graph.
+    Otherwise a CUDA graph of a step would allocate dozens of arrays again at every replay. Memory is used again at
+    once, so all work on it has to be on one stream, or in one graph.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -177,8 +173,7 @@ class Workspace:
 class MujocoWarpPhysics(Physics):
     """``num_envs`` worlds on one device (``cuda``, ``cuda:1``; ``cpu`` works too and is slow).
 
-    The same actions give the same trajectories up to rounding: contacts come in another order from run to run, and sums
-    over them are added up in that order.
+    Trajectories repeat up to rounding: the order of contacts, and of sums over them, differs from run to run.
     """
 
     def __init__(self, model: mujoco.MjModel, num_envs: int, device: str = "cuda") -> None:

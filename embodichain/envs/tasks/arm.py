@@ -32,10 +32,7 @@ def arm_cfg(id: str, steps: int, threshold: float, events: EventsCfg, scale: flo
 
 
 class ArmTask(Task):
-    """Bring a tool, or the cube that is its ``object_body``, to a goal.
-
-    ``qpos`` and ``qvel`` of the scene are the robot's own.
-    """
+    """Bring a tool, or the cube that is its ``object_body``, to a goal; ``qpos`` and ``qvel`` are the robot's own."""
 
     goal_area: ClassVar[PoseRangeCfg]
     """Where goals are, unless ``env.events.randomize_target`` tells."""

@@ -90,8 +90,7 @@ class PickCube(ArmTask):
     def _heading(self, scene: Scene) -> Tensor:
         """Return the cube's heading, turned by quarters to within 45 degrees: the fingers go flat against its sides.
 
-        Quarters are taken off before the arc tangent, whose one-argument form alone does not depend on where in the
-        batch a number stands.
+        Quarters come off first: only the one-argument arc tangent gives the same bits anywhere in the batch.
         """
         w, x, y, z = scene["cube_quat"].unbind(1)
         sine, cosine = 2.0 * (w * z + x * y), 1.0 - 2.0 * (y * y + z * z)

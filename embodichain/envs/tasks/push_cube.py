@@ -93,8 +93,7 @@ class PushCube(ArmTask):
 class PushCubeLanguage(PushCube):
     """Push a cube to the coloured goal that an instruction names.
 
-    The goals lie side by side in an order drawn anew for every episode; only the bytes of ``instruction`` name the one
-    that counts.
+    The order of the goals is drawn anew for every episode; only the bytes of ``instruction`` name the one that counts.
     """
 
     scene_file = "push_language_scene.xml"
