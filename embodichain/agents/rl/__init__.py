@@ -1,5 +1,4 @@
 """Reinforcement learning: PPO and GRPO on TensorDict rollouts.
 
-Read ``models/policy.py`` (what a policy is), ``collector/sync_collector.py`` (how a rollout comes about) and
-``algo/ppo.py`` (what is done with it), in this order.
+Read ``models/policy.py``, ``collector/sync_collector.py`` and ``algo/ppo.py``, in this order.
 """

@@ -206,8 +206,7 @@ def _sync(path: Path) -> None:
 
 
 def _replace(partial: Path, target: Path) -> None:
-    """Give a finished folder its name. An older one of that name is kept, under a name that ``list_checkpoints`` knows,
-    until the new one is there."""
+    """Name a finished folder; an older one keeps a name that ``list_checkpoints`` knows until the new one is there."""
     former = target.with_name(f".{target.name}{_FORMER}")
     if target.exists():
         shutil.rmtree(former, ignore_errors=True)
@@ -224,9 +223,8 @@ def _replace(partial: Path, target: Path) -> None:
 class NanGuard:
     """Stops a run at the first NaN or infinity in a rollout or an update, and saves what is needed to find its cause.
 
-    What it saves is a checkpoint folder with ``rollout`` (the failing batch ``[num_envs, num_steps]``), ``env_before``
-    (the simulation before the rollout: ``env.set_state`` and the rollout's actions repeat it), ``env_after`` and
-    ``policy``; ``load_checkpoint`` reads it.
+    ``load_checkpoint`` reads it: ``rollout`` (the failing batch ``[num_envs, num_steps]``), ``env_before``
+    (``set_state`` and the rollout's actions repeat it), ``env_after`` and ``policy``.
     """
 
     def __init__(self, env: VecEnv | None, policy: Policy, folder: Path) -> None:

@@ -1,5 +1,4 @@
-"""The shape of a ``train_config.json`` (the blocks ``trainer``, ``policy`` and ``algorithm``), how it is completed and
-checked, and warnings about settings that do less than they could."""
+"""The shape of a ``train_config.json``, how it is completed and checked, and warnings about its settings."""
 
 from __future__ import annotations
 

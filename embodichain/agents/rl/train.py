@@ -66,10 +66,7 @@ Train a policy as a train_config.json (or .yaml) says, or continue a run as if i
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse command line arguments to either ``config`` or ``resume`` (paths), ``trust`` and ``overrides``.
-
-    Overrides are the words that belong to no option of this command; they change fields of the config.
-    """
+    """Parse command line arguments to ``config`` or ``resume`` (paths), ``trust`` and ``overrides`` (the rest)."""
     words = list(sys.argv[1:] if argv is None else argv)
     leading = words.pop(0) if words and not words[0].startswith("-") else None
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage=_USAGE, exit_on_error=False)
@@ -122,10 +119,7 @@ def train_from_config(
     trusted_modules: Collection[str] = (),
     console: Console | None = None,
 ) -> TrainingResult:
-    """Run training from a config file path (or a config): ``train_from_config(path, ["--trainer.seed", "1"])``.
-
-    Under torchrun, a run whose folder has a checkpoint is continued.
-    """
+    """Train from a config or its path, with overrides ``["--trainer.seed", "1"]``; torchrun continues a saved run."""
     if isinstance(config_path, TrainCfg):
         cfg = complete(config_path, trusted_modules)
     else:
@@ -279,8 +273,7 @@ def in_chunks(env: VecEnv, chunk_size: int) -> VecEnv:
 def algorithm_settings(cfg: TrainCfg) -> dict[str, Any]:
     """Return the algorithm's settings, without CUDA graphs if a collecting thread uses the same GPU.
 
-    To find out whether a gradient step can be recorded as a graph, the whole process is forbidden to wait for the
-    device, which a collecting thread does all the time.
+    Testing whether a step can be recorded forbids the process to wait for the GPU, as a collecting thread does.
     """
     trainer, settings = cfg.trainer, dict(cfg.algorithm.cfg)
     in_thread = trainer.collects_async and trainer.collector.worker == "thread"

@@ -1,11 +1,4 @@
-"""The training loop: collect, update, log, evaluate, save; the same for synchronous and asynchronous collectors.
-
-::
-
-    while not done:
-        rollout = collector.collect(num_steps)
-        measures = algorithm.update(rollout)
-"""
+"""The training loop: collect, update, log, evaluate, save; the same for synchronous and asynchronous collectors."""
 
 from __future__ import annotations
 

@@ -1,14 +1,12 @@
 """Advantages and returns: GAE, V-trace, and corrections for rollouts older than the policy.
 
-Plain PPO keeps the policy near the one that collected; after some lag that is neither the present policy nor a good
-centre of the trust region. Decoupled PPO separates the two: with mu what collected, pi_prox the policy before the
-update, and pi the one being trained,
+Decoupled PPO does not keep the policy near the one that collected, mu, but near the one before the update, pi_prox:
 
     L = -E[ min(w_max, pi_prox/mu) * min(r A, clip(r, 1 - c, 1 + c) A) ],   r = pi/pi_prox.
 
 The weight is a positive constant during the update, so this is the loss of plain PPO for old probabilities pi_prox and
-advantages that carry the weight; the loss itself does not have to know. Values are as old as the rollout, too: returns
-that bootstrap from them would teach the critic what it has unlearned since, so the present one values it again.
+advantages that carry the weight. Returns that bootstrap from old values would teach the critic what it has unlearned
+since, so the present critic values the rollout again.
 """
 
 from collections.abc import Callable
@@ -153,10 +151,7 @@ def compute_vtrace(
 
 
 def reward_and_discount(rollout: TensorDictBase, gamma: float) -> tuple[Tensor, float | Tensor]:
-    """Return the reward of every decision ``[num_envs, num_steps]`` and the discount of what follows it.
-
-    For a chunk of which n actions were taken: ``r = sum_{i < n} gamma^i r_i``, and what follows counts ``gamma^n``.
-    """
+    """Return rewards ``sum_{i<n} gamma^i r_i`` and discounts ``gamma^n`` of n actions, ``[num_envs, num_steps]``."""
     if "chunk_reward" not in rollout.keys():  # noqa: SIM118 - a TensorDict iterates over its rows
         return rollout["reward"], gamma
     rewards = rollout["chunk_reward"]

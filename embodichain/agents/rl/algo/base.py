@@ -34,8 +34,7 @@ CPU_ROWS = 2048
 class BaseAlgorithm(ABC):
     """Base class for RL algorithms: ``update(rollout)`` is all that a new one has to write.
 
-    Trainers have a collector of their own and call ``update(rollout)``. An algorithm also works alone:
-    ``initialize_buffer``, then ``collect_rollout`` and ``update()`` in turn.
+    Without a trainer, call ``initialize_buffer``, then ``collect_rollout`` and ``update()`` in turn.
     """
 
     device: torch.device
@@ -68,10 +67,7 @@ class BaseAlgorithm(ABC):
         """Raise ``ConfigError`` if the algorithm cannot work with this number of envs."""
 
     def join(self, ranks: Ranks) -> None:
-        """Train the policy together with other processes, each with envs and a copy of the policy of its own.
-
-        An algorithm that can do so overrides this; all copies begin as the first one.
-        """
+        """Train together with other processes, where a subclass can; all copies of the policy begin as the first."""
         if ranks.count > 1:
             problem = f"{type(self).__name__} cannot train on several ranks: it does not add up gradients over them"
             raise ConfigError(problem, "algorithm")

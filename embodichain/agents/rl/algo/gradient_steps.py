@@ -60,8 +60,7 @@ class Meter:
 class PolicyOptimizer:
     """Adam with a bound on the gradient's norm, and mixed precision where it is wanted.
 
-    On a GPU the step size is a tensor there, so that a schedule changes it without waiting for the device, and a step
-    can be part of a CUDA graph.
+    On a GPU the step size is a tensor: a schedule changes it without a wait, and a CUDA graph can contain the step.
     """
 
     def __init__(
@@ -161,10 +160,7 @@ def adapted_rate(rate: Tensor, kl: Tensor, desired_kl: float) -> Tensor:
 
 
 class StaticRows:
-    """The data of one update at fixed addresses, where CUDA graphs find them: small parts are copied, large ones stay.
-
-    Numbers are kept side by side, one row per transition, so that one gather fetches all of them.
-    """
+    """The data of one update at fixed addresses: small parts are copied into rows for one gather, large ones stay."""
 
     def __init__(self, minibatches: Minibatches, own: bool) -> None:
         """Take the data; with ``own`` large parts are copied too, because they keep moving."""
@@ -228,9 +224,8 @@ def _side_by_side(leaves: dict[tuple[str, ...], Tensor]) -> dict[tuple[str, ...]
 class GraphedSteps:
     """Gradient steps replayed as CUDA graphs: gather, forward, backward, clip and Adam in one launch.
 
-    A graph has fixed shapes and memory. So the data of every update are copied to the same addresses, the order of rows
-    is an input, and there is one graph for each size of minibatch. Where a loss weighs its transitions, minibatches are
-    filled up with transitions of no weight, and one size does for all.
+    Shapes and addresses are fixed: data are copied, the order of rows is an input, and each size of minibatch has a
+    graph. Where a loss weighs transitions, minibatches are filled up with some of no weight, and one size does.
     """
 
     def __init__(

@@ -1,7 +1,4 @@
-"""Group relative policy optimisation: no critic; envs that begin in the same state are each other's baseline.
-
-``update`` computes advantages and loops over minibatches, ``_loss`` has the equations of one gradient step.
-"""
+"""Group relative policy optimisation: no critic; envs that begin in the same state are each other's baseline."""
 
 import copy
 from dataclasses import dataclass
@@ -192,8 +189,7 @@ def until_first_done(done: Tensor) -> Tensor:
 def group_advantage(returns: Tensor, valid: Tensor, cfg: GRPOCfg) -> tuple[Tensor, Tensor]:
     """Return advantages ``[num_envs, num_steps]`` and which groups ``[num_groups]`` have any spread of returns.
 
-    ``A = (R - mean R) / (std R + eps)``, mean and standard deviation over the valid members of the group: at each step
-    for what follows it, or once for the whole trajectory.
+    ``A = (R - mean R) / (std R + eps)`` over valid members of the group: of each step's return, or the trajectory's.
     """
     if cfg.advantage == "trajectory":
         returns = returns[:, :1].expand_as(returns)

@@ -39,9 +39,8 @@ class ImitationCfg(Config):
 class Imitation:
     """Supervised fine-tuning of a ``VLAPolicy`` on chunks ``[batch, n]`` of demonstrations.
 
-    The first observation of a chunk is what the policy sees, the chunk's actions are what it should choose; ``n`` may
-    be smaller than the policy's chunks, whose remaining actions then do not count. The action's mean is trained, its
-    spread is left as it is.
+    The policy sees the first observation of a chunk and learns its actions; if its own chunks are longer than ``n``,
+    their remaining actions do not count. The action's mean is trained, its spread is left as it is.
     """
 
     def __init__(self, cfg: ImitationCfg, policy: VLAPolicy) -> None:

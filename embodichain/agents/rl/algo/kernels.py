@@ -58,10 +58,7 @@ def _walk_back(  # type: ignore[no-untyped-def]  # noqa: ANN202
 
 
 def accumulate_gae(rows: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-    """Return advantages and returns of a ``TimeMajor`` on a GPU; each thread walks back through the steps of one env.
-
-    It does the CPU's operations in the CPU's order, each rounded on its own: its numbers are the CPU's to the bit.
-    """
+    """Return advantages and returns on a GPU, one thread per env; order of operations and bits are the CPU's."""
     rewards, values, next_values, terminations, dones, gamma, decay = rows
     num_steps, num_envs = rewards.shape
     advantage, returns = torch.empty_like(rewards), torch.empty_like(rewards)
@@ -195,9 +192,8 @@ def clipped_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return ``L_policy + c_value L_value`` ``[]`` and its parts, of transitions ``[rows]`` on a GPU.
 
-    The equations are those of ``PPO._loss``, for one probability ratio per transition; in torch they are some fifty
-    kernels. ``log_prob`` and ``value`` are those of the policy being trained, with gradients; ``coefficients`` are
-    PPO's ``clip_coef``, ``vf_coef`` and ``clip_value_loss``.
+    The equations are those of ``PPO._loss`` (in torch some fifty kernels), for one probability ratio per transition.
+    ``log_prob`` and ``value`` carry gradients; ``coefficients`` are ``clip_coef``, ``vf_coef`` and ``clip_value_loss``.
     """
     old = (batch[key] for key in ("sample_log_prob", "value", "advantage", "return"))
     loss, totals = _Loss.apply(log_prob, value, *old, scale, *coefficients)

@@ -1,7 +1,4 @@
-"""Proximal policy optimisation.
-
-``update`` computes advantages and loops over minibatches, ``_loss`` has the equations of one gradient step.
-"""
+"""Proximal policy optimisation: ``update`` loops over minibatches, ``_loss`` has the equations of a gradient step."""
 
 from typing import ClassVar, Literal
 
@@ -61,10 +58,7 @@ class PPO(MinibatchAlgorithm):
     cfg: PPOCfg
 
     def update(self, rollout: TensorDictBase | None = None) -> dict[str, float]:
-        """Improve the policy by a rollout ``[num_envs, num_steps]``; adds ``advantage`` and ``return`` to it.
-
-        A correction for old rollouts also brings their ``value`` and ``next_value`` up to date.
-        """
+        """Improve the policy by a rollout; adds ``advantage`` and ``return``, and a correction renews its values."""
         cfg = self.cfg
         rollout = self._take(rollout, ROLLOUT_KEYS)
 

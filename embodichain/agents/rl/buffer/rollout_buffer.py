@@ -81,10 +81,7 @@ def episode_starts(done: Tensor) -> Tensor:
 
 @torch.no_grad()
 def evaluate_rollout(policy: Policy, rollout: TensorDictBase, rows: int = EVALUATED_ROWS) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities (of chunks: one per action) and values ``[num_envs, num_steps]`` by a policy.
-
-    It evaluates ``rows`` transitions at a time.
-    """
+    """Return log-probabilities (of chunks: one per action) and values ``[num_envs, num_steps]``, ``rows`` at a time."""
     num_envs, num_steps = rollout.batch_size
     if not policy.is_recurrent:
         data = flatten_time_major(rollout.select("observation", "action"))
@@ -103,15 +100,12 @@ Estimator = Callable[[TensorDictBase], tuple[Tensor, Tensor]]
 
 
 class RolloutBuffer:
-    """On-device rollout buffer for on-policy algorithms.
+    """On-device rollout buffer for on-policy algorithms: ``add`` every step, ``finalize``, then ``get``.
 
-    ``add`` writes one step into preallocated ``[num_steps, num_envs, ...]`` tensors; ``finalize`` completes the
-    rollout; ``get`` hands it out as a TensorDict ``[num_envs, num_steps]`` of views (keys above).
-    It is used once: the next ``add`` after a ``get`` begins a new rollout in the same memory.
-
-    Memory is taken at the first step, in the shapes and dtypes that come; ``obs_dim`` and ``action_dim``, where given,
-    are checked, and nested observations are then flattened. The number of steps may also be called ``buffer_size``. A
-    buffer that is given whole rollouts (``add_rollout``) before any step keeps them by reference.
+    It is used once: the next ``add`` after a ``get`` begins a new rollout in the same memory. Memory is taken at the
+    first step, in the shapes and dtypes that come; ``obs_dim`` and ``action_dim``, where given, are checked, and nested
+    observations are then flattened. The number of steps may also be called ``buffer_size``. A buffer that is given
+    whole rollouts (``add_rollout``) before any step keeps them by reference.
     """
 
     def __init__(
@@ -200,10 +194,9 @@ class RolloutBuffer:
         """Complete ``next_value``, and with an ``estimator`` attach ``advantage`` and ``return``.
 
         ``last_value`` ``[num_envs]`` is the value of the observation after the last step; ``final_value`` ``[count]``
-        that of the ``final_observation`` of every transition that a time limit cut (truncated and not terminated), in
-        the order of steps, then envs. Both default to zeros, the latter only where there is no such transition. Given
-        for all transitions, ``[num_steps, num_envs]``, it counts at those alone, and they are not waited for.
-        ``value`` ``[num_steps, num_envs]`` is for steps that were added without.
+        that of every ``final_observation`` at a time limit (truncated and not terminated), in the order of steps, then
+        envs. Both default to zeros, the latter only where there is none. ``final_value`` ``[num_steps, num_envs]``
+        counts at those alone, without a wait. ``value`` ``[num_steps, num_envs]`` is for steps that were added without.
         """
         storage = self.full_storage("finalize()")
         if value is not None:
@@ -357,11 +350,10 @@ class RolloutBuffer:
 
 
 class Minibatches:
-    """Every iteration is one epoch: a new order, then one gather per minibatch and nothing else.
+    """Every iteration is one epoch: a new order, then one gather per minibatch, the only one in memory.
 
-    Minibatches are ``[rows]``. With a ``sequence_length`` they are ``[sequence_length, rows]``: pieces of trajectories
-    for recurrent policies, with ``start`` marking the observations that begin an episode. Their sizes
-    differ by one at most; there is no small remainder. Besides the rollout only one minibatch is in memory.
+    Minibatches are ``[rows]``, or ``[sequence_length, rows]`` for recurrent policies: pieces of trajectories, with
+    ``start`` marking the observations that begin an episode. Their sizes differ by one at most.
     """
 
     def __init__(

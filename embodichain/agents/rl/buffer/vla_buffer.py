@@ -28,9 +28,8 @@ class Producer(Protocol):
 class VLABuffer:
     """A bounded queue of whole rollouts or of single transitions, for any number of threads of one process.
 
-    ``add_rollout`` and ``add`` wait while there is no room (back-pressure); with ``overwrite=True`` they push out the
-    oldest entries instead. Rollouts and transitions do not mix: the queue takes the other kind once it is empty.
-    Entries are numbered in the order in which they came.
+    ``add_rollout`` and ``add`` wait while there is no room; with ``overwrite=True`` they push out the oldest entries.
+    Rollouts and transitions do not mix: the queue takes the other kind once it is empty. Entries are numbered in order.
     """
 
     def __init__(self, buffer_size: int = 4096, device: torch.device | str = "cpu", *, overwrite: bool = False) -> None:
@@ -49,8 +48,7 @@ class VLABuffer:
     def add(self, transition: TensorDictBase, timeout: float | None = None) -> int:
         """Add one transition ``[]``, or one step of all envs ``[num_envs]``; return the number of the entry.
 
-        Waits for room, at most ``timeout`` seconds, then raises ``BufferWaitError``. A whole rollout is passed on to
-        ``add_rollout``.
+        Waits at most ``timeout`` seconds, then raises ``BufferWaitError``. Whole rollouts go to ``add_rollout``.
         """
         if transition.batch_dims > 2:
             raise RolloutError(f"expected a transition [] or [num_envs], got {list(transition.batch_size)}")
@@ -91,10 +89,9 @@ class VLABuffer:
     def get(self, flatten: bool = False, timeout: float | None = 0.0) -> TensorDictBase:
         """Hand out the oldest rollout ``[num_envs, num_steps]``, or all single transitions, stacked along time.
 
-        Single transitions become ``[num_envs, num_steps]`` as well, ``[1, num_steps]`` if they were added one by one.
-        ``flatten=True`` hands out everything there is as rows ``[len(buffer)]``, oldest first, for looking at:
-        algorithms need the time axis. Waits at most ``timeout`` seconds (``None``: as long as it takes), then raises
-        ``BufferWaitError``.
+        Transitions that were added one by one become ``[1, num_steps]``. ``flatten=True`` hands out everything as rows
+        ``[len(buffer)]``, oldest first, for looking at: algorithms need the time axis. Waits at most ``timeout``
+        seconds (``None``: as long as it takes), then raises ``BufferWaitError``.
         """
         entries = [entry for _, entry in self.take(everything=flatten, timeout=timeout)]
         if flatten:

@@ -20,11 +20,10 @@ Result = TypeVar("Result")
 
 
 class Decider:
-    """Calls a policy; on a GPU, one without recurrent state is recorded after a few calls and replayed from then on.
+    """Calls a policy; on a GPU, one without recurrent state is recorded after a few calls and replayed in one launch.
 
-    A replay is one launch instead of some thirty. What cannot be recorded runs as usual, and the log says why; so do
-    observations of other shapes than the recorded ones. The policy's weights may change, but must keep their addresses
-    during a rollout: ``refresh`` comes before it.
+    What cannot be recorded runs as usual, and the log says why; so do observations of other shapes. Weights must keep
+    their addresses during a rollout: ``refresh`` comes before it.
     """
 
     def __init__(self, policy: Policy, device: torch.device) -> None:
@@ -154,11 +153,10 @@ CPU_ROWS, GPU_ROWS = 2048, 65_536
 
 
 class DeferredValues:
-    """Computes the values of a rollout, at its end wherever the policy allows it.
+    """Computes the values of a rollout, at its end wherever the policy allows it (``values_apart``).
 
-    A policy with ``values_apart`` chooses actions alone and values everything in two passes when the rollout is
-    complete: every observation, the one after the last step, and every ``final_observation`` at which a time limit cut
-    an episode, all by the weights of the rollout's end. Other policies value each observation as they act on it.
+    Two passes by the weights of the end value every observation, the one after the last step, and each
+    ``final_observation`` at a time limit. Other policies value each observation as they act on it.
     """
 
     def __init__(

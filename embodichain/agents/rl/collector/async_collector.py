@@ -52,10 +52,9 @@ def _stop_all() -> None:
 class Pacing:
     """Decides how far a collector may run ahead of its learner.
 
-    Request ``k`` is issued once ``k - settled <= max_policy_lag``, where ``settled`` counts the rollouts that the
-    learner has finished learning from. Learning from one rollout makes one new version of the policy, so rollout ``k``
-    is consumed at most ``max_policy_lag`` versions after its request was issued: no transition is older than the bound,
-    and none is thrown away. At most ``capacity`` rollouts are waiting or under way at any time.
+    Request ``k`` is issued once ``k - settled <= max_policy_lag``, where ``settled`` counts the rollouts that were
+    learned from. Each makes one new version of the policy, so no transition is older than ``max_policy_lag`` versions
+    when it is consumed, and none is thrown away. At most ``capacity`` rollouts are waiting or under way at any time.
     """
 
     def __init__(self, max_policy_lag: int, capacity: int, first: int = 0) -> None:

@@ -64,10 +64,7 @@ def result_to(result: StepResult, device: torch.device) -> StepResult:
 
 
 def bound_action(action: Tensor) -> Tensor:
-    """Return what an environment is given for an action: continuous ones are clipped to [-1, 1], the envs' range.
-
-    The rollout keeps the action as it was sampled, for its probability is that of the unclipped one.
-    """
+    """Clip continuous actions to the envs' [-1, 1]; rollouts keep the sampled one, as its probability is that one's."""
     return action.clamp(-1.0, 1.0) if action.is_floating_point() else action
 
 

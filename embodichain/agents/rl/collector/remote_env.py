@@ -1,8 +1,7 @@
 """An environment in a process of its own: whoever steps it here only waits, and leaves this process's time to others.
 
-That is faster than threads where tasks have much Python in them, or images are rendered by software. ``begin_step`` and
-``finish_step`` are the halves of a step, so that one thread can keep several such environments busy; between two steps
-their processes prepare what the next ones need, such as the reset states of episodes to come.
+It is faster than threads where tasks have much Python in them, or images are rendered by software. One thread can keep
+several busy by ``begin_step`` and ``finish_step``; between two steps their processes prepare reset states.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What collects rollouts for a learner, be it in a thread, a process or a Ray actor, and how the two talk.
 
-It waits for a request, adopts weights, collects one rollout, hands over the result, and begins again. It reads
-instructions between two environment steps: there it can be paused, stopped and given new weights, and nowhere else.
+A worker can be paused, stopped and given new weights between two environment steps, and nowhere else.
 """
 
 from __future__ import annotations
@@ -85,9 +84,7 @@ class Endpoint(Protocol):
         """Return the next instruction, waiting for it at most so long."""
 
     def report(self, kind: str, content: Any) -> None:
-        """Tell the learner that weights are ``adopted`` (version and hash), the ``result`` of a request, or that
-        nothing moves until further notice: ``paused``, after ``save`` with the state.
-        """
+        """Report weights ``adopted`` (version, hash), a request's ``result``, or ``paused`` (after ``save``: state)."""
 
 
 class Stopped(Exception):  # noqa: N818 - it is no error

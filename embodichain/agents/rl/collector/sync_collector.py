@@ -34,9 +34,8 @@ RolloutStart = Callable[[VecEnv], Observation | None]
 class SyncCollector(BaseCollector):
     """Collects complete rollouts: ``SyncCollector(env, policy, device, callback).collect(num_steps=2048)``.
 
-    Steps are written straight into a preallocated buffer, so a rollout is valid until the next ``collect``. The
-    environment is reset once, before the first rollout, and continues from there. ``DeferredValues`` tells when values
-    are computed. With a simulation on a GPU, nothing in ``collect`` waits for the device.
+    A rollout is valid until the next ``collect``. The environment is reset once, before the first rollout.
+    ``DeferredValues`` tells when values are computed. With envs on a GPU, ``collect`` never waits for it.
     """
 
     def __init__(
@@ -55,8 +54,7 @@ class SyncCollector(BaseCollector):
 
         ``device`` is where rollouts are stored (default: the policy's), ``start_rollout`` may reset the environment
         before each rollout, ``num_threads`` is torch's thread count while collecting (default: one for small policies).
-        With ``pipeline_stages=2`` the environment is a ``GroupedEnv`` of two groups that take turns: one is simulated
-        while the policy decides for the other.
+        ``pipeline_stages=2`` needs a ``GroupedEnv`` of two groups (``pipeline.py``).
         """
         self.env = env
         self.device = torch.device(device) if device is not None else policy.device

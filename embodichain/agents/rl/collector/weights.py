@@ -1,17 +1,15 @@
 """Weights on their way from a learner to its collectors: numbered snapshots in memory that is used again.
 
-The learner publishes a snapshot of its policy between two updates; a collector has a policy of its own and adopts a
-snapshot between two environment steps. So no module is ever read while an optimiser writes it.
+The learner publishes a snapshot between two updates; a collector adopts it, in a policy of its own, between two
+environment steps. So no module is ever read while an optimiser writes it.
 
-A snapshot lies in a slot. Publishing copies the policy into a slot that nobody uses, adopting leases a slot, and a
-slot that is leased is not written to: weights cannot be torn. On a CPU the parameters of the collector's policy *are*
-the leased slot, so there are two slots. On a GPU parameters stay where they are, for the sake of CUDA graphs: they are
-copied from the slot, and one is enough. A slot whose weights nobody has adopted yet is overwritten by newer ones, which
-are adopted then. In lockstep those that requests ask for are kept, up to ``max_policy_lag + 1`` more. Workers of a Ray
-cluster get snapshots through the object store, and these are never overwritten.
+Publishing copies the policy into a slot that nobody uses, adopting leases a slot, and a leased slot is not written to:
+weights cannot be torn. On a CPU the parameters of the collector's policy *are* the leased slot, so there are two slots.
+On a GPU parameters keep their addresses for CUDA graphs and are copied from the one slot. Newer weights overwrite those
+that nobody has adopted; in lockstep those that requests ask for are kept, up to ``max_policy_lag + 1`` more. Workers of
+a Ray cluster get snapshots through the object store, and these are never overwritten.
 
-With ``verify_weights`` snapshots are hashed, a collector hashes the weights it will really use after every adoption,
-and other weights than were published are an error.
+With ``verify_weights`` a collector compares the hash of the weights it really uses with that of the snapshot.
 """
 
 import copy
@@ -87,8 +85,7 @@ def content_digest(module: nn.Module) -> str:
 class SharedSlot:
     """Memory for one snapshot that processes share; it is written to only while nobody has leased it.
 
-    Leases are locks of the memory's file, each through an open file of its own: the kernel ends that of a process that
-    is killed.
+    Leases are locks of the memory's file, each by its own open file: the kernel ends that of a killed process.
     """
 
     def __init__(self, segment: Segment) -> None:

@@ -1,8 +1,4 @@
-"""Action distributions: from the actor's output to actions, log-probabilities and entropies, in closed form.
-
-A head takes ``params`` ``[batch, param_dim]``, the output of the actor network. Probabilities are computed in float32,
-whatever precision the network ran in.
-"""
+"""Action distributions in closed form, of the actor's output ``params`` ``[batch, param_dim]``; always in float32."""
 
 import math
 from abc import ABC, abstractmethod

@@ -22,8 +22,7 @@ class RunningNormalizer(SharedStatistics):
     """Shifts and scales ``[..., dim]`` to zero mean and unit variance by running statistics.
 
     They change in ``update`` alone, and only in training mode: they are constant while a rollout is collected and
-    trained on. They are buffers, saved, moved and exported with the policy. Before the first update inputs pass as
-    they are.
+    trained on. They are buffers, saved with the policy. Before the first update inputs pass as they are.
     """
 
     count: Tensor
@@ -124,10 +123,9 @@ def entry_of(obs: Observation, path: tuple[str, ...], remedy: str = "") -> Tenso
 class FeatureEncoder(nn.Module):
     """Turns an observation into what actor and critic share, ``[..., public_dim]``, and what only the critic sees.
 
-    Vector entries are flattened and concatenated in sorted key order, those named in ``critic_obs`` apart; each image
-    goes through a convolutional encoder of its own. ``obs_space`` is a Gymnasium space or the width of a flat
-    observation. Flat tensors work for every space without images: their columns are those of
-    ``flatten_dict_observation``.
+    Vectors are flattened and concatenated in sorted key order, those named in ``critic_obs`` apart; each image has its
+    own encoder. ``obs_space`` is a Gymnasium space or the width of a flat observation. Flat tensors work for every
+    space without images, in the columns of ``flatten_dict_observation``.
     """
 
     def __init__(

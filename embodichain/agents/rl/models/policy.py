@@ -38,8 +38,7 @@ class Policy(nn.Module, ABC):
     """Whether values cost as much alone as with an action: collectors then call ``choose`` while they act, and
     ``get_value`` once, at a rollout's end, on all its observations in the form in which rollouts store them."""
     generator: torch.Generator | None = None
-    """Where noise for actions is drawn from; ``None`` is torch's own generator. A collector that works beside a learner
-    gives its copy of the policy one, so that neither disturbs the other's random numbers."""
+    """Source of noise for actions; ``None``: torch's generator. A collector beside a learner needs one of its own."""
     version: Tensor
     """How many updates shaped these weights, int64 ``[]``; collectors stamp it on every transition."""
 
@@ -84,16 +83,12 @@ class Policy(nn.Module, ABC):
     def evaluate_sequences(self, obs: Observation, actions: Tensor, state: Tensor, start: Tensor) -> Evaluation:
         """Return ``(log_prob, entropy, value)``, each ``[num_steps, batch]``, of sequences.
 
-        ``state`` ``[batch, ...]`` is the recurrent state before the first step; ``start`` ``[num_steps, batch]`` marks
-        the observations that begin an episode.
+        ``state`` ``[batch, ...]`` precedes the first step; ``start`` ``[num_steps, batch]`` marks episodes' beginnings.
         """
         raise TypeError(f"{type(self).__name__} is not recurrent, or lacks evaluate_sequences")
 
     def forward(self, tensordict: TensorDictBase, deterministic: bool = False) -> TensorDictBase:
-        """Read ``observation`` (and ``hidden``), write ``action``, ``sample_log_prob`` and ``value``; in place.
-
-        A recurrent policy replaces ``hidden`` by the state after this observation.
-        """
+        """Write ``action``, ``sample_log_prob`` and ``value`` of ``observation``, and the next ``hidden``; in place."""
         state = tensordict.get("hidden", None)
         if state is None:
             state = self.initial_state(tensordict.batch_size[0])
@@ -104,8 +99,7 @@ class Policy(nn.Module, ABC):
     def evaluate(self, batch: TensorDictBase) -> Evaluation:
         """Return ``(log_prob, entropy, value)`` of a minibatch ``[rows]``, each in its batch size.
 
-        For a recurrent policy it is ``[num_steps, rows]``, with the states before every step as ``hidden`` and the
-        episodes' starts as ``start``.
+        A recurrent policy takes ``[num_steps, rows]`` with ``hidden`` before, and ``start`` of episodes at, every step.
         """
         if self.is_recurrent:
             return self.evaluate_sequences(batch["observation"], batch["action"], batch["hidden"][0], batch["start"])
@@ -124,8 +118,5 @@ class Policy(nn.Module, ABC):
 
     @classmethod
     def build(cls, cfg: Mapping[str, Any], obs_space: Any, action_space: Any, device: torch.device) -> Self:
-        """Construct the policy from its config block, without ``name`` and ``action_dim``.
-
-        The entries become keyword arguments of the constructor; override this to do something else with them.
-        """
+        """Construct the policy from its config block without ``name`` and ``action_dim``, as keyword arguments."""
         return cls(obs_space, action_space, device, **cfg)  # type: ignore[call-arg]

@@ -230,10 +230,7 @@ def _call(collective: Callable[..., Any], *arguments: Any) -> None:
 
 @contextmanager
 def joined_ranks() -> Iterator[Ranks]:
-    """Join the processes that torchrun started, if it did, until the end of the block.
-
-    A process group that exists already is used, if it can send tensors of the CPU, and left as it is.
-    """
+    """Join torchrun's processes, if any, for the block; an existing process group for CPU tensors is used and kept."""
     if dist.is_available() and dist.is_initialized():
         alone, backends = dist.get_world_size() == 1, dist.get_backend_config()
         if not alone and "cpu:" not in backends:

@@ -48,10 +48,7 @@ def _log_bounds(clip: float) -> tuple[float, float]:
 
 
 def log_ratio(log_prob: Tensor, old_log_prob: Tensor, batch: TensorDictBase, level: Level) -> Tensor:
-    """Return ``log pi / pi_old`` ``[...]`` of a batch ``[...]``, or ``[..., chunk_size]`` at the level of actions.
-
-    Actions of a chunk that were never taken do not count: their ratio is 1.
-    """
+    """Return ``log pi / pi_old`` ``[...]``, or ``[..., chunk_size]`` per action: 0 for actions that were not taken."""
     difference = log_prob - old_log_prob
     if difference.ndim == batch.batch_dims:
         return difference

@@ -81,8 +81,7 @@ def collector_error(report: FailureReport, who: str, replacements: int = 0) -> E
 class ProcessBackend(SupervisedBackend):
     """A collecting process and the thread that watches over it.
 
-    What it was told and has not done yet is remembered for the next one: a rollout that was half collected is collected
-    again, from new episodes.
+    What one that died has not done, the next one does; a half-collected rollout begins again, from new episodes.
     """
 
     def _open(self) -> None:

@@ -1,8 +1,7 @@
 """Collection by several actors anywhere in a Ray cluster; any of them may die, hang, be slow, or come back.
 
-The way of a rollout: ``send`` queues a request -> an idle worker gets it with the latest weights -> its rollout arrives
--> ``RolloutQueue`` says which number it becomes -> the learner's buffer. A rollout that is lost with its worker is
-collected again, by any other, from other episodes.
+``send`` queues a request -> an idle worker gets it with the latest weights -> ``RolloutQueue`` numbers its rollout ->
+the learner's buffer. A rollout that is lost with its worker is collected again, by any other, from other episodes.
 """
 
 import atexit

@@ -1,7 +1,4 @@
-"""What a vision-language-action model is: a Gaussian over a chunk of actions, and a value; and models by name.
-
-An author derives from ``VLAModel`` and writes ``decode`` alone; ``VLAPolicy`` also takes modules of other kinds.
-"""
+"""Vision-language-action models, and their names: an author derives from ``VLAModel`` and writes ``decode`` alone."""
 
 import importlib
 from abc import ABC, abstractmethod
@@ -193,10 +190,7 @@ def registered_name(model_cls: type[nn.Module]) -> str:
 
 
 def get_vla_model_class(name: str, trusted_modules: Collection[str] = ()) -> type[nn.Module]:
-    """Return the class registered under a name, or ``module.Class`` of a module that may be imported.
-
-    A module may be imported if it is among ``trusted_modules``, or was allowed when the program started (``--trust``).
-    """
+    """Return the class of a registered name, or ``module.Class`` of a module in ``trusted_modules`` or ``--trust``."""
     if name in _MODELS.classes:
         return _MODELS.classes[name]
     module_name, _, class_name = name.rpartition(".")

@@ -61,10 +61,7 @@ class TinyVLACfg(VLAModelCfg):
 
 
 class PatchEncoder(nn.Module):
-    """Turns an image into one token per patch, each with its position: ``[batch, C, H, W]`` to ``[batch, n, width]``.
-
-    Overlapping convolutions, each halving the image, make the patches. The pixels' coordinates are extra channels.
-    """
+    """Turns images ``[batch, C, H, W]`` into one token per patch ``[batch, n, width]``, by overlapping convolutions."""
 
     pixels: Tensor
 
