@@ -213,9 +213,9 @@ def test_nothing_waits_between_the_first_step_of_an_update_and_its_report(monkey
         monkeypatch.setattr(owner, name, watched)
 
     watch(algorithm.graphs, "run_epoch")
-    watch(algorithm, "_adapt_to_kl")
+    watch(algorithm.optimizer, "adapt_learning_rate")
     algorithm.update(make_rollout(algorithm.policy, 9))
-    assert calls == ["run_epoch", "_adapt_to_kl"] * 3
+    assert calls == ["run_epoch", "adapt_learning_rate"] * 3
 
 
 @pytest.mark.parametrize("settings", [{}, {"clip_value_loss": True, "clip_coef": 0.1, "ent_coef": 0.01}], ids=str)
