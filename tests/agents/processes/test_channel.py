@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import threading
 from typing import Any
 
@@ -79,8 +80,11 @@ def test_a_message_that_could_not_be_sent_changes_nothing() -> None:
     other.close()
 
 
+@pytest.mark.extra("export")
 def test_a_type_that_numpy_learned_of_elsewhere_comes_through() -> None:
-    pytest.importorskip("ml_dtypes")  # numpy knows bfloat16 from then on, torch does not know numpy's
+    importlib.import_module(
+        "ml_dtypes"
+    )  # it comes with onnx; numpy knows bfloat16 from then on, torch does not know numpy's
     mine, other = request_channels()
     for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.uint16):
         sent = torch.tensor([1, 2]).to(dtype)
