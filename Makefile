@@ -1,6 +1,6 @@
 # Everything a newcomer needs. The first target that is run makes .venv; later runs start at once.
 PYTHON ?= python3
-JOBS ?= 2
+JOBS ?= 3
 ARGS ?=
 TORCH_INDEX ?=
 
