@@ -4,7 +4,7 @@ Its block is ``{"name": "vla", "vla_config": {"model_path": "checkpoints/vla", "
 """
 
 from collections.abc import Mapping
-from typing import Any, Self, cast
+from typing import Any, Protocol, Self, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,15 @@ class VLAPolicyCfg(Config):
     """Actions per decision of a model class that does not derive from ``VLAModel``; others know it themselves."""
 
 
+@runtime_checkable
+class ActsOnObservations(Protocol):
+    """What ``VLAPolicy`` needs of a module, besides being callable with ``(obs, deterministic)``."""
+
+    def get_value(self, obs: Observation) -> Tensor: ...
+
+    def evaluate_actions(self, obs: Observation, actions: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
 class VLAPolicy(Policy):
     """Lets a vision-language-action model choose chunks of actions.
 
@@ -62,7 +71,7 @@ class VLAPolicy(Policy):
         chunk_size: int | None = None,
     ) -> None:
         super().__init__()
-        if not (hasattr(model, "get_value") and hasattr(model, "evaluate_actions")):
+        if not isinstance(model, ActsOnObservations):
             problem = f"{type(model).__name__} lacks get_value(obs) or evaluate_actions(obs, actions)"
             raise ConfigError(f"{problem}: derive it from VLAModel, or add them", "model_class")
         self.chunk_size = model.chunk_size if isinstance(model, VLAModel) else chunk_size or 1
