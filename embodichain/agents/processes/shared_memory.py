@@ -99,7 +99,10 @@ def format_bytes(count: int) -> str:
 
 
 def tensor_of(array: NDArray[np.uint8]) -> Tensor:
-    """Return the memory of an array of bytes, which may be read-only as those of Ray are, as a tensor."""
+    """Return the memory of an array of bytes as a tensor, without a copy; the tensor keeps the array alive.
+
+    The array may be read-only, as those of Ray are: do not write to the tensor then.
+    """
     if not array.size:
         return torch.empty(0, dtype=torch.uint8)
     memory: Any = (ctypes.c_uint8 * array.size).from_address(array.ctypes.data)
