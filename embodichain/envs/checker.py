@@ -17,7 +17,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from embodichain.envs.vec_env import Action, ActionManager, HasExpert, VecEnv
+from embodichain.envs.vec_env import Action, ActionManager, HasExpert, VecEnv, random_actions
 from embodichain.errors import ActionError, EnvContractError
 
 Factory = Callable[[int], VecEnv]
@@ -130,11 +130,7 @@ class Play:
         space, columns = self.env.action_space, []
         for i in range(self.env.num_envs):
             generator = torch.Generator().manual_seed(i)
-            if isinstance(space, gym.spaces.Box):
-                low, high = (torch.from_numpy(bound).clamp(-1.0, 1.0) for bound in (space.low, space.high))
-                columns.append(low + (high - low) * torch.rand(steps, *space.shape, generator=generator))
-            else:
-                columns.append(torch.randint(0, int(space.n), (steps,), generator=generator))  # type: ignore[attr-defined]
+            columns.append(random_actions(space, steps, generator))
         return torch.stack(columns, dim=1).to(self.env.device)
 
     def start(self, seed: int | Tensor | None = _SEED) -> list[Frame]:

@@ -2,8 +2,8 @@
 
 * ``obs`` is a nested TensorDict of batch size ``[num_envs]`` on ``device``: ``robot/qpos``, ``object/pos``,
   ``image/<camera>`` (uint8 ``[num_envs, H, W, 3]``), ... Nothing that a step returned is ever written to again.
-* ``action`` is a tensor ``[num_envs, action_dim]`` in [-1, 1] (``[num_envs]`` int64 for discrete actions), or a
-  dict / TensorDict with the one key ``action_manager.action_type``.
+* ``action`` is a tensor ``[num_envs, action_dim]`` (``[num_envs]`` int64 for discrete actions), or a dict / TensorDict
+  with the one key ``action_manager.action_type``. Its bounds are -1 and 1 where it has both, else those of the space.
 * ``reward`` is float32 ``[num_envs]``; ``terminated`` (the task ended) and ``truncated`` (time ran out) are bool
   ``[num_envs]``, and both may be set.
 * An env that is done resets itself in the same step: ``obs`` is then the first of its next episode, and
@@ -37,6 +37,40 @@ from embodichain.errors import ActionError, EnvContractError
 Action: TypeAlias = Tensor | Mapping[str, Tensor] | TensorDictBase
 EnvIds: TypeAlias = Tensor | Sequence[int] | None
 StepResult: TypeAlias = tuple[TensorDict, Tensor, Tensor, Tensor, dict[str, Any]]
+
+
+class ActionBounds:
+    """Clips continuous actions to the bounds of a space; a side without a bound stays as it is, and so do choices."""
+
+    def __init__(self, space: gym.Space[Any]) -> None:
+        self._limits: tuple[Any, Any] | None = None
+        if isinstance(space, gym.spaces.Box) and (np.isfinite(space.low).any() or np.isfinite(space.high).any()):
+            bounds = [torch.from_numpy(bound.astype(np.float32)) for bound in (space.low, space.high)]
+            same = all(bool((bound == bound.reshape(-1)[0]).all()) for bound in bounds)
+            low, high = [float(bound.reshape(-1)[0]) for bound in bounds] if same else bounds
+            self._limits = low, high
+
+    def clip(self, action: Tensor) -> Tensor:
+        """Return the actions ``[num_envs, ...]`` that an environment is given."""
+        if self._limits is None or not action.is_floating_point():
+            return action
+        low, high = self._limits
+        if isinstance(low, Tensor) and low.device != action.device:
+            self._limits = low, high = low.to(action.device), high.to(action.device)
+        return action.clamp(low, high)
+
+
+def random_actions(space: gym.Space[Any], count: int, generator: torch.Generator) -> Tensor:
+    """Return valid actions ``[count, ...]``: uniform draws, from a range of width 2 where a bound is missing."""
+    if isinstance(space, gym.spaces.Discrete):
+        return torch.randint(int(space.n), (count,), generator=generator)
+    if not isinstance(space, gym.spaces.Box):
+        raise EnvContractError(f"expected a Box or Discrete action space, got {space}")
+    below, above = np.isfinite(space.low), np.isfinite(space.high)
+    lowest = np.where(below, space.low, np.where(above, space.high - 2.0, -1.0))
+    highest = np.where(above, space.high, np.where(below, space.low + 2.0, 1.0))
+    low, high = (torch.from_numpy(bound.astype(np.float32)) for bound in (lowest, highest))
+    return low + (high - low) * torch.rand((count, *space.shape), generator=generator)
 
 
 class ActionManager:

@@ -6,7 +6,6 @@ import os
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import gymnasium as gym
 import numpy as np
 import torch
 from tensordict import TensorDict
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from embodichain.agents.datasets.frames import Episode, EpisodeSource, FrameLayout, flatten
 from embodichain.agents.engine.config import ACTORS, ActionSourceCfg, OnlineDataEngineCfg
-from embodichain.envs.vec_env import HasExpert, VecEnv
+from embodichain.envs.vec_env import ActionBounds, HasExpert, VecEnv, random_actions
 from embodichain.errors import ConfigError, EnvContractError, nearest
 from embodichain.extras import import_trusted
 
@@ -59,18 +58,14 @@ class ExpertActor(Actor):
 
 
 class RandomActor(Actor):
-    """Uniform draws from [-1, 1], or from the choices of a discrete space."""
+    """Uniform draws from the action space; where it has no bounds, from [-1, 1]."""
 
     def __init__(self, env: VecEnv, seed: int, **_: object) -> None:
         self._env, self._generator = env, torch.Generator().manual_seed(seed)
 
     def __call__(self, observation: TensorDict) -> Tensor:
-        space: gym.Space[Any] = self._env.action_space
-        if isinstance(space, gym.spaces.Discrete):
-            action = torch.randint(int(space.n), (self._env.num_envs,), generator=self._generator)
-        else:
-            action = torch.rand((self._env.num_envs, *(space.shape or ())), generator=self._generator) * 2 - 1
-        return action.to(self._env.device)
+        env = self._env
+        return random_actions(env.action_space, env.num_envs, self._generator).to(env.device)
 
 
 def make_actor(cfg: ActionSourceCfg, env: VecEnv, seed: int, trusted_modules: Sequence[str] = ()) -> Actor:
@@ -96,6 +91,7 @@ class SimulatedEpisodes:
     def __init__(self, env: VecEnv, actor: Actor, seed: int, noise_std: float = 0.0) -> None:
         self.env, self.actor, self._noise_std = env, actor, noise_std
         self.max_steps = env.max_episode_steps
+        self._bounds = ActionBounds(env.action_space)
         self._generator = torch.Generator().manual_seed(seed)
         self._observation, info = env.reset(seed=seed)
         self._seeds = _episode_seeds(info, env.num_envs)
@@ -112,7 +108,7 @@ class SimulatedEpisodes:
         self._ring[("action",)][at] = action
         if self._noise_std and action.is_floating_point():
             noise = torch.randn(action.shape, generator=self._generator).to(action.device)
-            action = (action + self._noise_std * noise).clamp(-1, 1)
+            action = self._bounds.clip(action + self._noise_std * noise)
         self._observation, reward, terminated, truncated, info = env.step(action)
         self._ring[("reward",)][at] = reward
         self._ring[("terminated",)][at] = terminated

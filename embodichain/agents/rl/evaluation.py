@@ -10,10 +10,10 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from embodichain.agents.rl.collector.base import bound_action, collection_threads
+from embodichain.agents.rl.collector.base import collection_threads
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.envs.recording import EpisodeRecorder, EpisodeResult, Summary, roll
-from embodichain.envs.vec_env import VecEnv
+from embodichain.envs.vec_env import ActionBounds, VecEnv
 from embodichain.envs.wrappers import chunked
 from embodichain.errors import ConfigError
 from embodichain.utils.torch_runtime import get_random_state, set_random_state, torch_threads
@@ -56,6 +56,7 @@ class PolicyActor:
     def __init__(self, policy: Policy, env: VecEnv, deterministic: bool = True) -> None:
         self.policy, self.env, self.deterministic = policy, env, deterministic
         self.state = policy.initial_state(env.num_envs)
+        self._bounds = ActionBounds(env.action_space)
         self.version = int(policy.version)
 
     @classmethod
@@ -75,7 +76,7 @@ class PolicyActor:
     def __call__(self, obs: TensorDict) -> Tensor:
         """Return the action that the environment is given."""
         action, _, _, self.state = self.policy.act(obs.to(self.policy.device), self.state, self.deterministic)
-        return bound_action(action).to(self.env.device)
+        return self._bounds.clip(action).to(self.env.device)
 
     def reset(self, env_ids: list[int]) -> None:
         """Clear the recurrent state of envs whose episode ended."""

@@ -7,6 +7,7 @@ input (zeros, or what the metadata entry ``initial_hidden`` says, at an episode'
 
 import json
 import logging
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,11 +21,11 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from embodichain import __version__
-from embodichain.agents.rl.collector.base import bound_action
 from embodichain.agents.rl.models.observation import ObservationEntry, space_entries
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils.tensordicts import space_to_data
 from embodichain.envs.recording import prepare_output
+from embodichain.envs.vec_env import ActionBounds
 from embodichain.errors import ExportError
 from embodichain.extras import require
 
@@ -34,9 +35,9 @@ _TOLERANCE = 1e-4
 class ActingPolicy(nn.Module):
     """A policy as a function of tensors: from the leaves of an observation (and a state) to an action (and a state)."""
 
-    def __init__(self, policy: Policy, leaves: list[ObservationEntry]) -> None:
+    def __init__(self, policy: Policy, leaves: list[ObservationEntry], action_space: gym.Space[Any]) -> None:
         super().__init__()
-        self.policy, self.leaves = policy, leaves
+        self.policy, self.leaves, self.bounds = policy, leaves, ActionBounds(action_space)
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Return ``(action,)``, or ``(action, next_hidden)`` of a recurrent policy."""
@@ -45,7 +46,8 @@ class ActingPolicy(nn.Module):
         for leaf, value in zip(self.leaves, inputs, strict=False):
             obs.set(leaf.path or "observation", value)
         action, _, _, state = self.policy.act(obs, state, deterministic=True)
-        return (bound_action(action),) if state is None else (bound_action(action), state)
+        bounded = self.bounds.clip(action)
+        return (bounded,) if state is None else (bounded, state)
 
 
 def export_onnx(
@@ -57,7 +59,7 @@ def export_onnx(
     require("onnxruntime", extra="export")
     target = prepare_output(path, (".onnx",))
     leaves = space_entries(observation_space)
-    acting = ActingPolicy(policy.eval().cpu(), leaves).eval()
+    acting = ActingPolicy(policy.eval().cpu(), leaves, action_space).eval()
     inputs = example_inputs(policy, leaves, batch=2)
     names = [leaf.name or "observation" for leaf in leaves] + ["hidden"] * policy.is_recurrent
     batch = torch.export.Dim("batch")
@@ -124,10 +126,20 @@ def example_inputs(policy: Policy, leaves: list[ObservationEntry], batch: int, s
 
 def _metadata(policy: Policy, action_space: gym.Space[Any]) -> dict[str, str]:
     data = space_to_data(action_space)
-    plain = {key: value.tolist() if isinstance(value, np.ndarray) else value for key, value in data.items()}
-    entries = {"producer": f"embodichain {__version__}", "action_space": json.dumps(plain)}
+    entries = {"producer": f"embodichain {__version__}", "action_space": json.dumps(_plain(data), allow_nan=False)}
     state = policy.initial_state(1)
     return entries if state is None else entries | {"initial_hidden": json.dumps(state[0].tolist())}
+
+
+def _plain(value: Any) -> Any:
+    """Return nested data as JSON has it: an infinite bound, which is none, is null."""
+    if isinstance(value, dict):
+        return {key: _plain(part) for key, part in value.items()}
+    if isinstance(value, np.ndarray):
+        return _plain(value.tolist())
+    if isinstance(value, list):
+        return [_plain(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @contextmanager

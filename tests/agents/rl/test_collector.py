@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from embodichain.agents.rl.buffer import RolloutBuffer
-from embodichain.agents.rl.collector import BaseCollector, SyncCollector, bound_action
+from embodichain.agents.rl.collector import BaseCollector, SyncCollector
 from embodichain.agents.rl.collector.base import EpisodeTracker, InfoAverages, collection_threads
 from embodichain.errors import RolloutError
 from tests.agents.rl.helpers import LinearPolicy, ScriptedEnv, make_policy, network
@@ -133,7 +133,6 @@ def test_sampled_actions_are_kept_and_bounded_ones_executed() -> None:
     with torch.no_grad():
         log_prob, _, _ = policy.evaluate(rollout.reshape(-1))
     assert torch.allclose(log_prob, rollout["sample_log_prob"].reshape(-1), atol=1e-4)
-    assert bound_action(torch.tensor([3])).tolist() == [3]  # a choice is no number
 
 
 def test_statistics() -> None:

@@ -37,6 +37,7 @@ PICTURES = gym.spaces.Dict(
 SMALL = {"type": "mlp", "hidden_sizes": [8]}
 CASES = {
     "vectors": ({"normalize_obs": True, "critic_obs": ["goal"]}, VECTORS, gym.spaces.Box(-1, 1, (2,))),
+    "no bounds": ({}, VECTORS, gym.spaces.Box(np.float32([-np.inf, 15.0]), np.float32([np.inf, np.inf]))),
     "memory, pictures": ({"memory": {"hidden_size": 4}}, PICTURES, gym.spaces.Discrete(3)),
 }
 
@@ -80,15 +81,19 @@ def test_exported_actions_equal_the_policys(tmp_path, case):
         given = {**feed, "hidden": hidden} if hidden is not None else feed
         names = {entry.name for entry in session.get_inputs()}
         got = session.run(None, {name: value for name, value in given.items() if name in names})
-        if wanted.is_floating_point():
-            assert np.abs(got[0]).max() == 1.0  # bounded as the environment would
-            wanted = wanted.clamp(-1, 1)
-        assert np.allclose(got[0], wanted.numpy(), atol=1e-5)
+        expected = wanted.numpy()
+        if isinstance(actions, gym.spaces.Box):  # bounded as the environment would
+            expected = np.clip(expected, actions.low, actions.high)
+            assert not np.array_equal(expected, wanted)
+            assert (np.abs(expected).max() > 1.0) == (case == "no bounds")
+        assert np.allclose(got[0], expected, atol=1e-5)
         distinct |= set(np.round(got[0], 3).reshape(-1).tolist())
         hidden = got[1] if hidden is not None else None
     assert len(distinct) > 1
     entries = session.get_modelmeta().custom_metadata_map
-    assert json.loads(entries["action_space"])["type"] == ("discrete" if pictures else "box")
+    space = json.loads(entries["action_space"])
+    assert space["type"] == ("discrete" if pictures else "box")
+    assert case != "no bounds" or (space["low"], space["high"]) == ([None, 15.0], None)
 
 
 def test_command_exports_a_run(tmp_path, capsys):

@@ -63,11 +63,6 @@ def result_to(result: StepResult, device: torch.device) -> StepResult:
     return obs.to(device), reward.to(device), terminated.to(device), truncated.to(device), info
 
 
-def bound_action(action: Tensor) -> Tensor:
-    """Clip continuous actions to the envs' [-1, 1]; rollouts keep the sampled one, as its probability is that one's."""
-    return action.clamp(-1.0, 1.0) if action.is_floating_point() else action
-
-
 def collection_threads(policy: nn.Module, num_envs: int) -> int | None:
     """Return 1 if the policy's work per step is too small to share between threads, ``None`` for torch's own choice."""
     size = sum(parameter.numel() for parameter in policy.parameters())

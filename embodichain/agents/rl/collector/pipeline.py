@@ -20,9 +20,9 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from embodichain.agents.rl.buffer.rollout_buffer import RolloutBuffer
-from embodichain.agents.rl.collector.base import Decision, bound_action, result_to
+from embodichain.agents.rl.collector.base import Decision, result_to
 from embodichain.agents.rl.utils.tensordicts import Observation
-from embodichain.envs.vec_env import StepResult, StepsInHalves, VecEnv
+from embodichain.envs.vec_env import ActionBounds, StepResult, StepsInHalves, VecEnv
 from embodichain.errors import ConfigError, EmbodiChainError
 
 if TYPE_CHECKING:
@@ -97,12 +97,13 @@ class _Group:
 
     def __init__(self, env: VecEnv, device: torch.device) -> None:
         self._env, self._device, self._under_way = env, device, False
+        self._bounds = ActionBounds(env.action_space)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="embodichain-group")
 
     def begin(self, collector: SyncCollector) -> None:
         """Decide, and let the simulation continue with that."""
         self.decision = collector.decide(self.obs, self.state)
-        action = bound_action(self.decision.action).to(self._env.device)
+        action = self._bounds.clip(self.decision.action).to(self._env.device)
         if isinstance(self._env, StepsInHalves):
             self._env.begin_step(action)
             self._finish_step = self._env.finish_step

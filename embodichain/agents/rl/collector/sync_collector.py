@@ -15,7 +15,6 @@ from embodichain.agents.rl.collector.base import (
     EpisodeTracker,
     InfoAverages,
     StepCallback,
-    bound_action,
     collection_threads,
     result_to,
     summarize,
@@ -23,7 +22,7 @@ from embodichain.agents.rl.collector.base import (
 from embodichain.agents.rl.collector.pipeline import Pipeline
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils.tensordicts import Observation, zeros_in
-from embodichain.envs.vec_env import StepResult, VecEnv
+from embodichain.envs.vec_env import ActionBounds, StepResult, VecEnv
 from embodichain.errors import RolloutError
 from embodichain.utils.torch_runtime import torch_threads
 
@@ -57,6 +56,7 @@ class SyncCollector(BaseCollector):
         ``pipeline_stages=2`` needs a ``GroupedEnv`` of two groups (``pipeline.py``).
         """
         self.env = env
+        self._bounds = ActionBounds(env.action_space)
         self.device = torch.device(device) if device is not None else policy.device
         self.callback = callback
         self.buffer = buffer
@@ -215,7 +215,7 @@ class SyncCollector(BaseCollector):
 
     def _env_step(self, action: Tensor) -> StepResult:
         """Step the environment, wherever it lives; ``info`` stays there."""
-        bounded = bound_action(action)
+        bounded = self._bounds.clip(action)  # rollouts keep the sampled one, as its probability is that one's
         if self.env.device == self.device:
             return self.env.step(bounded)
         return result_to(self.env.step(bounded.to(self.env.device)), self.device)

@@ -28,7 +28,7 @@ class DistributionCfg(Config):
     init_log_std: float = 0.0
     """First value of the learnable log-std; added to the network's output where it depends on the state."""
     squash: bool = False
-    """Whether actions are squashed into (-1, 1) by tanh, with the log-probability corrected for it."""
+    """Whether actions are squashed into (-1, 1) by tanh, and log-probabilities corrected for it; all need bounds."""
     min_log_std: float = -5.0
     """Lower bound of a state-dependent log-std."""
     max_log_std: float = 2.0
@@ -156,7 +156,14 @@ def build_head(action_space: gym.Space[Any] | int, cfg: DistributionCfg | None =
         if action_space.start != 0:
             raise ConfigError(f"expected choices that count from 0, got {action_space}", "action_space")
         return CategoricalHead(size)
-    return SquashedGaussianHead(size, cfg) if cfg is not None and cfg.squash else GaussianHead(size, cfg)
+    if cfg is None or not cfg.squash:
+        return GaussianHead(size, cfg)
+    if isinstance(action_space, gym.spaces.Box):
+        free = int((~np.isfinite(action_space.low) | ~np.isfinite(action_space.high)).sum())
+        if free:
+            problem = f"expected false, as tanh cannot reach beyond 1 and {free} of {size} actions have no bounds there"
+            raise ConfigError(f"distribution.squash: {problem}; got true", "policy")
+    return SquashedGaussianHead(size, cfg)
 
 
 def action_dimension(action_space: gym.Space[Any] | int) -> int:
