@@ -62,8 +62,8 @@ class OutputError(EmbodiChainError, OSError):
     """A file cannot be written where it was asked for."""
 
 
-class ExperienceError(EmbodiChainError, ValueError):
-    """Experience was written twice, not at all, or in the wrong shape."""
+class ExperienceError(EmbodiChainError, ValueError, AssertionError):
+    """Experience was not written, or in the wrong shape; ProtoMotions, whose buffer this is like, asserts it."""
 
 
 class RolloutError(EmbodiChainError, ValueError):

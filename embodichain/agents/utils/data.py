@@ -5,6 +5,7 @@ from typing import overload
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -28,8 +29,9 @@ def swap_and_flatten01(arr: Tensor | None) -> Tensor | None:
 class ExperienceBuffer(nn.Module):
     """Rollout storage for parallel environments, one ``[num_steps, num_envs, ...]`` tensor per key.
 
-    Keys are torch buffers, so ``buffer.to(device)`` moves them all and ``buffer.obs`` reads one. ``store_dict``
-    maps each key to the number of its steps that have been written.
+    Keys are torch buffers, so ``buffer.to(device)`` moves them all and ``buffer.obs`` reads one. ``store_dict`` maps
+    each key to a count of what has been written: ``i + 1`` for step ``i``, and ``total_sum()`` once all steps are there.
+    Writing a step again replaces it.
 
     >>> buffer = ExperienceBuffer(num_envs=1024, num_steps=16)
     >>> buffer.register_key("obs", shape=(128,))
@@ -78,20 +80,19 @@ class ExperienceBuffer(nn.Module):
         if key not in self.store_dict:
             raise ExperienceError(f"key {key!r} is not registered.{nearest(key, self.store_dict)}")
         target, written = self.get_buffer(key)[steps], self._written[key]
-        if written[steps].any():
-            at = steps if isinstance(steps, int) else written.argmax()
-            raise ExperienceError(f"key {key!r}: step {at} was written already; make_dict() starts the next rollout")
         if data is None:
             raise ExperienceError(f"key {key!r}: no data was given")
         if data.shape != target.shape:
             raise ExperienceError(f"key {key!r}: expected data of shape {list(target.shape)}, got {list(data.shape)}")
-        target.copy_(data.detach())
+        if data.requires_grad:
+            raise ExperienceError(f"key {key!r}: the buffer stores no gradients; detach() the data first")
+        target.copy_(data)
         written[steps] = True
-        self.store_dict[key] = int(written.sum())
+        self.store_dict[key] = int(written @ np.arange(1, self.num_steps + 1))
 
     def total_sum(self) -> float:
-        """Return the sum of all stored values of all keys: a cheap fingerprint of the contents."""
-        return float(sum(storage.sum(dtype=torch.float64) for storage in get_dict(self).values()))
+        """Return the count of a complete key in ``store_dict``: 1 + 2 + ... + num_steps."""
+        return self.num_steps * (self.num_steps + 1) / 2
 
     def get_dict(self) -> dict[str, Tensor]:
         """Return the storage of every key, ``[num_steps, num_envs, ...]``, as it is: no copy, no check."""
@@ -102,8 +103,8 @@ class ExperienceBuffer(nn.Module):
         A step that was never written is an error that names the key and the step."""
         for key, written in self._written.items():
             if not written.all():
-                count = f"{self.store_dict[key]} of {self.num_steps} steps are there"
-                raise ExperienceError(f"key {key!r}: step {written.argmin()} was not written ({count})")
+                count = f"{written.sum()} of {self.num_steps} steps are there"
+                raise ExperienceError(f"Problem with {key!r}: step {written.argmin()} was not written ({count})")
         # With a single step or env, swapping needs no copy; the result must not share memory with the next rollout.
         is_view = self.num_steps == 1 or self.num_envs == 1
         flat = {key: swap_and_flatten01(storage) for key, storage in get_dict(self).items()}
@@ -121,8 +122,9 @@ def get_dict(buffer: ExperienceBuffer) -> dict[str, Tensor]:
 class DictDataset(Dataset[dict[str, Tensor]]):
     """Minibatches ``[batch_size, ...]`` of a dictionary of tensors.
 
-    The longest tensor sets the number of rows; shorter ones start again from their first row. ``shuffle=True`` draws a
-    new order for every pass. ``dataset[i]`` is a minibatch, so a plain ``for`` and ``len`` count minibatches.
+    The longest tensor sets the number of rows, ``num_tensors``; shorter ones start again from their first row.
+    ``shuffle=True`` draws a new order for every pass. ``dataset[i]`` is a minibatch, so a plain ``for`` and ``len`` count
+    minibatches. Row ``j`` of a pass is row ``shuffled_to_original[j]`` of the tensors.
 
     >>> dataset = DictDataset(batch_size=2, tensor_dict={"obs": torch.arange(4)}, shuffle=True)
     >>> for batch in dataset:
@@ -133,23 +135,27 @@ class DictDataset(Dataset[dict[str, Tensor]]):
         lengths = {key: value.shape[0] if value.ndim else 0 for key, value in tensor_dict.items()}
         if not lengths or min(lengths.values()) < 1:
             raise ExperienceError(f"expected at least one tensor with at least one row each, got {lengths}")
-        self.length = max(lengths.values())
-        if batch_size < 1 or self.length % batch_size:
+        self.num_tensors = max(lengths.values())
+        if batch_size < 1 or self.num_tensors % batch_size:
             raise ExperienceError(
-                f"batch_size {batch_size} does not divide the {self.length} rows; choose a divisor or drop some rows"
+                f"batch_size {batch_size} does not divide the {self.num_tensors} rows; choose a divisor or drop some rows"
             )
         self.batch_size = batch_size
         self.tensor_dict = dict(tensor_dict)
         self.do_shuffle = shuffle
-        self._order = torch.randperm(self.length) if shuffle else None
+        self.shuffled_to_original: NDArray[np.int64] = np.arange(self.num_tensors)
+        self._is_fresh = False
+        if shuffle:
+            self.shuffle()
 
     def shuffle(self) -> None:
         """Draw a new order of the rows from torch's global random state."""
-        self._order = torch.randperm(self.length)
+        self.shuffled_to_original = torch.randperm(self.num_tensors).numpy()
+        self._is_fresh = True
 
     def num_batches(self) -> int:
         """Return the number of minibatches in one pass."""
-        return self.length // self.batch_size
+        return self.num_tensors // self.batch_size
 
     def __len__(self) -> int:
         return self.num_batches()
@@ -158,17 +164,18 @@ class DictDataset(Dataset[dict[str, Tensor]]):
         if not -len(self) <= index < len(self):
             raise IndexError(f"minibatch {index} of {len(self)}")
         begin = (index % len(self)) * self.batch_size
-        rows = slice(begin, begin + self.batch_size)
-        return {key: self._rows(value, rows) for key, value in self.tensor_dict.items()}
+        return {key: self._rows(value, begin) for key, value in self.tensor_dict.items()}
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        if self.do_shuffle:
+        if self.do_shuffle and not self._is_fresh:
             self.shuffle()
+        self._is_fresh = False
         for index in range(len(self)):
             yield self[index]
 
-    def _rows(self, value: Tensor, rows: slice) -> Tensor:
-        if self._order is None and value.shape[0] == self.length:
-            return value[rows]  # a view: nothing to gather
-        wanted = torch.arange(rows.start, rows.stop) if self._order is None else self._order[rows]
-        return value.index_select(0, (wanted % value.shape[0]).to(value.device))
+    def _rows(self, value: Tensor, begin: int) -> Tensor:
+        end = begin + self.batch_size
+        wanted = self.shuffled_to_original[begin:end]
+        if value.shape[0] == self.num_tensors and np.array_equal(wanted, np.arange(begin, end)):
+            return value[begin:end]  # a view: nothing to gather
+        return value.index_select(0, torch.from_numpy(wanted % value.shape[0]).to(value.device))
