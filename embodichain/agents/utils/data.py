@@ -30,7 +30,7 @@ class ExperienceBuffer(nn.Module):
     """Rollout storage for parallel environments, one ``[num_steps, num_envs, ...]`` tensor per key.
 
     Keys are torch buffers, so ``buffer.to(device)`` moves them all and ``buffer.obs`` reads one. ``store_dict`` maps
-    each key to a count of what has been written: ``i + 1`` for step ``i``, and ``total_sum()`` once all steps are there.
+    each key to a count of what has been written: ``i + 1`` for step ``i``, ``total_sum()`` once all steps are there.
     Writing a step again replaces it.
 
     >>> buffer = ExperienceBuffer(num_envs=1024, num_steps=16)
@@ -123,8 +123,8 @@ class DictDataset(Dataset[dict[str, Tensor]]):
     """Minibatches ``[batch_size, ...]`` of a dictionary of tensors.
 
     The longest tensor sets the number of rows, ``num_tensors``; shorter ones start again from their first row.
-    ``shuffle=True`` draws a new order for every pass. ``dataset[i]`` is a minibatch, so a plain ``for`` and ``len`` count
-    minibatches. Row ``j`` of a pass is row ``shuffled_to_original[j]`` of the tensors.
+    ``shuffle=True`` draws a new order for every pass. ``dataset[i]`` is a minibatch, so a plain ``for`` and ``len``
+    count minibatches. Row ``j`` of a pass is row ``shuffled_to_original[j]`` of the tensors.
 
     >>> dataset = DictDataset(batch_size=2, tensor_dict={"obs": torch.arange(4)}, shuffle=True)
     >>> for batch in dataset:
@@ -138,7 +138,7 @@ class DictDataset(Dataset[dict[str, Tensor]]):
         self.num_tensors = max(lengths.values())
         if batch_size < 1 or self.num_tensors % batch_size:
             raise ExperienceError(
-                f"batch_size {batch_size} does not divide the {self.num_tensors} rows; choose a divisor or drop some rows"
+                f"batch_size {batch_size} does not divide the {self.num_tensors} rows; choose a divisor or drop rows"
             )
         self.batch_size = batch_size
         self.tensor_dict = dict(tensor_dict)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 
@@ -9,7 +11,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from embodichain.agents.rl.buffer import VLABuffer
+from embodichain.agents.rl.buffer import VLABuffer, vla_buffer
 from embodichain.errors import BufferWaitError, RolloutError
 
 ROLLOUTS = 10_000
@@ -165,6 +167,72 @@ def test_getting_waits_for_something_to_come():
     timer = threading.Timer(0.05, buffer.add_rollout, [rollout(7)])
     timer.start()
     assert stamp_of(buffer.get(timeout=10.0)) == 7
+
+
+def test_single_transitions_push_the_oldest_out_of_a_full_buffer():
+    """The guide prints it: [T0, T1, T2, T3], then T4 in the place of T0."""
+    buffer = VLABuffer(buffer_size=4, device="cpu")
+    for stamp in range(5):
+        buffer.add(transition(stamp))
+        assert len(buffer) == min(stamp + 1, 4)
+    assert buffer.is_full()
+    assert buffer.get(flatten=True)["reward"].tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert buffer.get_stats()["dropped"] == 1
+
+
+ALONE = """
+import torch
+from tensordict import TensorDict
+from embodichain.agents.rl.buffer import VLABuffer
+from embodichain.errors import BufferWaitError
+
+rollout, transition = (TensorDict({"reward": torch.zeros(shape)}, shape) for shape in ([2, 3], [2]))
+for overwrite, entry in ((None, rollout), (False, rollout), (False, transition)):
+    for takes in (False, True):
+        buffer = VLABuffer(entry.numel(), overwrite=overwrite)
+        buffer.add(entry)
+        if takes:
+            buffer.get()
+            buffer.add(entry)
+        try:
+            buffer.add(entry)
+        except BufferWaitError as error:
+            print(error)
+"""
+
+
+def test_whoever_would_wait_for_itself_gets_an_error():
+    """One thread adds and takes, so nobody makes room while it waits."""
+    done = subprocess.run([sys.executable, "-c", ALONE], timeout=60, capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 6
+    for line in lines:
+        assert "would wait for itself" in line
+        assert "overwrite=True" in line
+
+
+def test_a_thread_that_takes_later_is_waited_for():
+    buffer = VLABuffer(6)
+    buffer.add_rollout(rollout(0))
+    taker = threading.Timer(0.3, buffer.get)
+    taker.start()
+    assert buffer.add_rollout(rollout(1)) == 1
+    assert stamp_of(buffer.get()) == 1
+    taker.join()
+
+
+def test_threads_that_never_take_are_not_waited_for_without_end(monkeypatch):
+    monkeypatch.setattr(vla_buffer, "PATIENCE_SECONDS", 0.2)
+    buffer, end = VLABuffer(6), threading.Event()
+    other = threading.Thread(target=end.wait)
+    other.start()
+    try:
+        buffer.add_rollout(rollout(0))
+        with pytest.raises(BufferWaitError, match=r"would wait for itself.*overwrite=True"):
+            buffer.add_rollout(rollout(1))
+    finally:
+        end.set()
+        other.join()
 
 
 # --- many at once -------------------------------------------------------------------------------------------------

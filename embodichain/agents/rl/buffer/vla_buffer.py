@@ -2,6 +2,7 @@
 
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -10,6 +11,10 @@ import torch
 from tensordict import TensorDictBase
 
 from embodichain.errors import BufferWaitError, RolloutError
+
+PATIENCE_SECONDS = 30.0
+"""How long the thread that made a buffer waits for another one to take from it for the first time."""
+_LOOK_SECONDS = 0.5
 
 
 class Producer(Protocol):
@@ -28,11 +33,14 @@ class Producer(Protocol):
 class VLABuffer:
     """A bounded queue of whole rollouts or of single transitions, for any number of threads of one process.
 
-    ``add_rollout`` and ``add`` wait while there is no room; with ``overwrite=True`` they push out the oldest entries.
+    When it is full, single transitions push out the oldest ones, as in any circular buffer, and rollouts wait for room.
+    ``overwrite=True`` makes both push out, ``overwrite=False`` makes both wait.
     Rollouts and transitions do not mix: the queue takes the other kind once it is empty. Entries are numbered in order.
     """
 
-    def __init__(self, buffer_size: int = 4096, device: torch.device | str = "cpu", *, overwrite: bool = False) -> None:
+    def __init__(
+        self, buffer_size: int = 4096, device: torch.device | str = "cpu", *, overwrite: bool | None = None
+    ) -> None:
         """Make room for ``buffer_size`` transitions; ``get`` returns them on ``device``."""
         if buffer_size < 1:
             raise RolloutError(f"buffer_size must be at least 1 transition, got {buffer_size}")
@@ -40,6 +48,8 @@ class VLABuffer:
         self.producer: Producer | None = None
         """The collector that fills it, if it wants to know when something is taken."""
         self._changed = threading.Condition()  # may be entered again by the thread that holds it
+        self._creator = threading.current_thread()
+        self._takers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self._entries: deque[TensorDictBase] = deque()
         self._first = 0  # number of the oldest entry
         self._size = self._taken = self._dropped = self._last_size = 0  # transitions
@@ -48,7 +58,8 @@ class VLABuffer:
     def add(self, transition: TensorDictBase, timeout: float | None = None) -> int:
         """Add one transition ``[]``, or one step of all envs ``[num_envs]``; return the number of the entry.
 
-        Waits at most ``timeout`` seconds, then raises ``BufferWaitError``. Whole rollouts go to ``add_rollout``.
+        Where it waits, it does so for at most ``timeout`` seconds, then raises ``BufferWaitError``, as it does at once
+        for a thread that would wait for itself, because no other takes any. Whole rollouts go to ``add_rollout``.
         """
         if transition.batch_dims > 2:
             raise RolloutError(f"expected a transition [] or [num_envs], got {list(transition.batch_size)}")
@@ -68,12 +79,20 @@ class VLABuffer:
         entry = moved.clone() if copy and entry.device in (None, self.device) else moved
         began = time.monotonic()
         with self._changed:
-            if self.overwrite:
-                while not self._has_room(size):
-                    self._drop_oldest()
-            elif not self._changed.wait_for(lambda: self._has_room(size), timeout):
+            overwrite = entry.batch_dims < 2 if self.overwrite is None else self.overwrite
+            while overwrite and not self._has_room(size):
+                self._drop_oldest()
+            while not self._has_room(size):
+                waited = time.monotonic() - began
                 waiting = f"{self._size} of {self.buffer_size} transitions are waiting to be taken"
-                raise BufferWaitError(f"no room for {size} transitions in {timeout} s: {waiting}")
+                if timeout is None and self._waits_for_itself(waited):
+                    raise BufferWaitError(
+                        f"no room for {size} transitions: {waiting}, and as no other thread takes any, this one would "
+                        "wait for itself. Call get() first, or make the buffer with overwrite=True: it drops the oldest"
+                    )
+                if timeout is not None and waited >= timeout:
+                    raise BufferWaitError(f"no room for {size} transitions in {timeout} s: {waiting}")
+                self._changed.wait(_LOOK_SECONDS if timeout is None else min(timeout - waited, _LOOK_SECONDS))
             self._add_wait += time.monotonic() - began
             if self._entries and self._entries[-1].batch_dims != entry.batch_dims:
                 raise RolloutError(
@@ -85,6 +104,15 @@ class VLABuffer:
             self._last_size = size
             self._changed.notify_all()
             return self.next - 1
+
+    def _waits_for_itself(self, waited: float) -> bool:
+        """Tell whether nobody but the calling thread, which has waited so many seconds for room, makes some."""
+        own = threading.current_thread()
+        if any(taker is not own and taker.is_alive() for taker in self._takers):
+            return False
+        if own in self._takers or threading.active_count() == 1:
+            return True
+        return own is self._creator and waited >= PATIENCE_SECONDS  # else it is the creator who may take later
 
     def get(self, flatten: bool = False, timeout: float | None = 0.0) -> TensorDictBase:
         """Hand out the oldest rollout ``[num_envs, num_steps]``, or all single transitions, stacked along time.
@@ -104,6 +132,7 @@ class VLABuffer:
 
     def take(self, everything: bool = False, timeout: float | None = 0.0) -> list[tuple[int, TensorDictBase]]:
         """Remove the oldest rollout, or ``everything`` (always, for single transitions); return numbers and entries."""
+        self._takers.add(threading.current_thread())
         if self.producer is not None:
             self.producer.before_get()
         began = time.monotonic()
