@@ -246,6 +246,19 @@ def test_ratios_are_bounded_only_where_they_say_nothing():
     assert kl_estimate(torch.tensor([3000.0])).isfinite().all()
 
 
+def test_the_estimate_of_the_kl_divergence_is_never_negative_and_exact_for_small_ratios():
+    generator = torch.Generator().manual_seed(0)
+    log_r = torch.cat([torch.randn(100_000, generator=generator) * scale for scale in (1e-7, 1e-5, 1e-4, 1e-3, 0.1)])
+    found, expected = kl_estimate(log_r), torch.expm1(log_r.double()) - log_r.double()
+    assert (found >= 0.0).all()
+    rounding = 2.0**-23 * log_r.abs()  # of the difference of two numbers of that size
+    assert ((found - expected).abs() <= rounding + 1e-6 * expected).all()
+    log_r = torch.linspace(-1e-3, 1e-3, 2001, requires_grad=True)
+    kl_estimate(log_r).sum().backward()
+    assert log_r.grad is not None
+    torch.testing.assert_close(log_r.grad, torch.expm1(log_r.detach()), atol=2e-7, rtol=0.0)
+
+
 def test_corrected_ppo_learns_from_very_stale_rollouts():
     """Rollouts of a policy that is four updates older; the reward is the position, so pushing up pays."""
     torch.manual_seed(0)

@@ -111,6 +111,38 @@ def test_squashed_entropy_equals_that_of_samples(mean: float, log_std: float) ->
     assert abs(float(entropy.detach()) + float(log_prob.detach().mean())) < 0.02
 
 
+def integrated_entropy(mean: float, std: float) -> float:
+    """Return the entropy of tanh(u), u ~ N(mean, std^2), by the trapezoidal rule in float64 over u."""
+    u = np.linspace(mean - 12.0 * std, mean + 12.0 * std, 200_001)
+    log_density = -0.5 * ((u - mean) / std) ** 2 - np.log(std) - 0.5 * np.log(2.0 * np.pi)
+    log_slope = 2.0 * (np.log(2.0) - np.logaddexp(u, -u))  # log(1 - tanh(u)^2)
+    return float(np.trapezoid(np.exp(log_density) * (log_slope - log_density), u))
+
+
+@pytest.mark.parametrize("std", [0.1, 0.3, 1.0, 2.7, 7.4, 10.0, 50.0])
+def test_squashed_entropy_equals_numerical_integration(std: float) -> None:
+    means = [0.0, 0.02, 0.4, -1.3, 3.0, -8.0, 30.0]
+    head = SquashedGaussianHead(1, DistributionCfg(squash=True, init_log_std=float(np.log(std))))
+    _, entropy = head.evaluate(torch.tensor(means).unsqueeze(-1), torch.zeros(len(means), 1))
+    expected = [integrated_entropy(mean, std) for mean in means]
+    assert entropy.tolist() == pytest.approx(expected, abs=3e-4)
+
+
+def test_squashed_entropy_has_the_gradient_of_the_integral() -> None:
+    step = 1e-3
+    for mean, log_std in [(0.0, -2.0), (0.5, 0.0), (-1.5, 1.0), (2.0, 2.0), (0.1, 2.3)]:
+        head = SquashedGaussianHead(1, DistributionCfg(squash=True, init_log_std=log_std))
+        raw = torch.tensor([[mean]], requires_grad=True)
+        head.evaluate(raw, torch.zeros(1, 1))[1].sum().backward()
+        std = np.exp(log_std)
+        by_mean = integrated_entropy(mean + step, std) - integrated_entropy(mean - step, std)
+        wider, narrower = (integrated_entropy(mean, np.exp(log_std + d)) for d in (step, -step))
+        assert raw.grad is not None
+        assert head.log_std.grad is not None
+        assert raw.grad.item() == pytest.approx(by_mean / (2.0 * step), abs=2e-3)
+        assert head.log_std.grad.item() == pytest.approx((wider - narrower) / (2.0 * step), abs=2e-3)
+
+
 def test_categorical_equals_torch() -> None:
     head = CategoricalHead(5)
     raw = params(40, 5, scale=2.0)

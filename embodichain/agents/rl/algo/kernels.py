@@ -143,8 +143,9 @@ def _clipped_loss(  # type: ignore[no-untyped-def]  # noqa: ANN202
     tl.store(log_prob_grad + at, log_prob_slope * share, mask=here)
     tl.store(value_grad + at, value_slope * (vf_coef * share), mask=here)
 
-    # KL(pi_old || pi) = E[ratio - 1 - log ratio]
-    kl = ratio - 1.0 - log_r
+    # KL(pi_old || pi) = E[ratio - 1 - log ratio], by its series where the difference would be rounding alone
+    series = log_r * log_r * (0.5 + log_r * (1.0 / 6.0 + log_r * (1.0 / 24.0 + log_r / 120.0)))
+    kl = tl.where(tl.abs(log_r) < 0.1, series, ratio - 1.0 - log_r)
     is_clipped = (tl.abs(ratio - 1.0) > clip).to(tl.float32)
     row = sums + tl.program_id(0) * 5
     tl.store(row, tl.sum(tl.where(here, policy_loss + vf_coef * value_loss, 0.0)) * share)

@@ -34,7 +34,7 @@ def clipped_gain(log_ratio: Tensor, gain: Tensor, clip: float) -> Tensor:
 def kl_estimate(log_ratio: Tensor) -> Tensor:
     """Return ``r - 1 - log r`` of ``log r = log q / p``: on samples of p its mean is ``KL(p || q)``, never negative."""
     log_r = bounded(log_ratio)
-    return log_r.exp() - 1.0 - log_r
+    return (log_r.expm1() - log_r).clamp(min=0.0)  # r - 1 would be rounding alone where r is close to 1
 
 
 def is_clipped(log_ratio: Tensor, clip: float) -> Tensor:
