@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ from embodichain.agents.rl.collector import SyncCollector
 from embodichain.agents.rl.models import build_policy
 from embodichain.agents.rl.models.vla import load_vla_model, merge_lora, save_vla_model
 from embodichain.envs.wrappers import chunked
-from embodichain.errors import ConfigError, EmbodiChainError
+from embodichain.errors import CheckpointError, ConfigError, EmbodiChainError
 from tests.agents.rl.vla_cases import language_env, vla_block
 
 pytestmark = pytest.mark.extra("vla")
@@ -146,25 +149,135 @@ def test_a_saved_model_is_read_back(env, tmp_path: Path):
     torch.testing.assert_close(loaded(obs, True)[0], policy.get_action(obs, deterministic=True)[0])
 
 
-def test_a_pretrained_folder_gives_its_weights(env, tmp_path: Path):
+@pytest.fixture
+def pretrained(tmp_path: Path) -> Path:
+    """The folder of a small backbone with a tokenizer, as transformers saves both."""
     transformers = pytest.importorskip("transformers")
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
 
-    settings = dict(BACKBONE)
+    folder, settings = tmp_path / "pretrained", dict(BACKBONE)
     config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
     torch.manual_seed(1)
-    pretrained = transformers.AutoModel.from_config(config)
-    pretrained.save_pretrained(tmp_path)
+    transformers.AutoModel.from_config(config).save_pretrained(folder)
     words = Tokenizer(WordLevel({"[UNK]": 0, "push": 1, "red": 2, "blue": 3, "goal": 4}, unk_token="[UNK]"))
     words.pre_tokenizer = Whitespace()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]").save_pretrained(tmp_path)
-    policy = hf_policy(env, backbone=None, backbone_path=str(tmp_path))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]").save_pretrained(folder)
+    return folder
+
+
+def from_folder(env: Any, folder: Path, **settings: Any) -> Any:
+    return hf_policy(env, backbone=None, backbone_path=str(folder), **settings)
+
+
+def test_a_pretrained_folder_gives_its_weights(env, pretrained: Path):
+    from safetensors.torch import load_file
+
+    policy = from_folder(env, pretrained)
     ours = policy.model.backbone.state_dict()
-    assert all(torch.equal(ours[name], value) for name, value in pretrained.state_dict().items())
+    assert all(torch.equal(ours[name], value) for name, value in load_file(pretrained / "model.safetensors").items())
     obs, _ = env.reset()
     assert torch.isfinite(policy.get_action(obs)[0]).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_saved_model_is_whole_without_the_folder_of_its_backbone(env, pretrained: Path, tmp_path: Path, dtype: str):
+    policy = from_folder(env, pretrained, dtype=dtype).eval()
+    obs, _ = env.reset()
+    expected = policy.get_action(obs, deterministic=True)[0]
+    first = save_vla_model(policy.model, tmp_path / "first")
+    shutil.rmtree(pretrained)
+    loaded = load_vla_model(first)
+    assert torch.equal(loaded(obs, True)[0], expected)
+    assert loaded.words.tokenizer("push red")["input_ids"] == [1, 2]
+    moved = save_vla_model(loaded, tmp_path / "second").rename(tmp_path / "moved")
+    shutil.rmtree(first)
+    assert torch.equal(load_vla_model(moved)(obs, True)[0], expected)
+    block = {"name": "vla", "vla_config": {"model_path": str(moved)}}
+    again = build_policy(block, env.observation_space, env.action_space, "cpu").eval()
+    assert torch.equal(again.get_action(obs, deterministic=True)[0], expected)
+
+
+def test_a_saved_model_keeps_its_low_rank_parts(env, pretrained: Path, tmp_path: Path):
+    lora = {"rank": 2, "alpha": 4.0, "target_modules": ["q_proj", "v_proj"]}
+    policy = from_folder(env, pretrained, lora=lora)
+    train_once(env, policy)
+    policy.eval()
+    obs, _ = env.reset()
+    expected = policy.get_action(obs, deterministic=True)[0]
+    folder = save_vla_model(policy.model, tmp_path / "vla")
+    shutil.rmtree(pretrained)
+    loaded = load_vla_model(folder)
+    assert torch.equal(loaded(obs, True)[0], expected)
+    trained = {name for name, value in policy.model.named_parameters() if value.requires_grad}
+    assert {name for name, value in loaded.named_parameters() if value.requires_grad} == trained
+    block = {"name": "vla", "vla_config": {"model_path": str(folder), "lora": lora}}
+    again = build_policy(block, env.observation_space, env.action_space, "cpu").eval()
+    assert torch.equal(again.get_action(obs, deterministic=True)[0], expected)
+    block["vla_config"]["lora"] = {**lora, "rank": 3}
+    with pytest.raises(ConfigError, match="rank 2"):
+        build_policy(block, env.observation_space, env.action_space, "cpu")
+    merged = save_vla_model(merge_lora(loaded), tmp_path / "merged")
+    torch.testing.assert_close(load_vla_model(merged)(obs, True)[0], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_files_of_a_saved_model_are_looked_for_inside_its_folder(env, pretrained: Path, tmp_path: Path):
+    folder = save_vla_model(from_folder(env, pretrained).model, tmp_path / "vla")
+    about = json.loads((folder / "config.json").read_text())
+    for outside in ("../pretrained", str(pretrained), 7):
+        (folder / "config.json").write_text(json.dumps({**about, "files": {"backbone_path": outside}}))
+        with pytest.raises(CheckpointError, match="inside the folder"):
+            load_vla_model(folder)
+
+
+def test_a_backbone_without_a_tokenizer_gets_one_line(env, pretrained: Path):
+    for file in pretrained.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(CheckpointError, match=r"no tokenizer.*save_pretrained") as caught:
+        from_folder(env, pretrained)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [
+        ("config.json", "{"),
+        ("config.json", "[1]"),
+        ("model.safetensors", "no weights"),
+        ("tokenizer.json", "{"),
+        ("tokenizer_config.json", "{"),
+    ],
+)
+def test_a_damaged_backbone_gets_one_line(env, pretrained: Path, file: str, damage: str):
+    (pretrained / file).write_text(damage)
+    with pytest.raises(CheckpointError, match="pretrained") as caught:
+        from_folder(env, pretrained)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("model_type", ["smolvlm", "of_its_own"])
+def test_code_in_the_folder_of_a_backbone_is_never_run(env, pretrained: Path, monkeypatch, file: str, model_type: str):
+    """Somebody says yes to whatever is asked: nothing is, and the code leaves no trace."""
+    marker = pretrained.parent / "marker"
+    names = ("AutoConfig", "AutoModel", "AutoTokenizer", "AutoProcessor")
+    classes = "".join(f"class {name}:\n    pass\n" for name in names)
+    (pretrained / "code.py").write_text(f"import pathlib\npathlib.Path({str(marker)!r}).touch()\n{classes}")
+    config = {**json.loads((pretrained / "config.json").read_text()), "model_type": model_type}
+    (pretrained / "config.json").write_text(json.dumps(config))
+    settings = json.loads((pretrained / file).read_text())
+    code = {name: ["code.AutoTokenizer", None] if name == "AutoTokenizer" else f"code.{name}" for name in names}
+    (pretrained / file).write_text(json.dumps({**settings, "auto_map": code}))
+    answers = io.StringIO("y\n" * 10)
+    monkeypatch.setattr("sys.stdin", answers)
+    with pytest.raises(EmbodiChainError) as caught:
+        from_folder(env, pretrained)
+    assert "\n" not in str(caught.value)
+    assert not marker.exists()
+    if model_type == "smolvlm":
+        assert f"{file} names code" in str(caught.value)
+    assert answers.tell() == 0  # nobody asked
 
 
 @pytest.mark.parametrize(

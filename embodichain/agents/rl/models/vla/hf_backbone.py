@@ -4,6 +4,9 @@ The language model reads the patches of all images, the instruction, one token o
 action and for the value. Its outputs for the queries are the chunk and the value, in one pass.
 """
 
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -15,11 +18,16 @@ from torch import Tensor, nn
 from embodichain.agents.rl.models.vla.model import Decoded, VLAModel, VLAModelCfg, register_vla_model
 from embodichain.config.classes import configclass
 from embodichain.envs.observations import decode_instructions
-from embodichain.errors import CheckpointError, ConfigError, look_up
+from embodichain.errors import CheckpointError, ConfigError, EmbodiChainError, look_up
 from embodichain.extras import require
 
 MODEL_TYPES = {name: name for name in ("smolvlm", "idefics3")}
 """Families whose models consist of ``vision_model``, ``connector`` and ``text_model``."""
+_CONFIG, _TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+"""Files of which a tokenizer has at least one."""
+_LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+"""Nothing is downloaded, and no code of a folder is run; without the latter transformers asks on stdin."""
 
 
 @configclass
@@ -30,6 +38,8 @@ class HFBackboneVLACfg(VLAModelCfg):
     """Settings of the transformers config, ``model_type`` among them: a model with random weights."""
     backbone_path: str | None = None
     """Folder of a pretrained model, as ``save_pretrained`` writes it, with its tokenizer; nothing is downloaded."""
+    pretrained: bool = True
+    """Whether the weights in ``backbone_path`` are read; false for a model that is saved whole, which has its own."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the backbone; the heads are float32."""
     freeze: tuple[Literal["vision", "language"], ...] = ()
@@ -65,6 +75,15 @@ class HFBackboneVLA(VLAModel):
         if "language" in cfg.freeze:
             self.backbone.text_model.requires_grad_(False)
             self.backbone.connector.requires_grad_(False)
+
+    def save_files(self, folder: Path) -> dict[str, Any]:
+        if self.cfg.backbone_path is None:
+            return {}  # the settings describe it
+        target = folder / "backbone"
+        self.backbone.config.save_pretrained(target)
+        if self.words is not None and self.words.tokenizer is not None:
+            self.words.tokenizer.save_pretrained(target)
+        return {"backbone_path": Path(target.name), "pretrained": False}
 
     def decode(self, obs: TensorDictBase) -> Decoded:
         tokens, mask = self._context(obs)
@@ -108,8 +127,7 @@ class _Words:
         self.length = cfg.instruction_length
         self.tokenizer: Any = None
         if cfg.backbone_path is not None:
-            transformers = require("transformers", extra="vla")
-            self.tokenizer = transformers.AutoTokenizer.from_pretrained(cfg.backbone_path, local_files_only=True)
+            self.tokenizer = _load_tokenizer(Path(cfg.backbone_path))
         elif vocabulary < 256:
             raise ConfigError(f"text_config.vocab_size: bytes need at least 256 tokens, got {vocabulary}", "backbone")
 
@@ -131,17 +149,56 @@ def _load_backbone(cfg: HFBackboneVLACfg) -> Any:
     """Return the vision-language model without its language head."""
     if (cfg.backbone is None) == (cfg.backbone_path is None):
         raise ConfigError("expected either backbone (settings) or backbone_path (a folder)", "model_config")
-    transformers = require("transformers", extra="vla")
+    # A dtype given here leaves the rotary frequencies in float32, which .to(dtype) rounds.
+    transformers, dtype = require("transformers", extra="vla"), getattr(torch, cfg.dtype)
     if cfg.backbone is not None:
         settings = dict(cfg.backbone)
         model_type = look_up("backbone.model_type", str(settings.pop("model_type", None)), MODEL_TYPES)
         config = transformers.AutoConfig.for_model(model_type, **settings)
-        return transformers.AutoModel.from_config(config).to(getattr(torch, cfg.dtype))
+        return transformers.AutoModel.from_config(config, dtype=dtype, trust_remote_code=False)
     folder = Path(str(cfg.backbone_path))
-    if not (folder / "config.json").is_file():
-        raise CheckpointError(f"{folder}: expected the folder of a pretrained model, with config.json in it")
-    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-    look_up("backbone.model_type", str(config.model_type), MODEL_TYPES)
-    return transformers.AutoModel.from_pretrained(
-        folder, config=config, dtype=getattr(torch, cfg.dtype), local_files_only=True, use_safetensors=True
-    )
+    if not (folder / _CONFIG).is_file():
+        raise CheckpointError(f"{folder}: expected the folder of a pretrained model, with {_CONFIG} in it")
+    with _reading(folder):
+        _refuse_code(folder / _CONFIG)
+        config = transformers.AutoConfig.from_pretrained(folder, **_LOCAL)
+        look_up("backbone.model_type", str(config.model_type), MODEL_TYPES)
+        if not cfg.pretrained:
+            return transformers.AutoModel.from_config(config, dtype=dtype, trust_remote_code=False)
+        return transformers.AutoModel.from_pretrained(
+            folder, config=config, dtype=dtype, use_safetensors=True, **_LOCAL
+        )
+
+
+def _load_tokenizer(folder: Path) -> Any:
+    """Return the tokenizer in the folder of a backbone."""
+    if not any((folder / name).is_file() for name in _TOKENIZERS):
+        raise CheckpointError(
+            f"{folder}: there is no tokenizer in it ({', '.join(_TOKENIZERS)}); write it there with "
+            "tokenizer.save_pretrained(folder)"
+        )
+    with _reading(folder):
+        if (folder / _TOKENIZER_CONFIG).is_file():
+            _refuse_code(folder / _TOKENIZER_CONFIG)
+        return require("transformers", extra="vla").AutoTokenizer.from_pretrained(folder, **_LOCAL)
+
+
+def _refuse_code(file: Path) -> None:
+    """Raise if a config names code of its folder: even a file that transformers would not run says what it needs."""
+    if "auto_map" in json.loads(file.read_text(encoding="utf-8")):
+        raise CheckpointError(
+            f"{file} names code in its folder (auto_map), which is never run; if the model is one of transformers' "
+            "own, remove the entry"
+        )
+
+
+@contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    """Turn what transformers raises about a folder into one line."""
+    try:
+        yield
+    except EmbodiChainError:
+        raise
+    except Exception as error:  # the tokenizers library raises bare Exceptions
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CheckpointError(f"{folder} cannot be read as a pretrained model: {reason}") from error

@@ -1,7 +1,8 @@
 """Checkpoints of vision-language-action models, and which of their weights are trained: frozen parts, and LoRA by peft.
 
-``save_vla_model`` writes a folder with ``config.json`` and ``model.safetensors``. ``load_vla_model`` reads such a
-folder, a ``.safetensors`` file, or a plain torch file, from which nothing but tensors is taken.
+``save_vla_model`` writes a folder with ``config.json``, ``model.safetensors`` and, for a pretrained backbone, its
+config and tokenizer in ``backbone/``: nothing else is needed to load it. ``load_vla_model`` reads such a folder, a
+``.safetensors`` file, or a plain torch file, from which nothing but tensors is taken.
 """
 
 import json
@@ -25,8 +26,10 @@ from embodichain.errors import CheckpointError, ConfigError
 from embodichain.extras import require
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
-FORMAT, VERSION = "embodichain-vla", 1
+FORMAT, VERSION = "embodichain-vla", 2
 _SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
+_LORA = "_lora_settings"
+"""Attribute of a model with low-rank parts: their settings."""
 _NESTED = ("model_state_dict", "state_dict", "model")
 
 PathLike = str | os.PathLike[str]
@@ -58,16 +61,26 @@ def load_vla_model(
         raise ConfigError(
             f"{model_cls.__name__} cannot be built from these settings: {error}", "model_config"
         ) from error
+    if saved.get("lora") is not None:
+        apply_lora(model, LoRACfg.from_dict(saved["lora"], source=str(Path(model_path or "") / CONFIG_FILE)))
     if model_path is not None:
         set_weights(model, read_weights(Path(model_path)), str(model_path))
     return model.to(device).eval()
 
 
 def save_vla_model(model: nn.Module, folder: PathLike) -> Path:
-    """Write a model's settings and weights to a folder that ``load_vla_model`` reads."""
+    """Write a model whole to a folder that ``load_vla_model`` reads: settings, weights, low-rank parts, tokenizer."""
     target = Path(folder)
-    settings = model.cfg.to_dict() if isinstance(model, VLAModel) else {}
-    about = {"model_class": registered_name(type(model)), "model_config": settings}
+    target.mkdir(parents=True, exist_ok=True)
+    settings = {**model.cfg.to_dict(), **model.save_files(target)} if isinstance(model, VLAModel) else {}
+    files = {name: value.as_posix() for name, value in settings.items() if isinstance(value, Path)}
+    lora = lora_of(model)
+    about = {
+        "model_class": registered_name(type(model)),
+        "model_config": {name: value for name, value in settings.items() if name not in files},
+        "files": files,
+        "lora": None if lora is None else lora.to_dict(),
+    }
     save_config({"format": FORMAT, "version": VERSION, **about}, target / CONFIG_FILE)
     # Tensors that share memory are written once each: the format has no sharing.
     weights = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in model.state_dict().items()}
@@ -76,7 +89,7 @@ def save_vla_model(model: nn.Module, folder: PathLike) -> Path:
 
 
 def saved_config(model_path: PathLike | None) -> dict[str, Any]:
-    """Return what a folder's ``config.json`` says: ``model_class`` and ``model_config``; empty if there is none."""
+    """Return what a folder's ``config.json`` says: ``model_class``, ``model_config``, ``lora``; empty without one."""
     file = Path(model_path or "") / CONFIG_FILE
     if model_path is None or not file.is_file():
         return {}
@@ -88,6 +101,13 @@ def saved_config(model_path: PathLike | None) -> dict[str, Any]:
         raise CheckpointError(f"{file} is no config of a model saved by save_vla_model")
     if not isinstance(content.get("version"), int) or content["version"] > VERSION:
         raise CheckpointError(f"{file} has version {content.get('version')}; this package reads up to {VERSION}")
+    settings, files = content.get("model_config", {}), content.get("files", {})
+    if not isinstance(settings, dict) or not isinstance(files, dict):
+        raise CheckpointError(f"{file} is no config of a model saved by save_vla_model")
+    for name, path in files.items():
+        if not isinstance(path, str) or not (file.parent / path).resolve().is_relative_to(file.parent.resolve()):
+            raise CheckpointError(f"{file}: {name}: expected a path inside the folder, got {path!r}")
+        settings[name] = str(file.parent / path)
     return content
 
 
@@ -176,8 +196,25 @@ class LoRACfg(Config):
     """Beginnings of the names of parameters that stay trainable as they are: what is new, not pretrained."""
 
 
+def lora_of(model: nn.Module) -> LoRACfg | None:
+    """Return the settings of a model's low-rank parts; None if it has none."""
+    return vars(model).get(_LORA)
+
+
 def apply_lora(model: nn.Module, cfg: LoRACfg) -> nn.Module:
-    """Freeze the model and add low-rank parts to the chosen layers, in place; at first these are zero."""
+    """Freeze the model and add low-rank parts to the chosen layers, in place; at first these are zero.
+
+    A model that has the same parts already keeps them as they are.
+    """
+    present = lora_of(model)
+    if present is not None:
+        if present != cfg:
+            raise ConfigError(
+                f"the model has low-rank parts of rank {present.rank} on {', '.join(present.target_modules)} already; "
+                "leave out lora to keep them, or save the model after merge_lora",
+                "lora",
+            )
+        return model
     peft = require("peft", extra="vla")
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     for end in cfg.target_modules:
@@ -190,6 +227,7 @@ def apply_lora(model: nn.Module, cfg: LoRACfg) -> nn.Module:
     for name, parameter in model.named_parameters():
         if any(_belongs(name, part) for part in cfg.trainable):
             parameter.requires_grad_(True)
+    vars(model)[_LORA] = cfg
     return model
 
 
@@ -201,4 +239,5 @@ def merge_lora(model: nn.Module) -> nn.Module:
             module.merge()
             parent, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(parent), attribute, module.get_base_layer())
+    vars(model).pop(_LORA, None)
     return model.requires_grad_(True)

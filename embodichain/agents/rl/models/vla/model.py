@@ -3,6 +3,7 @@
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
 import gymnasium as gym
@@ -102,6 +103,11 @@ class VLAModel(nn.Module, ABC):
         """Let the running statistics of proprioception take in observations."""
         if self.normalizer is not None:
             self.normalizer.update(self.proprioception(obs))
+
+    def save_files(self, folder: Path) -> dict[str, Any]:
+        """Write what the model needs beside its weights, and return the settings with which it is read from there;
+        paths are relative to the folder."""
+        return {}
 
     def _squeeze(self, value: Tensor) -> Tensor:
         return value.squeeze(1) if self.chunk_size == 1 else value
