@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
-from embodichain.errors import EnvContractError, RenderingError
+from embodichain.errors import EnvContractError
 from embodichain.utils.console import check_counts
 
 if TYPE_CHECKING:
@@ -58,8 +58,7 @@ def main(argv: Sequence[str]) -> int:
     args = tyro.cli(PlayArgs, args=list(argv), prog="embodichain play")
 
     from embodichain.envs.recording import EpisodeRecorder
-    from embodichain.envs.registration import list_envs, make
-    from embodichain.envs.rendering import choose_backend
+    from embodichain.envs.registration import make_to_watch
 
     counts = {"--episodes": args.episodes, "--num-envs": args.num_envs, "--video-episodes": args.video_episodes}
     check_counts(counts, *([] if args.speed > 0 else [f"--speed: expected a number above 0, got {args.speed}"]))
@@ -70,11 +69,10 @@ def main(argv: Sequence[str]) -> int:
         num_envs = max(1, min(args.episodes // filmed, _DEFAULT_NUM_ENVS))
     source = args.id if args.config is None else args.config
     overrides: dict[str, Any] = {"id": args.id, "num_envs": num_envs, "seed": args.seed}
-    if args.video is not None and args.id not in {spec.id for spec in list_envs()}:
-        overrides["kwargs"] = {"render_mode": "rgb_array"}  # Gymnasium wants to know beforehand
-        with contextlib.suppress(RenderingError):  # its MuJoCo envs take the backend from MUJOCO_GL; others need none
-            choose_backend()
-    with make(source, **overrides) as env, contextlib.ExitStack() as stack:
+    with (
+        make_to_watch(source, video=args.video is not None, **overrides) as env,
+        contextlib.ExitStack() as stack,
+    ):
         act = choose_policy(env, args.policy, args.seed)
         recorder = None
         if args.video is not None:

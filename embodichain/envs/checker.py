@@ -155,7 +155,8 @@ class Play:
     @property
     def long_steps(self) -> int:
         """Number of steps of ``long``."""
-        return min(self.env.max_episode_steps + 5, self.max_steps)
+        limit = self.env.max_episode_steps
+        return self.max_steps if limit is None else min(limit + 5, self.max_steps)
 
     @cached_property
     def long(self) -> list[Frame]:
@@ -272,10 +273,10 @@ def _flat(space: gym.Space[Any], path: str = "") -> dict[str, gym.Space[Any]]:
 def check_spaces(play: Play) -> Iterator[Finding]:
     """The attributes that every environment has, and spaces of one env."""
     env = play.env
-    for name in ("num_envs", "max_episode_steps"):
-        value = getattr(env, name, None)
-        if type(value) is not int or value < 1:
-            yield f"{name} is an int of at least 1", repr(value), "set it in __init__"
+    for name, otherwise in (("num_envs", ""), ("max_episode_steps", ", or None where there is no time limit")):
+        value = getattr(env, name, "nothing")
+        if not (value is None and otherwise) and (type(value) is not int or value < 1):
+            yield f"{name} is an int of at least 1{otherwise}", repr(value), "set it in __init__"
     for name, kind, advice in (
         ("device", torch.device, "torch.device('cpu'), not 'cpu'"),
         ("observation_space", gym.spaces.Dict, "name the observation: Dict({'state': Box(...)})"),
@@ -386,6 +387,8 @@ def check_kept(play: Play) -> Iterator[Finding]:
 def check_time_limit(play: Play) -> Iterator[Finding]:
     """No episode is longer than ``max_episode_steps``, and one that gets there is truncated."""
     limit = play.env.max_episode_steps
+    if limit is None:
+        raise NotApplicable("there is no time limit: max_episode_steps is None")
     for played in (iter(play.long[1:]), play.expert(play.long_steps)):  # an expert may last longer
         length, reached = torch.zeros(play.env.num_envs, dtype=torch.int64, device=play.env.device), False
         for frame in played:
@@ -439,7 +442,9 @@ def check_episode_seed(play: Play) -> Iterator[Finding]:
         return
     play.extend(again, play.actions(play.long_steps)[ends[-1] :][:_SHORT])
     for k, (frame, was) in enumerate(zip(again, original, strict=True)):
-        for name in [*frame.observed, *(["reward"] if k else [])]:
+        # What was reached, as the episode after an end is another one: it follows from the streams.
+        reached = [f"info[final_observation]{name.removeprefix('obs')}" for name in frame.observed]
+        for name in [*reached, "reward"] if k else frame.observed:
             if bool((rows_differ(frame.copies[name], was.copies[name]) & alive).any()):
                 got = f"{k} steps into the episode {name} differs"
                 advice = "after a reset nothing may be left of the last episode, and no step may be made up"

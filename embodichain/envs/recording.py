@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
@@ -15,13 +16,13 @@ import mujoco
 import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from embodichain.envs.rendering import INSTALL_HINT
 from embodichain.envs.task_env import TaskEnv
 from embodichain.envs.vec_env import VecEnv
-from embodichain.errors import EnvContractError, OutputError, RenderingError
+from embodichain.errors import EmbodiChainError, OutputError
 
 _SUFFIXES = (".mp4", ".mkv", ".mov")
 _DPI = 100
@@ -69,11 +70,12 @@ class VideoWriter:
         """Finish the file, or throw away what was written; calling it twice is fine."""
         if self._writer is None:
             return
-        self._writer.close()
-        self._writer = None
-        if keep:
-            os.replace(self._partial, self.path)
-        else:
+        writer, self._writer = self._writer, None
+        try:
+            writer.close()
+            if keep:
+                os.replace(self._partial, self.path)
+        finally:
             self._partial.unlink(missing_ok=True)
 
 
@@ -237,7 +239,10 @@ def roll(env: VecEnv, act: ActionSource, episodes: int, seed: int | None = None)
 
 
 class EpisodeRecorder:
-    """Records the first ``episodes`` episodes of one env; ``problem`` is the reason if there can be no video."""
+    """Records the first ``episodes`` episodes of one env; ``problem`` is the reason if there can be no video.
+
+    Rendering never ends what is recorded: an env may have no camera, fail to render, or return no image.
+    """
 
     def __init__(
         self,
@@ -264,12 +269,6 @@ class EpisodeRecorder:
         self._video = VideoWriter(video, fps=1.0 / (step_seconds * self._stride))
         self._finished = self._steps = 0
         self._points: dict[tuple[str, str], list[np.ndarray]] = {}
-        try:
-            self._render()
-        except (RenderingError, EnvContractError) as error:
-            self.problem = str(error)
-        except mujoco.FatalError as error:  # an environment that is not ours renders with MuJoCo itself
-            self.problem = f"{error}. {INSTALL_HINT}"
 
     def watch(self, step: Step) -> None:
         """Record one step of :func:`roll`."""
@@ -282,28 +281,41 @@ class EpisodeRecorder:
             return
         self._add_points(step.obs)
         if self.problem is None and self._steps % self._stride == 0:
-            frame = self._render()
-            self._video.append(caption(frame, f"episode {self._finished + 1}"))
-            self.still = frame
+            with self._failures_noted():
+                self.still = self.env.render([self.env_id], self._camera, self._size)[0]
+                self._video.append(caption(self.still, f"episode {self._finished + 1}"))
         self._steps += 1
 
     def finish(self) -> list[Path]:
         """Complete the files and return their paths: the video, or the trajectory plot in its place."""
-        self._video.close()
+        with self._failures_noted():
+            self._video.close()
         if self.problem is None:
             return [self._video.path] if self._video.num_frames else []
-        return [] if self.plot is None else [write_image(self._video.path.with_suffix(".png"), self.plot)]
+        with self._failures_noted():
+            return [] if self.plot is None else [write_image(self._video.path.with_suffix(".png"), self.plot)]
+        return []
 
     def close(self) -> None:
         """Throw away a video that was not finished."""
         self._video.close(keep=False)
 
-    def _render(self) -> np.ndarray:
-        return self.env.render([self.env_id], self._camera, self._size)[0]
+    @contextlib.contextmanager
+    def _failures_noted(self) -> Iterator[None]:
+        """Give up the video, and keep the reason, where something inside fails."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - the env's own code renders, and whatever it raises is the reason
+            known = isinstance(error, EmbodiChainError)
+            self.problem = str(error) if known else " ".join(f"{type(error).__name__}: {error}".split())
+            if isinstance(error, mujoco.FatalError):  # an environment that is not ours renders with MuJoCo itself
+                self.problem = f"{error}. {INSTALL_HINT}"
+            with contextlib.suppress(OSError):  # of an encoder that has ended already
+                self._video.close(keep=False)
 
     def _add_points(self, obs: TensorDict) -> None:
         for key in (*_TRAJECTORIES, _GOAL):
-            value = obs.get(key, None)
+            value = _position(obs, *key)
             if value is not None:
                 self._points.setdefault(key, []).append(value[self.env_id, :2].cpu().numpy())
 
@@ -312,9 +324,10 @@ class EpisodeRecorder:
         self._add_points(final_obs)
         outcome = {True: "success", False: "no success", None: f"return {episode.total_reward:.1f}"}[episode.success]
         if self.problem is None and self.still is not None:
-            last = caption(self.still, f"episode {self._finished + 1}: {outcome} in {episode.length} steps")
-            for _ in range(max(1, round(_HOLD_SECONDS * self._video.fps))):
-                self._video.append(last)
+            with self._failures_noted():
+                last = caption(self.still, f"episode {self._finished + 1}: {outcome} in {episode.length} steps")
+                for _ in range(max(1, round(_HOLD_SECONDS * self._video.fps))):
+                    self._video.append(last)
         if self.plot is None and any(key in self._points for key in _TRAJECTORIES):
             name = self.env.cfg.id if isinstance(self.env, TaskEnv) else type(self.env).__name__
             self.plot = self._plot(f"{name}: {outcome} in {episode.length} steps")
@@ -329,6 +342,13 @@ class EpisodeRecorder:
         x, y = self._points[_GOAL][-1].tolist()
         radius = self.env.cfg.env.success_threshold if isinstance(self.env, TaskEnv) else 0.02
         return plot_trajectories(found, (x, y, radius), title)
+
+
+def _position(obs: TensorDictBase, group: str, name: str) -> Tensor | None:
+    """Return an observed position ``[num_envs, 2 or more]``, if an observation has this name and is one."""
+    parts = obs.get(group, None)
+    value = parts.get(name, None) if isinstance(parts, TensorDictBase) else None
+    return value if isinstance(value, Tensor) and value.dim() == 2 and value.shape[1] >= 2 else None
 
 
 Episode, Footage = EpisodeResult, EpisodeRecorder  # former names

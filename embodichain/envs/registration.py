@@ -1,5 +1,7 @@
 """Environments by name: ``make`` turns an id or a config into a ``VecEnv``, a task of ours or a Gymnasium env."""
 
+import contextlib
+import logging
 import os
 import pkgutil
 from collections.abc import Mapping, Sequence
@@ -13,11 +15,17 @@ from embodichain.config import load_config, merge
 from embodichain.envs import TASKS, register_with_gymnasium
 from embodichain.envs.env_cfg import GymCfg
 from embodichain.envs.gymnasium_env import make_gymnasium
+from embodichain.envs.gymnasium_env.construct import resolve_spec
 from embodichain.envs.physics.mujoco_cpu import MujocoCpuPhysics
+from embodichain.envs.rendering import choose_backend
 from embodichain.envs.task import Task
 from embodichain.envs.task_env import TaskEnv
 from embodichain.envs.vec_env import VecEnv
-from embodichain.errors import ConfigError, UnknownNameError, nearest
+from embodichain.errors import ConfigError, RenderingError, UnknownNameError, nearest
+
+LONGEST_EPISODE = 10_000
+"""Steps after which whole episodes are cut where an environment states no time limit."""
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -115,3 +123,42 @@ def make(
         device=cfg.device,
         seed=cfg.seed,
     )
+
+
+def make_to_watch(
+    config: GymCfg | Mapping[str, Any] | str | os.PathLike[str],
+    trusted_modules: Sequence[str] = (),
+    video: bool = False,
+    longest: int = LONGEST_EPISODE,
+    **overrides: Any,
+) -> VecEnv:
+    """Build an environment whose whole episodes are watched: all of them end, and ``video`` films it where it can be.
+
+    Where it states no time limit, episodes are cut after ``longest`` steps. A Gymnasium env has to be told beforehand
+    that images are wanted; one that does not take ``render_mode`` is made without.
+    """
+    cfg = load_gym_config(config, **overrides)
+    env = _make_with_images(cfg, trusted_modules) if video and cfg.id not in _TASKS else None
+    env = make(cfg, trusted_modules) if env is None else env
+    if env.max_episode_steps is not None:
+        return env
+    env.close()
+    _LOG.info(
+        "%s has no time limit: its episodes are cut after %d steps here; max_episode_steps in gym_config sets another",
+        cfg.id,
+        longest,
+    )
+    return make_to_watch(cfg, trusted_modules, video, max_episode_steps=longest)
+
+
+def _make_with_images(cfg: GymCfg, trusted_modules: Sequence[str]) -> VecEnv | None:
+    """Build a Gymnasium env that renders, or nothing if it cannot be made like that."""
+    with contextlib.suppress(RenderingError):  # its MuJoCo envs take the backend from MUJOCO_GL; others need none
+        choose_backend()
+    entry_point = resolve_spec(cfg.id, trusted_modules).entry_point
+    with contextlib.suppress(Exception):  # if it is not for the render mode, it fails without it, too, and says why
+        maker = pkgutil.resolve_name(entry_point) if isinstance(entry_point, str) else entry_point
+        metadata = getattr(maker, "metadata", None)  # a function that makes an env has none
+        if not isinstance(metadata, Mapping) or "rgb_array" in metadata.get("render_modes", ()):
+            return make(cfg.replace(kwargs={"render_mode": "rgb_array"} | cfg.kwargs), trusted_modules)
+    return None

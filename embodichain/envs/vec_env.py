@@ -155,7 +155,8 @@ class VecEnv(ABC):
 
     num_envs: int
     device: torch.device
-    max_episode_steps: int
+    max_episode_steps: int | None
+    """Steps after which an episode is truncated; ``None`` where episodes end by themselves alone."""
     observation_space: gym.spaces.Dict
     action_space: gym.Space[Any]
     action_manager: ActionManager

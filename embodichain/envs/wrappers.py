@@ -92,13 +92,15 @@ class ChunkedEnv(VecEnv):
     def __init__(self, env: VecEnv, chunk_size: int) -> None:
         if not isinstance(env.action_space, gym.spaces.Box) or len(env.action_space.shape) != 1:
             raise ChunkSizeError(f"chunks are made of actions [action_dim], got the action space {env.action_space}")
-        if chunk_size < 1 or chunk_size > env.max_episode_steps:
+        limit = env.max_episode_steps
+        if chunk_size < 1 or (limit is not None and chunk_size > limit):
+            longest = "inf" if limit is None else limit
             raise ChunkSizeError(
-                f"chunk_size must lie in [1, {env.max_episode_steps}], the longest episode there is, got {chunk_size}"
+                f"chunk_size must lie in [1, {longest}], the longest episode there is, got {chunk_size}"
             )
         self.env, self.chunk_size = env, chunk_size
         self.num_envs, self.device = env.num_envs, env.device
-        self.max_episode_steps = -(-env.max_episode_steps // chunk_size)
+        self.max_episode_steps = None if limit is None else -(-limit // chunk_size)
         self.observation_space = env.observation_space
         low, high = (np.tile(bound, (chunk_size, 1)) for bound in (env.action_space.low, env.action_space.high))
         self.action_space = gym.spaces.Box(low, high, dtype=np.float32)

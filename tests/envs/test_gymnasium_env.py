@@ -10,10 +10,13 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
+from embodichain.envs.checker import check_env
 from embodichain.envs.gymnasium_env import GymnasiumVecEnv, make_gymnasium
 from embodichain.envs.gymnasium_env.construct import RowwiseSyncVectorEnv
+from embodichain.envs.wrappers import ChunkedEnv
 from embodichain.errors import (
     ActionError,
+    ChunkSizeError,
     ConfigError,
     EnvContractError,
     RenderingError,
@@ -445,9 +448,37 @@ def test_tuple_observations_get_numbered_keys():
     assert obs["0"].shape == (2, 32)
 
 
-def test_the_time_limit_is_needed_checked_and_enforced():
-    with pytest.raises(ConfigError, match="no time limit"):
-        GymnasiumVecEnv.from_factory(Everything, 2)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_an_env_that_ends_by_itself_needs_no_time_limit(asynchronous):
+    """Blackjack states none; the oracle is Gymnasium's own env, played with the same seeds and actions."""
+    with make_gymnasium("Blackjack-v1", 2, asynchronous=asynchronous, seed=0) as env:
+        assert env.max_episode_steps is None
+        _, info = env.reset()
+        single, ends = gym.make("Blackjack-v1"), 0
+        single.reset(seed=int(info["episode_seed"][1]))
+        for _ in range(60):
+            _, reward, terminated, truncated, info = env.step(torch.tensor([0, 1]))
+            _, reward_, terminated_, truncated_, _ = single.step(1)
+            assert (reward[1], terminated[1], truncated[1]) == (reward_, terminated_, truncated_)
+            if terminated_:
+                ends += 1
+                single.reset(seed=int(info["episode_seed"][1]))
+        assert ends > 10
+    if not asynchronous:
+        assert check_env(make_gymnasium("Blackjack-v1", 2, seed=0), lambda n: make_gymnasium("Blackjack-v1", n)) == []
+
+
+def test_chunks_of_an_env_without_a_time_limit():
+    with pytest.raises(ChunkSizeError, match=r"\[1, inf\]"):
+        ChunkedEnv(unlimited(), 0)
+    assert ChunkedEnv(unlimited(), 3).max_episode_steps is None
+
+
+def unlimited():
+    return GymnasiumVecEnv.from_factory(lambda: gym.make("Pendulum-v1").unwrapped, 1)
+
+
+def test_the_time_limit_is_checked_and_enforced():
     with pytest.raises(ConfigError, match="at least 1"):
         make_gymnasium("CartPole-v1", 2, max_episode_steps=0)
     assert make_gymnasium("CartPole-v1", 2).max_episode_steps == 500

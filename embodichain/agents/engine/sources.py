@@ -18,7 +18,7 @@ from embodichain.errors import ConfigError, EnvContractError, nearest
 from embodichain.extras import import_trusted
 
 # Like the actors, these are entry points: only a worker that needs them imports all tasks, or the extra ``data``.
-_MAKE_ENV = "embodichain.envs.registration:make"
+_MAKE_ENV = "embodichain.envs.registration:make_to_watch"
 _RECORDED = "embodichain.agents.datasets.lerobot:RecordedEpisodes"
 
 
@@ -90,6 +90,8 @@ class SimulatedEpisodes:
 
     def __init__(self, env: VecEnv, actor: Actor, seed: int, noise_std: float = 0.0) -> None:
         self.env, self.actor, self._noise_std = env, actor, noise_std
+        if env.max_episode_steps is None:
+            raise EnvContractError("episodes of any length cannot be stored: give max_episode_steps")
         self.max_steps = env.max_episode_steps
         self._bounds = ActionBounds(env.action_space)
         self._generator = torch.Generator().manual_seed(seed)
@@ -163,7 +165,8 @@ def open_source(cfg: OnlineDataEngineCfg, worker: int = 0, incarnation: int = 0)
     overrides: dict[str, Any] = {}
     if cfg.num_workers > 1 and "num_threads" not in cfg.gym_config:
         overrides["num_threads"] = max(1, len(os.sched_getaffinity(0)) // cfg.num_workers)
-    env: VecEnv = _resolve(_MAKE_ENV)(cfg.gym_config, trusted_modules=cfg.trusted_modules, **overrides)
+    longest = cfg.max_episode_steps
+    env: VecEnv = _resolve(_MAKE_ENV)(cfg.gym_config, cfg.trusted_modules, longest=longest, **overrides)
     try:
         actor = make_actor(action, env, seed + 1, cfg.trusted_modules)
         return SimulatedEpisodes(env, actor, seed, action.noise_std)

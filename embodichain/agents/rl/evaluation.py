@@ -15,7 +15,7 @@ from embodichain.agents.rl.models.policy import Policy
 from embodichain.envs.recording import EpisodeRecorder, EpisodeResult, Summary, roll
 from embodichain.envs.vec_env import ActionBounds, VecEnv
 from embodichain.envs.wrappers import chunked
-from embodichain.errors import ConfigError
+from embodichain.errors import ConfigError, OutputError
 from embodichain.utils.torch_runtime import get_random_state, set_random_state, torch_threads
 
 FILM_SIZE = (240, 320)
@@ -95,7 +95,12 @@ def evaluate(
     policy.eval()
     torch.manual_seed(seed)
     actor = PolicyActor(policy, env, deterministic)
-    recorder = None if video is None else EpisodeRecorder(env, video, episodes=1, size=FILM_SIZE)
+    recorder, problem = None, None
+    if video is not None:
+        try:
+            recorder = EpisodeRecorder(env, video, episodes=1, size=FILM_SIZE)
+        except OutputError as error:  # a full disk or a folder that is gone is no reason not to evaluate
+            problem = str(error)
     ended: list[EpisodeResult] = []
     try:
         with torch_threads(collection_threads(policy, env.num_envs)):
@@ -110,4 +115,4 @@ def evaluate(
             recorder.close()
         policy.train(was_training)
         set_random_state(random_state)
-    return Evaluation(Summary.of(ended), ended, files, recorder.problem if recorder is not None else None)
+    return Evaluation(Summary.of(ended), ended, files, recorder.problem if recorder is not None else problem)

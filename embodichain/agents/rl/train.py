@@ -40,11 +40,10 @@ from embodichain.agents.rl.trainer import Trainer, TrainingResult
 from embodichain.agents.rl.utils.distributed import Ranks, global_rank, joined_ranks
 from embodichain.config import merge
 from embodichain.envs.physics.mujoco_cpu import available_cores
-from embodichain.envs.registration import list_envs, make
-from embodichain.envs.rendering import choose_backend
+from embodichain.envs.registration import make, make_to_watch
 from embodichain.envs.vec_env import VecEnv
 from embodichain.envs.wrappers import GroupedEnv, arrange, chunked, make_grouped
-from embodichain.errors import ConfigError, EmbodiChainError, RenderingError, TrainingStateError
+from embodichain.errors import ConfigError, EmbodiChainError, TrainingStateError
 from embodichain.extras import import_trusted, module_folders, module_name
 from embodichain.utils.console import shown_messages
 from embodichain.utils.torch_runtime import seed_everything
@@ -256,11 +255,7 @@ def make_eval_env(cfg: TrainCfg, trusted_modules: Collection[str] = (), **change
     num_envs = min(settings.num_eval_envs, settings.num_eval_episodes)
     chosen: dict[str, Any] = {"num_envs": num_envs, "seed": settings.eval_seed} | changes
     given = merge(merge(settings.environment, settings.eval_gym_config), chosen)
-    if settings.eval_video and given["id"] not in {spec.id for spec in list_envs()}:
-        given = merge({"kwargs": {"render_mode": "rgb_array"}}, given)  # Gymnasium wants to know beforehand
-        with suppress(RenderingError):  # its MuJoCo envs take the backend from MUJOCO_GL; others need none
-            choose_backend()
-    return make(given, trusted_modules=[module_name(entry) for entry in trusted_modules])
+    return make_to_watch(given, [module_name(entry) for entry in trusted_modules], video=settings.eval_video)
 
 
 def in_chunks(env: VecEnv, chunk_size: int) -> VecEnv:

@@ -130,6 +130,7 @@ class Trainer:
         self.view = ProgressView(settings.exp_name, console)
         self.counters = Counters()
         self.evaluation: Evaluation | None = None
+        self._video_problem: str | None = None
         self._update_threads = settings.update_threads or update_threads(self.policy, algorithm.cfg.batch_size)
         self._saved_at = -1
         self._resumed_at: int | None = None
@@ -273,7 +274,9 @@ class Trainer:
                 self.log.write(self.global_step, result.scalars() | {"time/total_seconds": self._update_clock()})
                 for file in result.files:
                     self.log.video(self.global_step, file)
-                problem = "" if result.problem is None else f" (no video: {result.problem})"
+                new = result.problem is not None and result.problem != self._video_problem
+                problem = f" (no video: {result.problem})" if new else ""
+                self._video_problem = result.problem
                 self.view.print(f"step {self.global_step}: evaluation {result}{problem}")
                 is_best = now.best_score is None or result.score > now.best_score
                 now.best_score = result.score if is_best else now.best_score

@@ -16,8 +16,8 @@ Every episode of Gymnasium's own vector envs begins from a seed of its own, ``in
 ``reset(seed=that_tensor)``, or ``gymnasium.make(id).reset(seed=int(that_tensor[i]))``, begins it again. (SAME_STEP
 needs a second reset for this and is slower.) Other vector envs take one int for all; their ``episode_seed`` is -1.
 
-An env without a time limit needs ``max_episode_steps``. ``info["gymnasium"]`` is the step's info from Gymnasium;
-``is_success`` or ``success`` in it becomes ``info["metrics"]["success"]``.
+``max_episode_steps`` is ``None`` where an env states no time limit and none is given. ``info["gymnasium"]`` is the
+step's info from Gymnasium; ``is_success`` or ``success`` in it becomes ``info["metrics"]["success"]``.
 """
 
 from embodichain.envs.gymnasium_env.adapter import GymnasiumVecEnv, make_gymnasium

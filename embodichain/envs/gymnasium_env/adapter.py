@@ -78,7 +78,8 @@ class EpisodeSeeds:
 class GymnasiumVecEnv(VecEnv):
     """A Gymnasium vector env as a ``VecEnv``; the package's docstring describes the autoreset modes and seeds.
 
-    The smaller of ``max_episode_steps`` and its own limit holds. ``seed`` (default: random) determines episode seeds.
+    The smaller of ``max_episode_steps`` and its own limit holds, if there is one. ``seed`` (default: random) determines
+    episode seeds.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class GymnasiumVecEnv(VecEnv):
         self.vector_env = vector_env
         self.num_envs = int(vector_env.num_envs)
         self.device = torch.device(device)
-        self.max_episode_steps = time_limit(max_episode_steps, vector_limit(vector_env), vector_env)
+        self.max_episode_steps = time_limit(max_episode_steps, vector_limit(vector_env))
         self.observation_space, self._encode = observation_encoder(vector_env.single_observation_space)
         self.action_space, self._decode = action_decoder(vector_env.single_action_space, self.num_envs)
         self.action_manager = ActionManager("action", self.action_space, self.num_envs, "cpu")
@@ -131,7 +132,7 @@ class GymnasiumVecEnv(VecEnv):
         else:
             if max_episode_steps is None:
                 with contextlib.closing(make_env()) as env:
-                    max_episode_steps = time_limit(None, env_limit(env), env)
+                    max_episode_steps = env_limit(env)
             # Only the adapter resets, by mask, each episode from its own seed; and its encoder copies anyway.
             vector_env = AsyncVectorEnv(makers, copy=False, autoreset_mode=AutoresetMode.DISABLED)
         return cls(vector_env, device=device, max_episode_steps=max_episode_steps, seed=seed)
@@ -155,7 +156,9 @@ class GymnasiumVecEnv(VecEnv):
         batch, reward, terminated, truncated, infos = self.vector_env.step(native)
         self._elapsed += 1
         terminated, native_end = np.asarray(terminated, np.bool_), np.logical_or(terminated, truncated)
-        truncated = np.asarray(truncated, np.bool_) | (self._elapsed >= self.max_episode_steps)
+        truncated = np.array(truncated, np.bool_)
+        if self.max_episode_steps is not None:
+            truncated |= self._elapsed >= self.max_episode_steps
         done = terminated | truncated
 
         self._rows = rows = reached = self._encode(batch)
@@ -171,7 +174,7 @@ class GymnasiumVecEnv(VecEnv):
             "episode_seed": self._tensor(self._episode),
             "gymnasium": infos,
         }
-        flags = torch.from_numpy(truncated).to(self.device)  # computed above, so it needs no copy
+        flags = torch.from_numpy(truncated).to(self.device)  # copied above
         return obs, self._tensor(reward, np.float32), self._tensor(terminated), flags, info
 
     def get_state(self) -> TensorDict:
@@ -211,18 +214,21 @@ class GymnasiumVecEnv(VecEnv):
         ids, base = self.resolve_ids(env_ids).tolist(), self.vector_env.unwrapped
         if camera is not None:
             raise RenderingError(f"a Gymnasium env has one view of its own: expected camera=None, got {camera!r}")
-        if self.vector_env.render_mode != "rgb_array":
-            raise RenderingError('pass kwargs={"render_mode": "rgb_array"} when making the env to be able to render it')
+        if self.vector_env.render_mode not in ("rgb_array", "rgb_array_list"):
+            raise RenderingError(
+                f'{self.vector_env} is not in a render mode that gives images: make it with kwargs={{"render_mode": '
+                '"rgb_array"}, if it takes that'
+            )
         try:
             if isinstance(base, SyncVectorEnv):
                 frames = [base.envs[i].render() for i in ids]
             else:
-                every = self.vector_env.render() or ()
-                frames = [every[i] for i in ids]
+                every = self.vector_env.render()
+                frames = [None if every is None else every[i] for i in ids]
         except gym.error.DependencyNotInstalled as error:
             raise RenderingError(f"this Gymnasium env cannot be rendered: {error}") from error
-        images = [Image.fromarray(np.asarray(frame, dtype=np.uint8)) for frame in frames]
-        return np.stack([np.asarray(image.resize(size[::-1], Image.Resampling.BILINEAR)) for image in images])
+        images = [_rgb_image(frame).resize(size[::-1], Image.Resampling.BILINEAR) for frame in frames]
+        return np.stack([np.asarray(image) for image in images])
 
     def close(self) -> None:
         self.vector_env.close()
@@ -300,6 +306,19 @@ class GymnasiumVecEnv(VecEnv):
         return torch.from_numpy(np.array(values, dtype=dtype)).to(self.device)
 
 
+def _rgb_image(frame: Any) -> Image.Image:
+    """Return the image that an env's ``render`` gave: grey, RGB or RGBA, or the last of several."""
+    several = isinstance(frame, list | tuple) and len(frame) > 0 and isinstance(frame[-1], np.ndarray)
+    pixels = np.asarray(frame[-1] if several else frame)
+    if pixels.ndim == 3 and pixels.shape[2] == 1:
+        pixels = pixels[..., 0]
+    is_image = pixels.size > 0 and (pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[2] in (3, 4)))
+    if not is_image or pixels.dtype.kind not in "ui" or pixels.min() < 0 or pixels.max() > 255:
+        got = "None" if frame is None else f"{type(frame).__name__} of {pixels.dtype} and shape {list(pixels.shape)}"
+        raise RenderingError(f"render() of a Gymnasium env returns a uint8 array [H, W, 3], got {got}")
+    return Image.fromarray(pixels.astype(np.uint8)).convert("RGB")
+
+
 def _autoreset_mode(vector_env: VectorEnv, own: bool) -> AutoresetMode:
     """Return when the vector env resets envs that are done, unless a reset could then look like a step."""
     given, base = vector_env.metadata.get("autoreset_mode"), vector_env.unwrapped
@@ -341,7 +360,7 @@ def make_gymnasium(
             [f"kwargs.{name}: not an argument of the environment itself; give it beside kwargs" for name in reserved]
         )
     spec = resolve_spec(id, trusted_modules)
-    limit = spec.max_episode_steps if max_episode_steps is None else time_limit(max_episode_steps, None, spec.id)
+    limit = spec.max_episode_steps if max_episode_steps is None else time_limit(max_episode_steps, None)
     factory = functools.partial(single_env, spec, arguments, limit)
     return GymnasiumVecEnv.from_factory(
         factory, num_envs, max_episode_steps=limit, asynchronous=asynchronous, device=device, seed=seed

@@ -188,16 +188,11 @@ def single_env(spec: EnvSpec, kwargs: Mapping[str, Any], max_episode_steps: int 
     return gym.make(spec, max_episode_steps=max_episode_steps, disable_env_checker=True, **kwargs)
 
 
-def time_limit(asked: int | None, own: int | None, what: object) -> int:
-    """Return after how many steps episodes are truncated: the smaller one of what is asked and what is known."""
+def time_limit(asked: int | None, own: int | None) -> int | None:
+    """Return after how many steps episodes are truncated: the smaller of what is asked and what is known, if any."""
     if asked is not None and (type(asked) is not int or asked < 1):
         raise ConfigError(f"max_episode_steps: expected an int of at least 1, got {asked!r}")
-    known = [limit for limit in (asked, own) if limit is not None]
-    if not known:
-        raise ConfigError(
-            f"max_episode_steps: {what} has no time limit of its own; give the number of steps of an episode"
-        )
-    return min(known)
+    return min((limit for limit in (asked, own) if limit is not None), default=None)
 
 
 def vector_limit(vector_env: VectorEnv) -> int | None:
