@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from embodichain.agents.datasets import OnlineDataset
 from embodichain.agents.engine import OnlineDataEngine, OnlineDataEngineCfg
-from embodichain.errors import ClusterError, SimulationError, WorkerError
+from embodichain.errors import ClusterError, EngineStateError, SimulationError, WorkerError
 
 TESTS = Path(__file__).parents[1]
 
@@ -168,6 +168,40 @@ def test_who_samples_is_told_why_the_engine_ended() -> None:
         engine._supervisor._pool.poll = cut_off  # type: ignore[union-attr,method-assign,assignment]
         with pytest.raises(ClusterError, match="the connection is lost"):
             sample_until(engine, lambda: False, seconds=20)
+
+
+def test_a_supervisor_that_fails_says_why_wherever_somebody_samples() -> None:
+    """Whatever its cause is: here, something that nobody has thought of."""
+
+    def break_down(seconds: float) -> None:
+        raise ArithmeticError("nobody has thought of this")
+
+    settings = stream_settings(gym_config=gym_config(num_envs=1))
+    with OnlineDataEngine(OnlineDataEngineCfg(**settings)) as engine:
+        loader = iter(DataLoader(OnlineDataset(engine, 4, batch_size=8), batch_size=None, num_workers=1))
+        check_chunks(next(loader))
+        engine._supervisor._pool.poll = break_down  # type: ignore[union-attr,method-assign,assignment]
+        with pytest.raises(EngineStateError, match="the engine raised ArithmeticError: nobody has thought") as caught:
+            sample_until(engine, lambda: False, seconds=20)
+        assert isinstance(caught.value.__cause__, ArithmeticError)
+        with pytest.raises(EngineStateError, match=r"(?s)raised ArithmeticError: nobody.*In the engine:.*break_down"):
+            list(loader)
+
+
+@pytest.mark.parametrize("rows", [60_000, 2**61])
+def test_who_starts_an_engine_without_enough_address_space_is_told_so(rows: int) -> None:
+    parent = run_script(
+        "import resource, sys\n"
+        "size = 4096 * int(open('/proc/self/statm').read().split()[0])\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (size + (400 << 20),) * 2)\n"
+        f"settings = stream_settings(buffer_size={rows}, max_episode_steps=1000)\n"
+        "OnlineDataEngine(OnlineDataEngineCfg(**settings)).start()\n"
+    )
+    _, errors = parent.communicate(timeout=90)
+    told = errors.strip().splitlines()[-1]
+    assert told.startswith(f"embodichain.errors.SharedMemoryError: a buffer of {rows} episodes x 1000 steps"), errors
+    assert ("ulimit -v" in told) == (rows == 60_000)
+    assert "Exception in thread" not in errors
 
 
 def test_a_failure_before_the_first_fill_ends_start(tmp_path: Path) -> None:

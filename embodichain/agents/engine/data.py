@@ -134,8 +134,9 @@ class OnlineDataEngine:
             reader.count(batch_size, 0, rows)
             return batch
         except EngineStateError:
-            if self._supervisor is not None and self._supervisor.error is not None:
-                raise self._supervisor.error from None  # why it was stopped; other processes cannot know
+            error = None if self._supervisor is None else self._supervisor.error
+            if error is not None:
+                raise error from error.__cause__  # why it was stopped
             raise
 
     def episode_info(self, row: int) -> EpisodeInfo:

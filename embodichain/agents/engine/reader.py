@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from embodichain.agents.engine.config import OnlineDataEngineCfg
 from embodichain.agents.engine.sampling import OutputPool, OutputRing, WindowSampler
 from embodichain.agents.engine.shared_buffer import MAX_READERS, Control, Floats, Ints, Read, SharedBuffer, State
-from embodichain.agents.processes.failure import FailureReport
+from embodichain.agents.processes.failure import ENGINE, FailureReport
 from embodichain.errors import ChunkSizeError, EngineStateError, StreamStalledError
 
 Generator = np.random.Generator | torch.Generator
@@ -177,7 +177,8 @@ class StreamReader:
         if state == State.RUNNING:
             return
         if state == State.FAILED:
-            raise FailureReport.from_json(self.buffer.failure_report).as_error()
+            report = FailureReport.from_json(self.buffer.failure_report)
+            raise report.as_user_error() if report.worker == ENGINE else report.as_error()
         if state == State.STOPPED:
             raise EngineStateError("the engine was stopped: nothing can be sampled any more")
         raise EngineStateError("the buffer is still being filled for the first time: wait until is_init is True")

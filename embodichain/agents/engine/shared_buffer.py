@@ -17,6 +17,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from embodichain.agents.datasets.frames import Episode, EpisodeInfo, FrameLayout, Key, unflatten
+from embodichain.agents.processes.failure import REPORT_BYTES
 from embodichain.agents.processes.shared_memory import Segment, fence
 from embodichain.errors import StreamStalledError
 from embodichain.utils.tensor_tree import BlockLayout
@@ -25,7 +26,6 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 MAX_READERS = 512
-FAILURE_BYTES = 1 << 16
 _FENCED_READ_SECONDS = 10.0
 
 
@@ -85,7 +85,7 @@ class SharedBuffer:
         """Map the memory of a buffer, or allocate an empty one; SharedMemoryError if it does not fit."""
         arrays: dict[str | Key, tuple[torch.dtype, tuple[int, ...]]] = {
             "control": (torch.int64, (8,)),
-            "failure": (torch.uint8, (FAILURE_BYTES,)),
+            "failure": (torch.uint8, (REPORT_BYTES,)),
             "workers": (torch.int64, (num_workers, WORK_WORDS)),
             "owners": (torch.int64, (MAX_READERS,)),
             "readers": (torch.float64, (MAX_READERS, 8)),
@@ -168,8 +168,8 @@ class SharedBuffer:
         return int(self.readers[:, Read.SAMPLES].sum())
 
     def fail(self, report: str) -> None:
-        """Make every process that samples raise ``report``."""
-        text = report.encode()[-FAILURE_BYTES:]
+        """Make every process that samples raise ``report``, a ``FailureReport`` as JSON."""
+        text = report.encode()
         self.failure[: len(text)] = np.frombuffer(text, dtype=np.uint8)
         self.control[Control.FAILURE_LENGTH] = len(text)
         fence()
@@ -178,4 +178,4 @@ class SharedBuffer:
     @property
     def failure_report(self) -> str:
         """What ``fail`` was given."""
-        return self.failure[: int(self.control[Control.FAILURE_LENGTH])].tobytes().decode(errors="replace")
+        return self.failure[: int(self.control[Control.FAILURE_LENGTH])].tobytes().decode()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from embodichain.agents.datasets.frames import FrameLayout
 from embodichain.agents.engine.config import OnlineDataEngineCfg
 from embodichain.agents.engine.shared_buffer import Control, Ints, SharedBuffer, State, Work
-from embodichain.agents.processes.failure import FailureReport, drop_locals
+from embodichain.agents.processes.failure import ENGINE, FailureReport, drop_locals
 from embodichain.agents.processes.pool import Restarts, WorkerHandle, WorkerPool, WorkerProcess
 from embodichain.agents.processes.ray_backend import ActorHandle, ActorPool
 from embodichain.errors import ConfigError, EmbodiChainError, StreamStalledError
@@ -173,15 +173,20 @@ class Supervisor(threading.Thread):
         try:
             while not self._stopping.is_set():
                 self._watch()
-        except (EmbodiChainError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, everybody who samples has to hear of it
+            report = FailureReport.of_exception(ENGINE, error)
             drop_locals(error)
-            self.error = error
+            self.error = error if isinstance(error, (EmbodiChainError, OSError)) else report.as_user_error()
+            if self.buffer is not None and self.buffer.control[Control.STATE] != State.FAILED:
+                self.buffer.fail(report.to_json())
         finally:
             if self.buffer is not None and self.buffer.control[Control.STATE] != State.FAILED:
                 self.buffer.control[Control.STATE] = State.STOPPED
-            self._pool.stop(STOP_SECONDS)
-            self.workers.clear()
-            self.changed.set()
+            try:
+                self._pool.stop(STOP_SECONDS)
+            finally:
+                self.workers.clear()
+                self.changed.set()
 
     def _watch(self) -> None:
         for index, incarnation in self.restarts.due():

@@ -1,7 +1,8 @@
 """Messages with tensors in them between two processes of one machine.
 
 JSON that describes nested data, and a segment of shared memory with its tensors (``embodichain.utils.tensor_tree``),
-travel in one packet: whole or not at all. Nothing is pickled, and nothing is left over if either side is killed.
+travel in one packet, whole or not at all; long JSON lies in a segment as well. Nothing is pickled, and nothing is left
+over if either side is killed.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from embodichain.agents.processes.shared_memory import Segment
 from embodichain.errors import SharedMemoryError
 from embodichain.utils.tensor_tree import decode, encode
 
-_LARGEST = 1 << 20
+_LARGEST = 1 << 16
+"""Bytes of a packet; what is to be told in more than that goes into a segment, as a socket has little room."""
+_IN_SEGMENT = b"in segment"
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ class Channel:
         self._arrivals.register(connection, select.POLLIN)
         self._room = select.poll()
         self._room.register(connection, select.POLLOUT)
-        self._waiting: deque[tuple[bytes, Segment | None]] = deque()
+        self._waiting: deque[tuple[bytes, list[Segment]]] = deque()
         self._sending = threading.Lock()
 
     @classmethod
@@ -95,9 +99,9 @@ class Channel:
             return None
         try:
             try:
-                packet, descriptors, flags, _ = socket.recv_fds(self.socket, _LARGEST, 1)
+                packet, descriptors, flags, _ = socket.recv_fds(self.socket, _LARGEST, 2)
             except ConnectionResetError:  # closed there, with something unread; what was sent before is still here
-                packet, descriptors, flags, _ = socket.recv_fds(self.socket, _LARGEST, 1)
+                packet, descriptors, flags, _ = socket.recv_fds(self.socket, _LARGEST, 2)
         except (OSError, ValueError) as error:  # closed there, or here
             if getattr(error, "errno", errno.EBADF) not in (errno.EBADF, errno.ECONNRESET):
                 raise
@@ -106,9 +110,11 @@ class Channel:
             raise EOFError("the other process has closed the connection")
         if flags & socket.MSG_CTRUNC:
             raise SharedMemoryError("another process sent memory, but this one has too many open files: see ulimit -n")
-        segment = Segment(descriptors[0], os.fstat(descriptors[0]).st_size) if descriptors else None
+        segments = [Segment(descriptor, os.fstat(descriptor).st_size) for descriptor in descriptors]
+        if packet == _IN_SEGMENT:
+            packet = segments.pop().bytes.numpy().tobytes()
         description = json.loads(packet)
-        return Message(description["kind"], description, segment)
+        return Message(description["kind"], description, segments[0] if segments else None)
 
     def shut_down(self) -> None:
         """Let nobody wait for a message any more, here or at the other end."""
@@ -120,18 +126,24 @@ class Channel:
         self.socket.close()
 
     def _post(self, words: dict[str, Any], segment: Segment | None, wait: bool) -> None:
+        packet, segments = json.dumps(words).encode(), [] if segment is None else [segment]
+        if len(packet) > _LARGEST:
+            segments.append(Segment.create(len(packet), "a message to another process"))
+            segments[-1].bytes.numpy()[:] = np.frombuffer(packet, np.uint8)
+            packet = _IN_SEGMENT
         with self._sending:
-            self._waiting.append((json.dumps(words).encode(), segment))
+            self._waiting.append((packet, segments))
             self._send_waiting(wait)
 
     def _send_waiting(self, wait: bool) -> None:
         while self._waiting:
-            packet, segment = self._waiting.popleft()
-            rights = [] if segment is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [segment.fd]))]
+            packet, segments = self._waiting.popleft()
+            descriptors = array.array("i", [segment.fd for segment in segments])
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)] if segments else []
             try:
                 self.socket.sendmsg([packet], rights, socket.MSG_DONTWAIT)  # send_fds ignores flags
             except BlockingIOError:
-                self._waiting.appendleft((packet, segment))
+                self._waiting.appendleft((packet, segments))
                 if not wait:
                     return
                 self._room.poll()

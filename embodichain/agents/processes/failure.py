@@ -9,10 +9,16 @@ import traceback
 from dataclasses import dataclass
 
 from embodichain import errors
-from embodichain.errors import ConfigError, EmbodiChainError, WorkerError
+from embodichain.errors import ConfigError, EmbodiChainError, EngineStateError, WorkerError
 
-_MAX_TEXT = 12_000
-"""Messages and tracebacks are cut to this length, so that every report fits into the shared buffer and one packet."""
+ENGINE = -1
+"""The ``worker`` of a report about what owns the workers."""
+REPORT_BYTES = 1 << 16
+"""The most bytes that a report has as JSON in UTF-8, so that every one fits into the shared buffer."""
+_SHARES = {"what": 2 << 10, "exception": 1 << 10, "message": 16 << 10, "traceback": 28 << 10}
+"""How many of them a text may take; longer ones lose their middle."""
+_PROBLEMS, _PROBLEMS_BYTES = 20, 12 << 10
+_LEFT_OUT = "\n... (cut) ...\n"
 
 
 @dataclass(frozen=True)
@@ -32,13 +38,22 @@ class FailureReport:
     lost: bool = False
     """Whether the worker ended with its machine, which is no fault of its own."""
 
+    def __post_init__(self) -> None:
+        """Cut long texts."""
+        for name, share in _SHARES.items():
+            object.__setattr__(self, name, _cut(getattr(self, name), share))
+        if self.problems:
+            problems = self.problems[:_PROBLEMS]
+            short = [_cut(problem, _PROBLEMS_BYTES // len(problems)) for problem in problems]
+            object.__setattr__(self, "problems", short)
+
     @classmethod
     def of_exception(cls, worker: int, error: Exception) -> FailureReport:
         """Describe an exception that is being handled."""
         text = "".join(traceback.format_exception(error))
-        problems = [_cut(problem) for problem in error.problems[:20]] if isinstance(error, ConfigError) else None
+        problems = error.problems if isinstance(error, ConfigError) else None
         name = type(error).__name__
-        return cls(worker, f"raised {name}", name, _cut(str(error)), _cut(text), problems)
+        return cls(worker, f"raised {name}", name, str(error), text, problems)
 
     @classmethod
     def from_json(cls, text: str) -> FailureReport:
@@ -46,8 +61,8 @@ class FailureReport:
         return cls(**json.loads(text))
 
     def to_json(self) -> str:
-        """Return the report as one line of text."""
-        return json.dumps(dataclasses.asdict(self))
+        """Return the report as one line of text, of at most ``REPORT_BYTES`` bytes in UTF-8."""
+        return json.dumps(dataclasses.asdict(self), ensure_ascii=False)
 
     def describe(self) -> str:
         """Return in one line what happened."""
@@ -57,11 +72,11 @@ class FailureReport:
         self, who: str = "", replacements: int = 0, kind: type[EmbodiChainError] = WorkerError
     ) -> EmbodiChainError:
         """Return the error to raise where the worker was needed: its traceback, caused by its exception."""
-        text = f"{who or f'simulation worker {self.worker}'} {self.describe()}"
+        text = f"{who or self._who} {self.describe()}"
         if replacements:
             text += f", after {replacements} replacements"
         if self.traceback:
-            text += f"\n\nIn the worker:\n{self.traceback}"
+            text += f"\n\nIn the {'engine' if self.worker == ENGINE else 'worker'}:\n{self.traceback}"
         error = kind(text)
         error.__cause__ = self.original()
         return error
@@ -82,9 +97,13 @@ class FailureReport:
         """Return the error to raise where the worker was asked for: a mistake in the settings keeps its own class."""
         original = self.original()
         if isinstance(original, EmbodiChainError):
-            original.__cause__ = WorkerError(f"in simulation worker {self.worker}:\n{self.traceback}")
+            original.__cause__ = WorkerError(f"in {self._who}:\n{self.traceback}")
             return original
-        return self.as_error()
+        return self.as_error(kind=EngineStateError if self.worker == ENGINE else WorkerError)
+
+    @property
+    def _who(self) -> str:
+        return "the engine" if self.worker == ENGINE else f"simulation worker {self.worker}"
 
 
 def drop_locals(error: BaseException | None) -> None:
@@ -94,6 +113,13 @@ def drop_locals(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def _cut(text: str) -> str:
-    half = _MAX_TEXT // 2
-    return text if len(text) <= _MAX_TEXT else f"{text[:half]}\n... (cut) ...\n{text[-half:]}"
+def _cut(text: str, most: int) -> str:
+    """Return a text that has at most so many bytes as JSON in UTF-8: of a longer one, whole characters of both ends."""
+    if len(text) > most:
+        text = text[:most] + text[-most:]
+    text = text.encode(errors="backslashreplace").decode()  # half a surrogate pair has no UTF-8
+    short, half = text, len(text) // 2
+    while len(json.dumps(short, ensure_ascii=False).encode()) > most:
+        half = half * 4 // 5
+        short = f"{text[:half]}{_LEFT_OUT}{text[len(text) - half :]}"
+    return short

@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import resource
+import sys
 from multiprocessing import reduction
 from pathlib import Path
 from typing import Any
@@ -21,15 +23,25 @@ from torch import Tensor
 from embodichain.errors import SharedMemoryError
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
+_CGROUP_V2 = ("memory.max", "memory.current", "inactive_file")
+_CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+"""Files with the limit and the usage of a group and those below it, and the name of what can be given up."""
 
 
 class Segment:
     """A shared-memory segment as one flat tensor of bytes."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
-        # As torch rebuilds a tensor from a queue: it duplicates the descriptor, so tensors here can be sent on.
-        storage = torch.UntypedStorage._new_shared_fd_cpu(fd, nbytes)  # type: ignore[attr-defined]
         self.fd = fd
+        try:
+            # As torch rebuilds a tensor from a queue: it duplicates the descriptor, so tensors here can be sent on.
+            storage = torch.UntypedStorage._new_shared_fd_cpu(fd, nbytes)  # type: ignore[attr-defined]
+        except RuntimeError as error:
+            raise SharedMemoryError(
+                f"{format_bytes(nbytes)} of shared memory cannot be mapped into process {os.getpid()} ({error}): see "
+                "ulimit -v and ulimit -n"
+            ) from error
         self.nbytes = nbytes
         self.bytes = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (nbytes,), (1,))
 
@@ -41,6 +53,13 @@ class Segment:
             raise SharedMemoryError(
                 f"{what} needs {format_bytes(nbytes)} of shared memory, but {format_bytes(available)} are available: "
                 "lower buffer_size or max_episode_steps, use smaller or fewer cameras, or free memory"
+            )
+        room = _room_in_address_space()
+        if nbytes > room:
+            raise SharedMemoryError(
+                f"{what} needs {format_bytes(nbytes)} of shared memory, but the address space of this process is "
+                f"limited, and has room for {format_bytes(room)}: raise the limit (ulimit -v), or lower buffer_size or "
+                "max_episode_steps"
             )
         fd = os.memfd_create("embodichain", os.MFD_CLOEXEC)
         os.ftruncate(fd, nbytes)
@@ -68,21 +87,37 @@ def available_bytes() -> int:
     """Return how much memory a new segment may take: what the machine has free, or less in a limited container."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     there = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    own = next((line[3:] for line in _lines(Path("/proc/self/cgroup")) if line.startswith("0::")), "/")
-    group = _CGROUP_ROOT / own.lstrip("/")
-    for folder in (group, *group.parents):
-        if folder.is_relative_to(_CGROUP_ROOT):
-            there = min(there, _room_in_cgroup(folder, there))
+    own = {"": "/", "memory": "/"}  # what a container does not tell is the root of what it sees
+    for line in _lines(_OWN_CGROUPS):
+        _, controllers, path = line.split(":", 2)
+        own.update(dict.fromkeys(controllers.split(","), path))
+    for root, path, names in (
+        (_CGROUP_ROOT, own[""], _CGROUP_V2),
+        (_CGROUP_ROOT / "memory", own["memory"], _CGROUP_V1),
+    ):
+        group = root / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if folder.is_relative_to(root):
+                there = min(there, _room_in_cgroup(folder, names, there))
     return there
 
 
-def _room_in_cgroup(folder: Path, unlimited: int) -> int:
+def _room_in_cgroup(folder: Path, names: tuple[str, str, str], unlimited: int) -> int:
     """Return what a control group leaves; file pages nobody uses are given up for us, so they count as free."""
-    limit, usage = _lines(folder / "memory.max"), _lines(folder / "memory.current")
+    limit, usage = _lines(folder / names[0]), _lines(folder / names[1])
     if not limit or not usage or not limit[0].isdigit():
         return unlimited
     statistics = dict(line.split() for line in _lines(folder / "memory.stat"))
-    return max(int(limit[0]) - int(usage[0]) + int(statistics.get("inactive_file", 0)), 0)
+    return max(int(limit[0]) - int(usage[0]) + int(statistics.get(names[2], 0)), 0)
+
+
+def _room_in_address_space() -> int:
+    """Return how much more memory this process may map."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return sys.maxsize
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    return max(limit - pages * resource.getpagesize(), 0)
 
 
 def _lines(path: Path) -> list[str]:

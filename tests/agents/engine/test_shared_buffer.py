@@ -7,6 +7,7 @@ import os
 import pickle
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from embodichain.agents.datasets.frames import Episode, FrameLayout, Leaf
 from embodichain.agents.engine.reader import ReaderSlot
 from embodichain.agents.engine.shared_buffer import SharedBuffer
 from embodichain.agents.processes import shared_memory
+from embodichain.agents.processes.shared_memory import Segment
 from embodichain.errors import SharedMemoryError, SimulationError
 
 LAYOUT = FrameLayout(
@@ -108,6 +110,35 @@ def test_too_little_memory_is_said_before_anything_is_allocated(monkeypatch: pyt
 def test_available_memory_is_no_more_than_the_machine_has() -> None:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert 0 < shared_memory.available_bytes() <= total
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("limited", ["own", "parent"])
+def test_the_limit_of_a_control_group_is_heeded(
+    version: int, limited: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hundred MiB are allowed, sixty in use, ten of them file pages that nobody needs: fifty are left."""
+    names = {
+        1: ("memory/jobs/mine", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        2: ("jobs/mine", "memory.max", "memory.current", "inactive_file"),
+    }
+    own, limit, usage, unused = names[version]
+    unlimited = {1: str(2**63 - 4096), 2: "max"}[version]
+    group = tmp_path / own
+    group.mkdir(parents=True)
+    for folder in (group, group.parent):
+        is_limited = (folder == group) == (limited == "own")
+        (folder / limit).write_text(f"{100 << 20 if is_limited else unlimited}\n")
+        (folder / usage).write_text(f"{60 << 20}\n")
+        (folder / "memory.stat").write_text(f"inactive_file {1 << 20}\n{unused} {10 << 20}\n")
+    (tmp_path / "cgroup").write_text(
+        {1: "11:cpu,cpuacct:/jobs/mine\n4:memory:/jobs/mine\n", 2: "0::/jobs/mine\n"}[version]
+    )
+    monkeypatch.setattr(shared_memory, "_CGROUP_ROOT", tmp_path)
+    monkeypatch.setattr(shared_memory, "_OWN_CGROUPS", tmp_path / "cgroup", raising=False)
+    assert shared_memory.available_bytes() == 50 << 20
+    with pytest.raises(SharedMemoryError, match=r"50\.0 MiB are available"):
+        Segment.create(51 << 20, "this")
 
 
 def test_nothing_appears_in_dev_shm() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
 import threading
 from typing import Any
 
@@ -13,8 +14,10 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from embodichain.agents.processes import shared_memory
 from embodichain.agents.processes.channel import Channel, RequestChannel
 from embodichain.agents.processes.shared_memory import Segment, tensor_of
+from embodichain.errors import SharedMemoryError
 from embodichain.utils.tensor_tree import decode, encode, from_bytes, to_bytes
 
 NESTED = {
@@ -61,14 +64,15 @@ def test_messages_of_all_sizes_go_through_the_same_memory() -> None:
     mine.close()
 
 
-def test_a_message_that_could_not_be_sent_changes_nothing() -> None:
+def test_a_message_that_could_not_be_sent_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     mine, other = request_channels()
     mine.send("small", torch.arange(4))
     assert other.receive()[1].tolist() == [0, 1, 2, 3]
     heard: list[tuple[str, Tensor]] = []
     thread = threading.Thread(target=lambda: heard.append(other.receive()))
     thread.start()
-    with pytest.raises(OSError, match="too long"):
+    with monkeypatch.context() as patch, pytest.raises(SharedMemoryError):
+        patch.setattr(shared_memory, "available_bytes", lambda: 1 << 20)  # enough for the tensor, not for the text
         mine.send("large", [torch.arange(100_000), "x" * 10_000_000])
     mine.send("small", torch.arange(4) + 100)
     thread.join()
@@ -182,3 +186,19 @@ def test_a_tensor_of_an_array_keeps_it_alive() -> None:
     gc.collect()
     assert [np.full(1 << 20, 1, np.uint8).sum() for _ in range(4)]
     assert part.tolist() == [7, 7, 7]
+
+
+@pytest.mark.parametrize("tensors", [0, 1500])
+def test_what_a_socket_has_no_room_for_comes_through(tensors: int) -> None:
+    """The words of a message with many tensors, or of a long report, are more than a packet may have."""
+    one, other = Channel.pair()
+    content = {f"a_sensor_with_a_long_name_{i:05}/{'x' * 100}": torch.full((2,), float(i)) for i in range(tensors)}
+    text = "" if tensors else "\N{SNOWMAN}" * 200_000
+    one.send("much", {"tensors": content, "text": text})
+    message = other.receive(10.0)
+    assert message is not None
+    arrived = message.content()
+    assert (message.kind, arrived["text"]) == ("much", text)
+    assert list(arrived["tensors"]) == list(content)
+    assert all(torch.equal(arrived["tensors"][name], content[name]) for name in content)
+    assert len(os.listdir("/proc/self/fd")) < 100

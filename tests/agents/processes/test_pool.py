@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from embodichain.agents.processes.channel import Channel
-from embodichain.agents.processes.failure import FailureReport
+from embodichain.agents.processes.failure import REPORT_BYTES, FailureReport
 from embodichain.agents.processes.pool import (
     HangDetector,
     Heartbeat,
@@ -311,3 +311,39 @@ def test_an_error_tells_what_the_worker_did() -> None:
     assert isinstance(error, WorkerError)
     assert isinstance(error.__cause__, KeyError)
     assert str(error).startswith("the collecting process raised KeyError: 'gripper', after 2 replacements\n\nIn the w")
+
+
+LONG = {"ascii": "x", "umlauts": "\u00fc", "emoji": "\U0001f980", "control": "\x07", "half a pair": "\ud83d"}
+
+
+@pytest.mark.parametrize("kind", LONG)
+@pytest.mark.parametrize("problems", [0, 40])
+def test_a_report_of_any_text_fits_and_can_be_read_again(kind: str, problems: int) -> None:
+    """It begins and ends as the text does, and no character is cut in two."""
+    text = f"begins {LONG[kind] * 50_000} ends"
+    try:
+        raise ConfigError([text] * problems) if problems else ValueError(text)
+    except ValueError as caught:
+        report = FailureReport.of_exception(2, caught)
+    words = report.to_json().encode()
+    assert len(words) <= REPORT_BYTES
+    again = FailureReport.from_json(words.decode())
+    assert again == report
+    assert again.message.rstrip().endswith(" ends")
+    assert "begins " in again.message
+    assert "(cut)" in again.message
+    shown = LONG[kind].encode(errors="backslashreplace").decode()
+    assert set(again.message.replace("(cut)", "")) <= set(shown) | set(str(ConfigError(["begins  ends."] * 40)))
+    assert len(again.message.encode()) > 2000
+    assert isinstance(again.original(), ValueError)
+
+
+def speak(channel: Channel, heartbeat: Heartbeat, *worker: int) -> None:
+    raise RuntimeError("\U0001f980" * 100_000)
+
+
+def test_a_long_report_arrives() -> None:
+    pool = WorkerPool(speak, lambda *worker: worker, start_timeout=60.0, step_timeout=60.0)
+    pool.start()
+    _, report = first_event(pool, "failed")
+    assert report.describe().startswith("raised RuntimeError: \U0001f980\U0001f980")

@@ -228,3 +228,33 @@ def test_global_random_numbers_differ_between_processes() -> None:
     with RemoteEnv(partial(Drawing, 2)) as one, RemoteEnv(partial(Drawing, 2)) as two:
         first, second = (env.reset()[1]["drawn"] for env in (one, two))
     assert not torch.equal(first, second)
+
+
+class ManySensors(ScriptedEnv):
+    """Has more observations than fit into one packet of a socket."""
+
+    num_sensors = 1500
+    action_manager = ActionManager("move", gym.spaces.Box(-1.0, 1.0, (1,)), 2, "cpu")
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        names = self.observe()["sensors"].keys()
+        sensors = gym.spaces.Dict({name: gym.spaces.Box(-10.0, 1e4, (3,)) for name in names})
+        self.observation_space = gym.spaces.Dict({**self.observation_space.spaces, "sensors": sensors})
+
+    def observe(self) -> TensorDict:
+        obs = super().observe()
+        sensors = {f"sensor_with_a_long_name_{i:05}": torch.full((2, 3), float(i)) for i in range(self.num_sensors)}
+        obs["sensors"] = TensorDict(sensors, [2])
+        return obs
+
+
+def test_an_environment_with_very_many_observations_works() -> None:
+    env = RemoteEnv(ManySensors)
+    with env:
+        obs, _ = env.reset(seed=1)
+        names = sorted(obs["sensors"].keys())
+        assert len(names) == len(env.observation_space["sensors"].spaces) == 1500
+        assert obs["sensors", names[1234]].tolist() == [[1234.0] * 3] * 2
+        obs = env.step(torch.zeros(2, 1))[0]
+        assert obs["sensors", names[1499]].tolist() == [[1499.0] * 3] * 2
