@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from typing import Any, Literal
 
 import gymnasium as gym
+import numpy as np
 import torch
 from torch import Generator, Tensor, nn
 
