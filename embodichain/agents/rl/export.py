@@ -116,8 +116,10 @@ def example_inputs(policy: Policy, leaves: list[ObservationEntry], batch: int, s
     generator = torch.Generator().manual_seed(seed)
     inputs = []
     for leaf in leaves:
-        if leaf.is_image:
+        if leaf.is_bytes:
             inputs.append(torch.randint(0, 256, (batch, *leaf.shape), dtype=torch.uint8, generator=generator))
+        elif leaf.is_image:
+            inputs.append(torch.rand(batch, *leaf.shape, generator=generator) * leaf.largest)
         else:
             inputs.append(torch.randn(batch, *leaf.shape, generator=generator))
     state = policy.initial_state(batch)

@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -138,17 +139,58 @@ class ImageEncoderCfg(Config):
     """Features per image."""
     activation: str = "relu"
     """After each layer: relu, elu, tanh, gelu or silu."""
+    layout: Literal["auto", "channels_first", "channels_last"] = "auto"
+    """Where an image has its channels; ``auto`` tells it by its shape: 1, 3 or 4 of them, else the smaller side."""
+
+
+@dataclass(frozen=True)
+class ImageLayout:
+    """What the axes of an image mean: ``[H, W]``, ``[H, W, C]``, ``[C, H, W]``, or a stack ``[T, ...]`` of such."""
+
+    shape: tuple[int, int, int, int]
+    """Frames, and each one's axes in the order in which they come."""
+    channels_last: bool
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], name: str, layout: str = "auto") -> Self:
+        """Return the layout of images of a shape; ``name`` is what the error calls those that cannot be told."""
+        if len(shape) not in (2, 3, 4):
+            expected = "[H, W], [H, W, C], [C, H, W], or a stack [T, ...] of the latter two"
+            raise ConfigError(f"{name}: expected images {expected}, got shape {list(shape)}", "image encoder")
+        stack = shape[0] if len(shape) == 4 else 1
+        first, middle, last = (*shape, 1) if len(shape) == 2 else shape[-3:]
+        if len(shape) == 2:
+            layout = "channels_last"
+        elif layout == "auto":
+            usual = (first in (1, 3, 4), last in (1, 3, 4))
+            if first == last:
+                problem = f"an image of shape {list(shape)} may have its channels first or last"
+                raise ConfigError(f"{name}: {problem}; say which by policy.image_encoder.layout", "image encoder")
+            layout = "channels_last" if (usual[1] if usual[0] != usual[1] else last < first) else "channels_first"
+        return cls((stack, first, middle, last), layout == "channels_last")
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Channels of all frames together, height and width."""
+        stack, first, middle, last = self.shape
+        return (stack * last, first, middle) if self.channels_last else (stack * first, middle, last)
+
+    def channels_first(self, images: Tensor) -> Tensor:
+        """Return images ``[..., *shape]`` as ``[rows, channels, height, width]``."""
+        rows = images.reshape(-1, *self.shape)
+        return (rows.permute(0, 1, 4, 2, 3) if self.channels_last else rows).flatten(1, 2)
 
 
 class ImageEncoder(nn.Module):
-    """Maps images ``[..., H, W, C]`` or ``[..., H, W]`` to features ``[..., feature_dim]``, bytes to [0, 1]."""
+    """Maps images ``[..., *shape]`` in [0, ``largest``] to features ``[..., feature_dim]``."""
 
-    def __init__(self, shape: tuple[int, ...], cfg: ImageEncoderCfg) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], cfg: ImageEncoderCfg, largest: float = 255.0, name: str = "image"
+    ) -> None:
         super().__init__()
-        if len(shape) not in (2, 3):
-            raise ConfigError(f"expected images [H, W] or [H, W, C], got shape {list(shape)}", "image encoder")
-        self.shape = shape
-        height, width, channels = (*shape, 1)[:3]
+        self.shape, self.largest = shape, largest
+        self.layout = ImageLayout.of(shape, name, cfg.layout)
+        channels, height, width = self.layout.sizes
         layers: list[nn.Module] = []
         for out in cfg.channels:
             layers += [nn.Conv2d(channels, out, kernel_size=3, stride=2, padding=1), make_activation(cfg.activation)]
@@ -159,9 +201,8 @@ class ImageEncoder(nn.Module):
 
     def forward(self, image: Tensor) -> Tensor:
         batch = image.shape[: image.ndim - len(self.shape)]
-        scaled = image.float() / 255.0 if image.dtype == torch.uint8 else image.float()
-        channels_first = scaled.reshape(-1, *(*self.shape, 1)[:3]).permute(0, 3, 1, 2)
-        features = self.project(self.convolutions(channels_first).flatten(1))
+        scaled = image.float() if self.largest == 1.0 else image.float() / self.largest
+        features = self.project(self.convolutions(self.layout.channels_first(scaled)).flatten(1))
         return self.activation(features).unflatten(0, batch)
 
 

@@ -66,11 +66,16 @@ class RunningNormalizer(SharedStatistics):
 
 @dataclass(frozen=True)
 class ObservationEntry:
-    """One tensor of an observation: its key path, its shape without batch dimensions, and whether it is an image."""
+    """One tensor of an observation: its key path, and its shape without batch dimensions."""
 
     path: tuple[str, ...]
     shape: tuple[int, ...]
     is_image: bool
+    """Whether it goes through an image encoder."""
+    is_bytes: bool = False
+    """Whether it is uint8."""
+    largest: float = 1.0
+    """Of an image: what is white, 255 for bytes and 1 for floats unless the space says otherwise."""
 
     @property
     def name(self) -> str:
@@ -90,8 +95,25 @@ def space_entries(space: ObservationSpace, path: tuple[str, ...] = ()) -> list[O
         return [entry for key in sorted(space.spaces) for entry in space_entries(space.spaces[key], (*path, key))]
     if not isinstance(space, gym.spaces.Box):
         raise ConfigError(f"{'/'.join(path) or 'observation_space'}: expected a Box, a Dict or an int, got {space}")
-    looks_like_image = len(space.shape) == 3 and space.dtype == np.uint8
-    return [ObservationEntry(path, tuple(space.shape), looks_like_image or (len(path) > 1 and path[0] == "image"))]
+    is_image = (len(path) > 1 and path[0] == "image") or looks_like_image(space)
+    highest = float(space.high.max(initial=1.0)) if is_image else 1.0
+    return [
+        ObservationEntry(
+            path, tuple(space.shape), is_image, space.dtype == np.uint8, highest if math.isfinite(highest) else 1.0
+        )
+    ]
+
+
+def looks_like_image(space: gym.spaces.Box) -> bool:
+    """Tell whether a box holds images: bytes ``[H, W]`` up to 255, or bytes or floats of three or four dimensions.
+
+    Floats are in [0, 1] or [0, 255], and have two sides of at least 8. A matrix of smaller bytes, a board, is a vector.
+    """
+    rank, highest = len(space.shape), float(space.high.max(initial=0.0))
+    if space.dtype == np.uint8:
+        return rank > 2 or (rank == 2 and highest == 255)
+    ranges = bool((space.low == 0).all()) and highest in (1.0, 255.0) and bool((space.high == highest).all())
+    return rank in (3, 4) and ranges and sorted(space.shape)[-2] >= 8
 
 
 def select_entries(
@@ -149,7 +171,9 @@ class FeatureEncoder(nn.Module):
         self.privileged_dim = sum(entry.size for entry in privileged)
         self.normalizer = RunningNormalizer(self.vector_dim) if normalize and self.vector_dim else None
         cfg = image_encoder or ImageEncoderCfg()
-        self.image_encoders = nn.ModuleList(ImageEncoder(entry.shape, cfg) for entry in self.images)
+        self.image_encoders = nn.ModuleList(
+            ImageEncoder(entry.shape, cfg, entry.largest, entry.name or "observation") for entry in self.images
+        )
         self.public_dim = self.vector_dim - self.privileged_dim + cfg.feature_dim * len(self.images)
         self._order: Tensor | None = None  # of a flat tensor's columns, where it is another one
         if self.vectors != vectors:

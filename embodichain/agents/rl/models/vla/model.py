@@ -13,6 +13,7 @@ from tensordict import TensorDictBase
 from torch import Generator, Tensor, nn
 
 from embodichain.agents.rl.models.distributions import DistributionCfg, GaussianHead
+from embodichain.agents.rl.models.mlp import ImageLayout
 from embodichain.agents.rl.models.observation import (
     ObservationEntry,
     RunningNormalizer,
@@ -160,6 +161,11 @@ def _cameras(given: Any, entries: Mapping[str, ObservationEntry]) -> dict[str, l
         camera = f"no camera {missing[0]!r}" if missing[0] else "no camera"
         known = nearest(missing[0], images)
         raise ObservationError(f"the observations have {camera}.{known} Add it to env.observations.cameras.")
+    for name in chosen:
+        shape = tuple(images[name])
+        if len(shape) != 3 or not ImageLayout.of(shape, f"image/{name}").channels_last:
+            problem = f"image/{name}: expected [height, width, channels], got {list(shape)}"
+            raise ObservationError(f"{problem}. Wrap the environment so that channels come last.")
     shapes = {name: images[name] for name in chosen}
     if isinstance(given, Mapping) and any(list(given[name]) != shapes[name] for name in chosen):
         raise ConfigError(f"cameras: expected {shapes}, as the environment has them, got {dict(given)}", "model_config")
