@@ -1,18 +1,25 @@
-"""What commands have in common: the log of this package on the terminal, and checks of their options."""
+"""What commands have in common: the log of this package and progress on the terminal, and checks of their options."""
 
 import logging
 import os
 import shutil
 import sys
 import textwrap
+import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TextIO
+from typing import Self, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
 
 from embodichain.errors import ConfigError
 
 _DUMPS = {"RAY_DEDUP_LOGS_SKIP_REGEX": "^(Raylet is terminated|The node with node id|A worker died or was killed)"}
 """Ray's switch for lines that are not to be printed: up to 40 when a node or a worker dies, which the log reports."""
+_LINE_SECONDS = 10.0
+_SPEED_WINDOW = 20
 
 
 def check_counts(counts: Mapping[str, int | None], *problems: str) -> None:
@@ -62,3 +69,64 @@ class _TerminalHandler(logging.StreamHandler[TextIO]):
         if sys.stderr.isatty():
             text = textwrap.fill(text, shutil.get_terminal_size().columns - 1, subsequent_indent="  ")
         return "\n".join([text, *rest])
+
+
+class ProgressView:
+    """Shows return, success, steps per second and the time left: a bar on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, name: str, console: Console | None = None) -> None:
+        self.console = console or Console(stderr=True)
+        self._name = name
+        self._marks: deque[tuple[float, int, float]] = deque(maxlen=_SPEED_WINDOW)  # time, step, share done
+        self._last_line = 0.0
+        self._bar: Progress | None = None
+
+    def __enter__(self) -> Self:
+        if self.console.is_terminal:
+            columns = TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[text]}")
+            self._bar = Progress(*columns, console=self.console, transient=True)
+            self._task = self._bar.add_task(self._name, total=1.0, text="")
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def show(self, step: int, done: float, mean_return: float | None, success: float | None) -> None:
+        """Show the environment steps so far, the share that is done, and the results of recent episodes if known."""
+        self._marks.append((time.monotonic(), step, done))
+        parts = [f"{_short(step)} steps"]
+        parts += [] if mean_return is None else [f"return {mean_return:.2f}"]
+        parts += [] if success is None else [f"success {success:.0%}"]
+        text = " | ".join([*parts, *self._speed()])
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, text=text)
+        elif time.monotonic() - self._last_line > _LINE_SECONDS:
+            self._last_line = time.monotonic()
+            self.print(f"{self._name}: {text}")
+
+    def print(self, text: str) -> None:
+        """Print a line above the bar."""
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def _speed(self) -> Iterator[str]:
+        """Yield steps per second and the time left, over the last iterations."""
+        (begin, first, share), (end, last, done) = self._marks[0], self._marks[-1]
+        if end > begin:
+            yield f"{_short(round((last - first) / (end - begin)))} steps/s"
+            if done > share:
+                yield f"{_clock((1.0 - done) * (end - begin) / (done - share))} left"
+
+
+def _short(number: int) -> str:
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{letter}"
+    return str(number)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

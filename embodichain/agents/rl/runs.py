@@ -1,4 +1,4 @@
-"""What surrounds the training loop of a run: its folder, its logs, the progress that is shown, signals that stop it.
+"""What surrounds the training loop of a run: its folder and the lock on it, its logs, signals that stop it.
 
 The folder of a run::
 
@@ -8,32 +8,34 @@ The folder of a run::
     checkpoints/step_.../       the latest checkpoints; the links ``latest`` and ``best`` name two of them
     videos/step_....mp4         one episode of each evaluation
     failure/                    batch, policy and simulation at the first NaN (of other ranks: failure_rank_...)
+    run.lock                    host and process that train in this folder; locked as long as they do
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
 import logging
 import math
 import os
 import shutil
 import signal
+import socket
 import threading
 import time
-from collections import deque
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, Self
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from typing import Any, BinaryIO, Self
 
 from embodichain.agents.rl.checkpoint import (
     BEST,
     CHECKPOINTS,
+    STATE_FILE,
     checkpoint_step,
     list_checkpoints,
     restore_former,
@@ -42,54 +44,173 @@ from embodichain.agents.rl.checkpoint import (
 from embodichain.agents.rl.config import TrainCfg, TrainerCfg
 from embodichain.agents.rl.utils.distributed import Ranks, is_launched, is_torchrun, local_count
 from embodichain.config import save_config
-from embodichain.errors import ConfigError, OutputError, RankError, TrainingStateError
+from embodichain.errors import CheckpointError, ConfigError, OutputError, RankError, TrainingStateError
 from embodichain.extras import require
 
 CONFIG_FILE = "train_config.json"
+LOCK_FILE = "run.lock"
 LATEST = "latest"
 WANDB_FILE = "wandb_run.txt"
-_LINE_SECONDS = 10.0
-_SPEED_WINDOW = 20
+_LOCK_BYTES = 4096
 _STDERR = 2
 _LOG = logging.getLogger(__name__)
 
 
+class RunLock:
+    """Keeps other processes out of the folder of a run, until it is released or its process ends, however it does.
+
+    The operating system holds the lock (``flock``), so that a killed process leaves none behind; the file says who has
+    it. Children do not inherit it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / LOCK_FILE
+        self._file: BinaryIO | None = None
+        _locks.add(self)
+
+    def acquire(self) -> None:
+        """Take the lock; ``TrainingStateError`` says who has it. Taking it twice is fine."""
+        if self._file is not None:
+            return
+        folder = self._path.parent
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            file = self._open()
+            former, holder = _read_holder(file), {"host": socket.gethostname(), "pid": os.getpid()}
+            self._write(file, json.dumps(holder | {"since": time.strftime("%Y-%m-%d %H:%M:%S %z")}) + "\n")
+        except OSError as error:
+            raise _no_folder(folder, error) from error
+        self._file = file
+        if former and former["host"] != holder["host"]:
+            _LOG.warning(
+                "%s was left by process %s on %s, which has not ended in an orderly way. If it still runs, stop it: "
+                "not all file systems that machines share lock files for all of them",
+                folder,
+                former["pid"],
+                former["host"],
+            )
+
+    def release(self) -> None:
+        """Give the lock back; releasing it twice is fine."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # the disk is full or gone: the file says less, but is free
+                self._write(self._file, "")
+            self.forget()
+
+    def forget(self) -> None:
+        """Close the file, as a forked child does: the lock stays with the parent."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _open(self) -> BinaryIO:
+        """Return the file, locked."""
+        while True:
+            file = os.fdopen(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    with file:
+                        self._refuse(_read_holder(file))
+                _LOG.warning(
+                    "the file system of %s has no locks (%s): make sure that no other process trains in this folder",
+                    self._path.parent,
+                    error.strerror,
+                )
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file.fileno()), os.stat(self._path)):
+                    return file
+            file.close()  # somebody removed the folder meanwhile
+
+    def _refuse(self, holder: dict[str, Any] | None) -> None:
+        """Raise the error that says who has the lock."""
+        who, how = "another process", "stop it"
+        if holder is not None:
+            own = " (this one)" if (holder["host"], holder["pid"]) == (socket.gethostname(), os.getpid()) else ""
+            who = f"process {holder['pid']} on {holder['host']}{own}, since {holder['since']}"
+            how = f"stop it there with 'kill {holder['pid']}', which saves a checkpoint"
+        folder = self._path.parent
+        raise TrainingStateError(
+            f"{folder} is in use by {who}: wait until it has ended, or {how}; then continue with --resume {folder}"
+        )
+
+    @staticmethod
+    def _write(file: BinaryIO, text: str) -> None:
+        file.truncate(0)
+        file.seek(0)
+        file.write(text.encode())
+
+
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
+"""What file systems answer that cannot lock files."""
+_locks: weakref.WeakSet[RunLock] = weakref.WeakSet()
+
+
+def _forget_locks() -> None:
+    for lock in _locks:
+        lock.forget()
+
+
+os.register_at_fork(after_in_child=_forget_locks)
+
+
+def _read_holder(file: BinaryIO) -> dict[str, Any] | None:
+    """Return who wrote a lock file and has not emptied it, if that can be read."""
+    file.seek(0)
+    with contextlib.suppress(ValueError):
+        holder = json.loads(file.read(_LOCK_BYTES))
+        if isinstance(holder, dict) and {"host", "pid", "since"} <= holder.keys():
+            return holder
+    return None
+
+
 class RunFolder:
-    """Where a run's files are, and which checkpoints stay."""
+    """Where a run's files are, which process may write them, and which checkpoints stay."""
 
     def __init__(self, path: Path, keep: int = 2) -> None:
         self.path = path
         self.keep = keep
         self.checkpoints = path / CHECKPOINTS
         self.metrics = path / "metrics.jsonl"
+        self.lock = RunLock(path)
 
     @classmethod
     def create(cls, cfg: TrainCfg) -> RunFolder:
-        """Make the folder of a new run; ``TrainingStateError`` if there is a checkpoint in it already."""
+        """Make the folder of a new run and lock it; ``TrainingStateError`` if there is a checkpoint in it already."""
         name, number = f"{cfg.trainer.exp_name}_{time.strftime('%Y%m%d-%H%M%S')}", 1
         path = Path(cfg.trainer.run_dir or Path(cfg.trainer.output_dir) / name)
-        while cfg.trainer.run_dir is None and path.exists():  # a run of this name was started in the same second
+        while cfg.trainer.run_dir is None and not _is_new(path):  # a run of this name was started in the same second
             number += 1
             path = path.with_name(f"{name}-{number}")
-        if list_checkpoints(path / CHECKPOINTS):
-            raise TrainingStateError(
-                f"{path} holds a run already: continue it with --resume {path}, or choose another --trainer.run_dir"
-            )
-        if (path / CONFIG_FILE).exists():
-            _LOG.warning("%s holds a run without a checkpoint: the run begins anew", path)
-        folder = cls.open(path, cfg)
-        for old in (folder.metrics, *path.glob("events.out.tfevents.*")):
-            old.unlink(missing_ok=True)
+        folder = cls(path)
+        folder.lock.acquire()
+        try:
+            if list_checkpoints(folder.checkpoints):
+                raise TrainingStateError(
+                    f"{path} holds a run already: continue it with --resume {path}, or choose another --trainer.run_dir"
+                )
+            folder.begin(cfg)
+        except BaseException:
+            folder.lock.release()
+            raise
         return folder
 
-    @classmethod
-    def open(cls, path: Path, cfg: TrainCfg) -> RunFolder:
-        """Use a folder and write the config into it."""
+    def begin(self, cfg: TrainCfg) -> None:
+        """Write the config of a new run, and remove what one without a checkpoint has left."""
+        if (self.path / CONFIG_FILE).exists():
+            _LOG.warning("%s holds a run without a checkpoint: the run begins anew", self.path)
+        self.configure(cfg)
+        for old in (self.metrics, *self.path.glob("events.out.tfevents.*")):
+            old.unlink(missing_ok=True)
+
+    def configure(self, cfg: TrainCfg) -> None:
+        """Write the config into the folder, and keep as many checkpoints as it says."""
+        self.keep = cfg.trainer.keep_checkpoints
         try:
-            save_config(cfg, path / CONFIG_FILE)
+            save_config(cfg, self.path / CONFIG_FILE)
         except OSError as error:
-            raise OutputError(f"cannot write to the folder {path}: {error.strerror}. Choose another one.") from error
-        return cls(path, cfg.trainer.keep_checkpoints)
+            raise _no_folder(self.path, error) from error
 
     def save(self, step: int, state: Mapping[str, Any], best: bool = False) -> Path:
         """Write a checkpoint, let ``latest`` (and ``best``) point at it, and remove those that nothing points at."""
@@ -102,27 +223,76 @@ class RunFolder:
         kept = (self.checkpoints / BEST).resolve()
         for old in list_checkpoints(self.checkpoints)[: -self.keep]:
             if old.resolve() != kept:
-                shutil.rmtree(old)
+                _remove(old)
         return saved
 
     def forget_after(self, step: int) -> None:
         """Remove what an interrupted run left unfinished, and checkpoints of steps that are about to be made again."""
+        self.lock.acquire()
         restore_former(self.checkpoints)
         for partial in self.checkpoints.glob(".step_*"):
-            shutil.rmtree(partial, ignore_errors=True)
+            _remove(partial)
         for checkpoint in list_checkpoints(self.checkpoints):
             if checkpoint_step(checkpoint) > step:
-                shutil.rmtree(checkpoint)
+                _remove(checkpoint)
 
 
-def open_folder(cfg: TrainCfg, run: Path | None, ranks: Ranks) -> RunFolder:
+def _is_new(path: Path) -> bool:
+    """Make a folder; tell whether nobody was quicker."""
+    try:
+        path.mkdir(parents=True)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise _no_folder(path, error) from error
+    return True
+
+
+def _no_folder(path: Path, error: OSError) -> OutputError:
+    return OutputError(f"cannot write to the folder {path}: {error.strerror}. Choose another one.")
+
+
+def _remove(checkpoint: Path) -> None:
+    """Remove a checkpoint that nobody needs; one that is gone, or cannot be removed, ends no training."""
+    shutil.rmtree(checkpoint, ignore_errors=True)
+    if checkpoint.exists():
+        _LOG.warning("%s is not needed any more, but cannot be removed", checkpoint)
+
+
+@contextmanager
+def locked_run(given: str | os.PathLike[str], ranks: Ranks) -> Iterator[RunFolder]:
+    """Keep other processes out of the folder of a run that is to be continued; ``given`` may be a checkpoint of it."""
+    path = Path(given)
+    with ranks.together("locking the folder of the run"):
+        if ranks.is_first:
+            if (path / STATE_FILE).is_file() and (path := path.resolve()).parent.name != CHECKPOINTS:
+                raise TrainingStateError(f"{path} is not in the folder of a run, which is needed to continue it")
+            if (path / STATE_FILE).is_file():
+                path = path.parent.parent
+            if not (path / CHECKPOINTS).is_dir() and not (path / CONFIG_FILE).is_file():
+                raise CheckpointError(f"{path}: expected a checkpoint or a run with a checkpoint in it, found neither")
+            folder = RunFolder(path)
+            folder.lock.acquire()
+    path = Path(ranks.from_first(str(path)))
+    folder = folder if ranks.is_first else RunFolder(path)
+    try:
+        yield folder
+    finally:
+        folder.lock.release()
+
+
+def open_folder(cfg: TrainCfg, folder: RunFolder | None, ranks: Ranks) -> RunFolder:
     """Return the folder of a run, which the first rank makes; the others may be on machines that do not have it."""
     made = ""
     with ranks.together("making the folder of the run"):
         if ranks.is_first:
-            folder = RunFolder.create(cfg) if run is None else RunFolder.open(run, cfg)
+            if folder is None:
+                folder = RunFolder.create(cfg)
+            else:
+                folder.configure(cfg)
             made = str(folder.path)
-    return RunFolder(Path(ranks.from_first(made)), cfg.trainer.keep_checkpoints)
+    made = ranks.from_first(made)
+    return folder if ranks.is_first and folder is not None else RunFolder(Path(made), cfg.trainer.keep_checkpoints)
 
 
 def run_to_continue(trainer: TrainerCfg, ranks: Ranks) -> Path | None:
@@ -244,67 +414,6 @@ def _start_wandb(run: RunFolder, cfg: TrainCfg) -> Any:
     file.write_text(f"{run_id}\n")
     names = {"project": cfg.trainer.wandb_project, "name": run.path.name, "id": run_id}
     return wandb.init(**names, resume="allow", dir=str(run.path), config=cfg.to_dict())
-
-
-class ProgressView:
-    """Shows return, success, steps per second and the time left: a bar on a terminal, a line now and then elsewhere."""
-
-    def __init__(self, name: str, console: Console | None = None) -> None:
-        self.console = console or Console(stderr=True)
-        self._name = name
-        self._marks: deque[tuple[float, int, float]] = deque(maxlen=_SPEED_WINDOW)  # time, step, share done
-        self._last_line = 0.0
-        self._bar: Progress | None = None
-
-    def __enter__(self) -> Self:
-        if self.console.is_terminal:
-            columns = TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[text]}")
-            self._bar = Progress(*columns, console=self.console, transient=True)
-            self._task = self._bar.add_task(self._name, total=1.0, text="")
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def show(self, step: int, done: float, mean_return: float | None, success: float | None) -> None:
-        """Show the environment steps so far, the share that is done, and the results of recent episodes if known."""
-        self._marks.append((time.monotonic(), step, done))
-        parts = [f"{_short(step)} steps"]
-        parts += [] if mean_return is None else [f"return {mean_return:.2f}"]
-        parts += [] if success is None else [f"success {success:.0%}"]
-        text = " | ".join([*parts, *self._speed()])
-        if self._bar is not None:
-            self._bar.update(self._task, completed=done, text=text)
-        elif time.monotonic() - self._last_line > _LINE_SECONDS:
-            self._last_line = time.monotonic()
-            self.print(f"{self._name}: {text}")
-
-    def print(self, text: str) -> None:
-        """Print a line above the bar."""
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-    def _speed(self) -> Iterator[str]:
-        """Yield steps per second and the time left, over the last iterations."""
-        (begin, first, share), (end, last, done) = self._marks[0], self._marks[-1]
-        if end > begin:
-            yield f"{_short(round((last - first) / (end - begin)))} steps/s"
-            if done > share:
-                yield f"{_clock((1.0 - done) * (end - begin) / (done - share))} left"
-
-
-def _short(number: int) -> str:
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.3g}{letter}"
-    return str(number)
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 class StopSignals:

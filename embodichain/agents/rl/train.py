@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from rich.console import Console
 from embodichain.agents.rl.algo import build_algo
 from embodichain.agents.rl.algo.base import BaseAlgorithm
 from embodichain.agents.rl.buffer.vla_buffer import VLABuffer
-from embodichain.agents.rl.checkpoint import CHECKPOINTS, find_checkpoint, load_checkpoint
+from embodichain.agents.rl.checkpoint import find_checkpoint, load_checkpoint
 from embodichain.agents.rl.collector.async_collector import AsyncCollector
 from embodichain.agents.rl.collector.remote_env import RemoteEnv
 from embodichain.agents.rl.collector.sync_collector import SyncCollector
@@ -35,7 +35,7 @@ from embodichain.agents.rl.config import (
     warn_about_config,
 )
 from embodichain.agents.rl.models import build_policy
-from embodichain.agents.rl.runs import RunFolder, open_folder, resume_command, run_to_continue
+from embodichain.agents.rl.runs import RunFolder, locked_run, open_folder, resume_command, run_to_continue
 from embodichain.agents.rl.trainer import Trainer, TrainingResult
 from embodichain.agents.rl.utils.distributed import Ranks, global_rank, joined_ranks
 from embodichain.config import merge
@@ -43,7 +43,7 @@ from embodichain.envs.physics.mujoco_cpu import available_cores
 from embodichain.envs.registration import make, make_to_watch
 from embodichain.envs.vec_env import VecEnv
 from embodichain.envs.wrappers import GroupedEnv, arrange, chunked, make_grouped
-from embodichain.errors import ConfigError, EmbodiChainError, TrainingStateError
+from embodichain.errors import ConfigError, EmbodiChainError
 from embodichain.extras import import_trusted, module_folders, module_name
 from embodichain.utils.console import shown_messages
 from embodichain.utils.torch_runtime import seed_everything
@@ -125,10 +125,10 @@ def train_from_config(
         cfg = load_train_config(config_path, trusted_modules)
     cfg = override(cfg, list(overrides))
     with joined_ranks() as ranks:
-        run, state = run_to_continue(cfg.trainer, ranks), None
+        run = run_to_continue(cfg.trainer, ranks)
         if run is not None:
-            cfg, run, state = _read_run(run, overrides, trusted_modules, ranks)
-        with opened_trainer(cfg, run, state, trusted_modules, console, ranks) as trainer:
+            return _continue(run, overrides, trusted_modules, console, ranks)
+        with opened_trainer(cfg, None, None, trusted_modules, console, ranks) as trainer:
             return trainer.train()
 
 
@@ -137,31 +137,36 @@ def resume_training(
 ) -> TrainingResult:
     """Continue a run from its latest checkpoint (or from the checkpoint given), as if it had never stopped."""
     with joined_ranks() as ranks:
-        cfg, folder, state = _read_run(run, overrides, trusted_modules, ranks)
+        return _continue(run, overrides, trusted_modules, console, ranks)
+
+
+def _continue(
+    run: PathLike, overrides: Sequence[str], trusted_modules: Collection[str], console: Console | None, ranks: Ranks
+) -> TrainingResult:
+    with locked_run(run, ranks) as folder:
+        cfg, state = _read_run(run, overrides, trusted_modules, ranks)
         with opened_trainer(cfg, folder, state, trusted_modules, console, ranks) as trainer:
             return trainer.train()
 
 
 def _read_run(
     run: PathLike, overrides: Sequence[str], trusted_modules: Collection[str], ranks: Ranks
-) -> tuple[TrainCfg, Path, dict[str, Any]]:
-    """Return config, folder and checkpoint of a run to continue; the first rank reads them for all."""
+) -> tuple[TrainCfg, dict[str, Any]]:
+    """Return config and checkpoint of a run to continue; the first rank reads them for all."""
     saved: tuple[str, dict[str, Any]] | None = None
     with ranks.together("reading the checkpoint"):
         if ranks.is_first:
             checkpoint = find_checkpoint(run, "latest").resolve()
             saved = str(checkpoint), load_checkpoint(checkpoint)
-            if checkpoint.parent.name != CHECKPOINTS:
-                raise TrainingStateError(f"{checkpoint} is not in the folder of a run, which is needed to continue it")
     source, state = ranks.from_first(saved)
     cfg = complete(TrainCfg.from_dict(state["config"], source=source), trusted_modules, source)
-    return override(cfg, list(overrides)), Path(source).parent.parent, state
+    return override(cfg, list(overrides)), state
 
 
 @contextmanager
 def opened_trainer(
     cfg: TrainCfg,
-    run: Path | None,
+    folder: RunFolder | None,
     state: Mapping[str, Any] | None,
     trusted_modules: Collection[str],
     console: Console | None,
@@ -171,23 +176,24 @@ def opened_trainer(
     with ranks.together("looking for its device"):
         check_devices(cfg)
     check_same_config(cfg, ranks)
-    folder = open_folder(cfg, run, ranks)
+    folder = open_folder(cfg, folder, ranks)
     console = console if ranks.is_first else Console(stderr=True, quiet=True)
-    trainer = build_trainer(cfg, folder, trusted_modules, console, ranks)
-    try:
-        if state is not None:
-            trainer.restore(state)
-        yield trainer
-    except (EmbodiChainError, KeyboardInterrupt) as error:
-        if "--resume" not in str(error):
-            with suppress(EmbodiChainError):
-                find_checkpoint(folder.path)
-                error.add_note(f"continue with: {resume_command(folder.path)}")
-        raise
-    finally:
-        trainer.env.close()
+    with ExitStack() as stack:
+        stack.callback(folder.lock.release)
+        trainer = build_trainer(cfg, folder, trusted_modules, console, ranks)
+        stack.callback(trainer.env.close)
         if trainer.eval_env is not None:
-            trainer.eval_env.close()
+            stack.callback(trainer.eval_env.close)
+        try:
+            if state is not None:
+                trainer.restore(state)
+            yield trainer
+        except (EmbodiChainError, KeyboardInterrupt) as error:
+            if "--resume" not in str(error):
+                with suppress(EmbodiChainError):
+                    find_checkpoint(folder.path)
+                    error.add_note(f"continue with: {resume_command(folder.path)}")
+            raise
 
 
 def build_trainer(

@@ -20,11 +20,12 @@ from embodichain.agents.rl.collector.config import AsyncCfg
 from embodichain.agents.rl.collector.sync_collector import SyncCollector
 from embodichain.agents.rl.config import TrainCfg, num_iterations
 from embodichain.agents.rl.evaluation import Evaluation, evaluate
-from embodichain.agents.rl.runs import ProgressView, RunFolder, RunLog, StopSignals
+from embodichain.agents.rl.runs import RunFolder, RunLog, StopSignals
 from embodichain.agents.rl.utils.distributed import check_equal
 from embodichain.agents.rl.utils.tensordicts import space_to_data
 from embodichain.envs.vec_env import VecEnv
 from embodichain.errors import CheckpointError
+from embodichain.utils.console import ProgressView
 from embodichain.utils.torch_runtime import (
     get_random_state,
     seed_everything,
@@ -153,6 +154,9 @@ class Trainer:
         """Train until a stop criterion is met or a signal interrupts the run, and save the state at the end."""
         settings = self.cfg.trainer
         self._began = time.perf_counter() - self.counters.seconds
+        with self.ranks.together("locking the folder of the run"):
+            if self.ranks.is_first:
+                self.folder.lock.acquire()
         try:
             with StopSignals(aloud=self.ranks.is_first) as signals, self.view:
                 if self._resumed_at is None:
@@ -184,6 +188,7 @@ class Trainer:
             if self._log is not None:
                 self._log.close()
                 self._log = None
+            self.folder.lock.release()
         now = self.counters
         return TrainingResult(self.folder.path, now.global_step, now.iteration, now.seconds, reason, self.evaluation)
 

@@ -20,12 +20,13 @@ from embodichain.agents.rl.algo.base import BaseAlgorithm
 from embodichain.agents.rl.checkpoint import find_checkpoint, list_checkpoints, load_checkpoint
 from embodichain.agents.rl.collector.sync_collector import SyncCollector
 from embodichain.agents.rl.config import TrainCfg, complete, override
-from embodichain.agents.rl.runs import ProgressView, RunFolder, RunLog, read_metrics
+from embodichain.agents.rl.runs import RunFolder, RunLog, read_metrics
 from embodichain.agents.rl.train import build_trainer, resume_training, train_from_config
 from embodichain.agents.rl.trainer import Counters, Trainer, crossed
 from embodichain.envs.registration import load_gym_config, make
 from embodichain.errors import ConfigError, MissingExtraError, NotFiniteError, OutputError, WorkerError
 from embodichain.extras import available
+from embodichain.utils.console import ProgressView
 from embodichain.utils.torch_runtime import torch_threads, update_threads
 from tests.agents.rl.test_checkpoint import same
 from tests.agents.rl.training_cases import GRPO, train_config, write_config

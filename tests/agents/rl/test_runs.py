@@ -1,0 +1,203 @@
+"""The folder of a run belongs to one process at a time, and whatever is missing or strange in it ends in one line."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from embodichain.agents.rl.checkpoint import list_checkpoints, save_checkpoint
+from embodichain.agents.rl.runs import LOCK_FILE, RunFolder, read_metrics
+from embodichain.agents.rl.train import resume_training, train_from_config
+from embodichain.cli.main import main
+from embodichain.errors import OutputError, TrainingStateError
+from tests.agents.rl.training_cases import write_config
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+# Trains as the command does, but waits in its third rollout for a file.
+PAUSES = """
+import os, sys, time
+from embodichain.agents.rl.collector.sync_collector import SyncCollector
+from embodichain.cli.main import main
+
+collect, count = SyncCollector.collect, 0
+
+def collect_or_wait(self, *args):
+    global count
+    count += 1
+    if count == 3:
+        open(sys.argv[1] + ".waits", "w").close()
+    while count == 3 and not os.path.exists(sys.argv[1]):
+        time.sleep(0.02)
+    return collect(self, *args)
+
+SyncCollector.collect = collect_or_wait
+sys.exit(main(["train", *sys.argv[2:]]))
+"""
+
+
+@contextlib.contextmanager
+def paused_training(go, *words):
+    """Yield a training process that has done two iterations and waits for a file before it does the third."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
+    command = [sys.executable, "-c", PAUSES, str(go), *map(str, words)]
+    deadline = time.monotonic() + 100
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            while not go.with_name(f"{go.name}.waits").exists():
+                assert process.poll() is None, process.stderr.read()
+                assert time.monotonic() < deadline, "the training does not get that far"
+                time.sleep(0.02)
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("command", ["resume", "begin"])
+def test_a_second_process_leaves_a_live_run_alone(tmp_path, capsys, command):
+    run, go = tmp_path / "run", tmp_path / "go"
+    config = write_config(tmp_path / "c.json", run, trainer={"iterations": 5, "eval_freq": 0, "enable_eval": False})
+    words = ["--resume", str(run)] if command == "resume" else [str(config)]
+    with paused_training(go, config) as first:
+        before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+        assert main(["train", *words]) == 2
+        said = capsys.readouterr().err
+        assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+        go.touch()
+        assert first.wait(100) == 0, first.stderr.read()
+    assert f"{run} is in use by process {first.pid} on {socket.gethostname()}" in said
+    assert "wait until it has ended, or stop it" in said
+    assert len(said.splitlines()) == 2  # the other line tells of --traceback
+    assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == [128 * n for n in range(1, 6)]
+
+
+def test_a_killed_process_leaves_no_lock(tmp_path):
+    run, go = tmp_path / "run", tmp_path / "go"
+    config = write_config(tmp_path / "c.json", run, trainer={"iterations": 5, "eval_freq": 0, "enable_eval": False})
+    with paused_training(go, config) as first:
+        with pytest.raises(TrainingStateError, match="is in use by process"):
+            resume_training(run)
+        first.send_signal(signal.SIGKILL)
+        assert first.wait(100) == -signal.SIGKILL
+        assert resume_training(run).iteration == 5
+    assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == [128 * n for n in range(1, 6)]
+
+
+def test_a_lock_that_is_taken_and_released_in_turn(tmp_path):
+    first, second = RunFolder(tmp_path), RunFolder(tmp_path)
+    first.lock.acquire()
+    first.lock.acquire()
+    assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == os.getpid()
+    with pytest.raises(TrainingStateError, match=rf"process {os.getpid()} on .* \(this one\), since"):
+        second.lock.acquire()
+    first.lock.release()
+    first.lock.release()
+    assert (tmp_path / LOCK_FILE).read_text() == ""
+    second.lock.acquire()
+    second.lock.release()
+
+
+def test_a_lock_dies_with_its_process_and_not_with_its_children(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.lock.acquire()
+    (up, is_up), (end, is_over) = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:  # it outlives the parent's lock, and must not keep it
+        os.close(is_over)
+        os.write(is_up, b"x")
+        os.read(end, 1)
+        os._exit(0)
+    try:
+        os.read(up, 1)
+        with pytest.raises(TrainingStateError, match="is in use"):
+            RunFolder(tmp_path).lock.acquire()
+        folder.lock.forget()  # as if this process had been killed
+        RunFolder(tmp_path).lock.acquire()
+    finally:
+        os.close(is_over)
+        os.waitpid(child, 0)
+        for descriptor in (up, is_up, end):
+            os.close(descriptor)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"host": "x"}', "\0" * 10_000])
+def test_a_lock_file_that_says_nothing_is_held_all_the_same(tmp_path, text):
+    with (tmp_path / LOCK_FILE).open("w") as file:
+        file.write(text)
+        file.flush()
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(TrainingStateError, match="is in use by another process: wait"):
+            RunFolder(tmp_path).lock.acquire()
+    RunFolder(tmp_path).lock.acquire()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_a_file_system_without_locks_is_used_with_a_warning(tmp_path, monkeypatch, caplog, code):
+    def refuse(*_):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    config = write_config(tmp_path / "c.json", tmp_path / "run", trainer={"iterations": 1, "enable_eval": False})
+    with caplog.at_level(logging.WARNING):
+        assert train_from_config(config).iteration == 1
+    said = [record.message for record in caplog.records if "has no locks" in record.message]
+    assert len(said) == 1
+    assert "make sure that no other process trains in this folder" in said[0]
+
+
+def test_a_process_of_another_machine_that_left_no_word_is_mentioned(tmp_path, caplog):
+    (tmp_path / LOCK_FILE).write_text('{"host": "elsewhere", "pid": 7, "since": "2026-01-01 00:00:00 +0000"}\n')
+    with caplog.at_level(logging.WARNING):
+        RunFolder(tmp_path).lock.acquire()
+    assert "was left by process 7 on elsewhere" in caplog.text
+
+
+def test_a_folder_that_cannot_be_locked_is_refused(tmp_path):
+    (tmp_path / LOCK_FILE).mkdir()
+    with pytest.raises(OutputError, match=r"cannot write to the folder .*: Is a directory"):
+        RunFolder(tmp_path).lock.acquire()
+
+
+def test_a_failed_start_leaves_no_lock(tmp_path):
+    config = write_config(tmp_path / "c.json", tmp_path / "run", trainer={"iterations": 1, "enable_eval": False})
+    train_from_config(config)
+    with pytest.raises(TrainingStateError, match="holds a run already"):
+        train_from_config(config)
+    with pytest.raises(ValueError, match="hidden_size"):
+        resume_training(tmp_path / "run", ["--policy.actor.hidden_size", "[17]"])
+    RunFolder(tmp_path / "run").lock.acquire()
+
+
+def test_pruning_and_forgetting_tolerate_what_is_gone(tmp_path, monkeypatch):
+    folder = RunFolder(tmp_path, keep=1)
+    for step in (1, 2, 3):
+        save_checkpoint(folder.checkpoints / f"step_{step:012d}", {})
+    listed = list_checkpoints(folder.checkpoints)
+    monkeypatch.setattr("embodichain.agents.rl.runs.list_checkpoints", lambda _: listed)  # another process removes two
+    for gone in listed[:2]:
+        (gone / "tensors.safetensors").unlink()
+        (gone / "state.json").unlink()
+        gone.rmdir()
+    folder.forget_after(0)
+    assert not listed[2].exists()
+    folder.save(4, {})
+    folder.save(5, {}, best=True)
+
+
+def test_two_runs_of_one_name_and_second_get_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "strftime", lambda *_: "20260101-000000")
+    settings = {"iterations": 1, "enable_eval": False, "run_dir": None, "output_dir": str(tmp_path / "runs")}
+    config = write_config(tmp_path / "c.json", tmp_path, trainer=settings)
+    names = [train_from_config(config).run_dir.name for _ in range(2)]
+    assert names == ["test_20260101-000000", "test_20260101-000000-2"]
