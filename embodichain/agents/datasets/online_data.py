@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset, default_convert, get_worker_info
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from embodichain.agents.datasets.sampler import ChunkSizeSampler, check_size
+from embodichain.errors import ChunkSizeError
 
 if TYPE_CHECKING:
     from embodichain.agents.engine import OnlineDataEngine
@@ -100,6 +101,19 @@ class OnlineDataset(IterableDataset[TensorDictBase]):
         self.transform = transform
 
     def __iter__(self) -> Iterator[TensorDictBase]:
+        """Return endless draws, once it is sure that there are episodes for the longest chunks."""
+        size = self.chunk_size.max_size if isinstance(self.chunk_size, ChunkSizeSampler) else self.chunk_size
+        if size is not None:
+            try:
+                self.engine.check_chunk_size(size)
+            except ChunkSizeError as error:
+                if not isinstance(self.chunk_size, ChunkSizeSampler):
+                    raise
+                name = type(self.chunk_size).__name__
+                raise ChunkSizeError(f"{name} draws chunks of up to {size} steps, which is too long: {error}") from None
+        return self._draws()
+
+    def _draws(self) -> Iterator[TensorDictBase]:
         worker = get_worker_info()
         seed = int(torch.empty((), dtype=torch.int64).random_() if worker is None else worker.seed & (2**63 - 1))
         generator = np.random.default_rng(seed)

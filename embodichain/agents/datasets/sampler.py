@@ -10,9 +10,17 @@ import torch
 
 from embodichain.errors import ChunkSizeError
 
+_TAIL = 7.0
+"""Standard deviations above the mean that a normal distribution exceeds once in 10^12 draws."""
+
 
 class ChunkSizeSampler(ABC):
     """Returns a positive chunk size when called: once per chunk in item mode, once per batch in batch mode."""
+
+    @property
+    def max_size(self) -> int | None:
+        """The largest size that it returns; None if that is not known beforehand."""
+        return None
 
     @abstractmethod
     def __call__(self) -> int:
@@ -28,6 +36,10 @@ class UniformChunkSampler(ChunkSizeSampler):
 
     def __post_init__(self) -> None:
         _check_bounds(self.low, self.high)
+
+    @property
+    def max_size(self) -> int:
+        return self.high
 
     def __call__(self) -> int:
         return int(torch.randint(self.low, self.high + 1, ()))
@@ -59,6 +71,14 @@ class GMMChunkSampler(ChunkSizeSampler):
             raise ChunkSizeError(f"weights must be >= 0, finite and not all zero, got {list(weights)}")
         _check_bounds(self.low, self.high)
         self._weights = torch.tensor([float(weight) for weight in weights], dtype=torch.float64)
+
+    @property
+    def max_size(self) -> int:
+        """The bound ``high``; without one, what is not exceeded in 10^12 draws."""
+        if self.high is not None:
+            return self.high
+        parts = zip(self.means, self.stds, self._weights.tolist(), strict=True)
+        return max(self.low or 1, *(round(mean + _TAIL * std) for mean, std, weight in parts if weight > 0))
 
     def __call__(self) -> int:
         component = int(torch.multinomial(self._weights, 1))

@@ -39,6 +39,9 @@ class ActionSourceCfg(Config):
     """The checkpoint of ``policy``, or the folder of ``dataset``."""
     only_success: bool = False
     """Keep episodes out that did not solve the task."""
+    terminate_on_success: bool | None = None
+    """Whether success ends an episode of a task. Default: demonstrations of the expert run to the time limit; for other
+    sources the ``gym_config`` decides."""
     noise_std: NotNegative = 0.0
     """Standard deviation of Gaussian noise on continuous actions. What is stored is the action before the noise: the
     episodes then show how to recover."""

@@ -133,11 +133,19 @@ class OnlineDataEngine:
             batch, rows = mirror.sample(reader.generator(generator), batch_size, chunk_size, reuse_outputs)
             reader.count(batch_size, 0, rows)
             return batch
-        except EngineStateError:
-            error = None if self._supervisor is None else self._supervisor.error
-            if error is not None:
-                raise error from error.__cause__  # why it was stopped
-            raise
+        except EngineStateError as error:
+            raise self._cause(error) from self._cause(error).__cause__
+
+    def check_chunk_size(self, chunk_size: int) -> None:
+        """Raise what ``sample_batch`` would raise for chunks of this size, without drawing any."""
+        try:
+            self._sampling().check_chunk_size(chunk_size)
+        except EngineStateError as error:
+            raise self._cause(error) from self._cause(error).__cause__
+
+    def _cause(self, stopped: EngineStateError) -> Exception:
+        """Return why the engine was stopped, which other processes cannot know, or else that it was."""
+        return stopped if self._supervisor is None or self._supervisor.error is None else self._supervisor.error
 
     def episode_info(self, row: int) -> EpisodeInfo:
         """Return where the episode in a row of the buffer came from."""

@@ -143,14 +143,22 @@ class StreamReader:
 
     def prepare(self, batch_size: int, chunk_size: int) -> None:
         """Check the request and the state of the engine, and wait if readers are ahead of a limit."""
+        self._check_request(batch_size, chunk_size)
+        if self._limit is not None:
+            self._wait_for_episodes(batch_size, self._limit)
+
+    def check_chunk_size(self, chunk_size: int) -> None:
+        """Raise ``ChunkSizeError`` unless a stored episode is as long as this; nothing is drawn."""
+        self._check_request(1, chunk_size)
+        self._own().sampler.pick(np.random.default_rng(0), 1, chunk_size)
+
+    def _check_request(self, batch_size: int, chunk_size: int) -> None:
         for name, size in (("batch_size", batch_size), ("chunk_size", chunk_size)):
             if (type(size) is not int and not isinstance(size, np.integer)) or size < 1:
                 raise ChunkSizeError(f"{name} must be an integer >= 1, got {size!r}")
         if chunk_size > self.buffer.max_steps:
             raise ChunkSizeError(f"chunk_size is {chunk_size}, but max_episode_steps is {self.buffer.max_steps}")
         self.check_state()
-        if self._limit is not None:
-            self._wait_for_episodes(batch_size, self._limit)
 
     def _wait_for_episodes(self, batch_size: int, limit: float) -> None:
         """Return once ``batch_size`` more samples are within ``limit`` per episode; raise if they never will be."""

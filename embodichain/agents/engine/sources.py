@@ -19,6 +19,7 @@ from embodichain.extras import import_trusted
 
 # Like the actors, these are entry points: only a worker that needs them imports all tasks, or the extra ``data``.
 _MAKE_ENV = "embodichain.envs.registration:make_to_watch"
+_LIST_ENVS = "embodichain.envs.registration:list_envs"
 _RECORDED = "embodichain.agents.datasets.lerobot:RecordedEpisodes"
 
 
@@ -163,6 +164,13 @@ def open_source(cfg: OnlineDataEngineCfg, worker: int = 0, incarnation: int = 0)
         recorded: EpisodeSource = _resolve(_RECORDED)(str(action.path), seed)
         return recorded
     overrides: dict[str, Any] = {}
+    ends = False if action.source == "expert" and action.terminate_on_success is None else action.terminate_on_success
+    if ends is not None and _is_task(cfg.gym_config.get("id")):
+        overrides["env"] = {"terminate_on_success": ends}
+    elif action.terminate_on_success is not None:
+        raise ConfigError(
+            f"terminate_on_success: only tasks let this be chosen, {cfg.gym_config.get('id')} does not", "action_config"
+        )
     if cfg.num_workers > 1 and "num_threads" not in cfg.gym_config:
         overrides["num_threads"] = max(1, len(os.sched_getaffinity(0)) // cfg.num_workers)
     longest = cfg.max_episode_steps
@@ -173,6 +181,10 @@ def open_source(cfg: OnlineDataEngineCfg, worker: int = 0, incarnation: int = 0)
     except BaseException:  # an environment may hold processes and windows
         env.close()
         raise
+
+
+def _is_task(name: object) -> bool:
+    return any(spec.id == name for spec in _resolve(_LIST_ENVS)())
 
 
 def stream_seed(seed: int, worker: int, incarnation: int) -> int:

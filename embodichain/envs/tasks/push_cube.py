@@ -63,7 +63,8 @@ class PushCube(ArmTask):
         }
 
     def expert_action(self, scene: Scene, actions: RobotActionManager) -> Tensor:
-        """Pass over the cube to behind it, come down, and push towards the goal, steering as the cube drifts."""
+        """Pass over the cube to behind it, come down, and push towards the goal, steering as the cube drifts.
+        While it lies there, rise and leave it alone."""
         tip, direction = scene["ee_pos"], scene["direction"]
         from_cube = tip[:, :2] - scene["cube_pos"][:, :2]
         along = dot(from_cube, direction)
@@ -83,6 +84,8 @@ class PushCube(ArmTask):
         must_rise = (~sink) & (tip[:, 2] < _HIGH - 0.03) & ~clear
         over[:, :2] = torch.where(must_rise.unsqueeze(1), torch.zeros_like(over[:, :2]), over[:, :2])
         by = torch.where((ready & low).unsqueeze(1), push, over)
+        rise = torch.cat((torch.zeros_like(over[:, :2]), _HIGH - tip[:, 2:]), dim=1)
+        by = torch.where(self.success(scene).unsqueeze(1), rise, by)
         return self.move_tool(scene, actions, shorten(by, _MAX_STEP))
 
     def markers(self) -> dict[str, Tensor]:

@@ -136,7 +136,7 @@ def main() -> float:
         buffer_size=256,
         max_episode_steps=100,
         gym_config={"id": TASK, "num_envs": 32},
-        action_config={"source": "expert", "only_success": True, "noise_std": 0.15},
+        action_config={"source": "expert", "only_success": True, "terminate_on_success": True, "noise_std": 0.15},
         refill="continuous",
         refill_threshold=100,
         seed=args.seed,

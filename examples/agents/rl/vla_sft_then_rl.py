@@ -122,7 +122,7 @@ def imitate(policy: VLAPolicy, gym_config: dict[str, Any], plan: Plan, args: Arg
         buffer_size=plan.demonstrations,
         max_episode_steps=plan.demonstration_steps,
         gym_config=merge(gym_config, shown | {"max_episode_steps": plan.demonstration_steps}),
-        action_config={"source": "expert", "only_success": True, "noise_std": 0.1},
+        action_config={"source": "expert", "only_success": True, "terminate_on_success": True, "noise_std": 0.1},
         refill="continuous",
         refill_threshold=40,
         num_workers=plan.num_workers,

@@ -1,24 +1,23 @@
-"""The snippets of the guide and of the API reference, run as they are printed, on a live stream of a real task."""
+"""The snippets of the guide and of the API reference, run as they are printed, on the configs that are shipped."""
 
 from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
+from torch.utils.data import DataLoader
 
+from embodichain.agents.datasets import GMMChunkSampler, OnlineDataset, UniformChunkSampler
 from embodichain.agents.engine import OnlineDataEngine
+from embodichain.config import load_config
+from embodichain.errors import ChunkSizeError
 
-GYM_CONFIG = {
-    "id": "PushCubeRL",
-    "num_envs": 2,
-    "max_episode_steps": 100,
-    "num_threads": 1,
-    "env": {"terminate_on_success": False},  # every episode has 100 steps: room for the chunks of 64 and 96
-}
+CONFIGS = Path(__file__).parents[3] / "configs/agents"
 
 MINIMAL_SETUP = """
 from embodichain.agents.engine.data import OnlineDataEngine, OnlineDataEngineCfg
@@ -137,13 +136,13 @@ class Session:
     """A user who types one snippet after the other; ``train_step`` keeps the shapes it saw."""
 
     def __init__(self, steps: int = 3) -> None:
-        self.names: dict[str, Any] = {"your_gym_cfg": GYM_CONFIG, "train_step": self._train_step}
+        self.names: dict[str, Any] = {"train_step": self._train_step}
         self.steps = steps
         self.shapes: list[tuple[int, ...]] = []
 
     def _train_step(self, batch: TensorDict) -> None:
         assert isinstance(batch, TensorDict)
-        assert batch["observation", "robot", "qpos"].shape == (*batch.batch_size, 6)
+        assert batch["observation", "robot", "qpos"].shape == (*batch.batch_size, self.names["cfg"].state_dim)
         assert torch.isfinite(batch["action"]).all()
         self.shapes.append(tuple(batch.batch_size))
         if len(self.shapes) == self.steps:
@@ -162,6 +161,7 @@ class Session:
 @pytest.fixture(scope="module")
 def session() -> Iterator[Session]:
     session = Session()
+    session.names["your_gym_cfg"] = load_config(CONFIGS / "rl/push_cube/gym_config.json")
     session.type(MINIMAL_SETUP)
     session.type(WAIT)
     yield session
@@ -177,7 +177,7 @@ def test_minimal_setup(session: Session) -> None:
     assert engine.is_init
     assert engine.buffer_size == 2
     assert engine.shared_buffer.batch_size == torch.Size([2, 300])  # max_episode_steps is 300 unless it is set
-    assert [engine.episode_info(row).length for row in range(2)] == [100, 100]
+    assert [engine.episode_info(row).length for row in range(2)] == [100, 100]  # success does not end them
 
 
 @pytest.mark.parametrize("snippet", [GUIDE_ITEM_MODE, GUIDE_BATCH_MODE, API_ITEM_MODE, API_BATCH_MODE])
@@ -197,6 +197,24 @@ def test_dynamic_chunk_sizes(session: Session) -> None:
         shapes = session.shapes_of(snippet)
         assert all(batch == 32 and low <= size <= high for batch, size in shapes)
     assert len({size for _, size in shapes}) > 1  # one size per batch, and not always the same
+
+
+def test_a_sampler_of_chunks_that_are_too_long_is_refused_at_the_start(session: Session) -> None:
+    samplers = {
+        UniformChunkSampler(low=16, high=101): 101,
+        GMMChunkSampler(means=[16.0, 64.0], stds=[4.0, 8.0], high=200): 200,
+        GMMChunkSampler(means=[16.0, 64.0], stds=[4.0, 8.0]): 64 + 7 * 8,  # once in 10^12 draws it is more than that
+    }
+    for sampler, longest in samplers.items():
+        for batch_size in (None, 4):
+            dataset = OnlineDataset(session.names["engine"], chunk_size=sampler, batch_size=batch_size)
+            with pytest.raises(ChunkSizeError, match=rf"{type(sampler).__name__}.*{longest} steps.*100 steps"):
+                iter(dataset)
+        with pytest.raises(ChunkSizeError, match=rf"{longest} steps"):
+            next(iter(DataLoader(dataset, batch_size=None, num_workers=1)))
+    within = [UniformChunkSampler(low=16, high=100), GMMChunkSampler(means=[16.0, 44.0], stds=[4.0, 8.0])]
+    for sampler in within:  # up to 100 steps
+        iter(OnlineDataset(session.names["engine"], chunk_size=sampler))
 
 
 def test_too_long_a_chunk_is_the_documented_error(session: Session) -> None:

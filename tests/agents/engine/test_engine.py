@@ -162,6 +162,7 @@ def test_an_episode_can_be_traced_and_played_again() -> None:
     """The header's seed starts the same episode in a fresh environment, and its actions lead through it."""
     task = {"id": "PushCubeRL", "num_envs": 4}
     cfg = OnlineDataEngineCfg(buffer_size=4, max_episode_steps=100, state_dim=6, gym_config=task, progress=False)
+    cfg = cfg.replace(action_config={"terminate_on_success": True})
     with OnlineDataEngine(cfg) as engine:
         row = max(range(4), key=lambda row: engine.episode_info(row).length)
         info, frames = engine.episode_info(row), engine.shared_buffer[row]

@@ -9,7 +9,7 @@ import torch
 from stream_envs import gym_config, stream_settings
 from tensordict import TensorDict
 
-from embodichain.agents.datasets.frames import EpisodeSource
+from embodichain.agents.datasets.frames import Episode, EpisodeSource
 from embodichain.agents.engine import OnlineDataEngine, OnlineDataEngineCfg, register_actor
 from embodichain.agents.engine.shared_buffer import SharedBuffer
 from embodichain.agents.engine.sources import open_source, stream_seed
@@ -18,6 +18,7 @@ from embodichain.agents.rl.checkpoint import load_policy, save_checkpoint
 from embodichain.agents.rl.models import build_policy
 from embodichain.agents.rl.train import train_from_config
 from embodichain.agents.rl.utils.tensordicts import space_to_data
+from embodichain.cli.stream import load_stream_config
 from embodichain.envs.registration import make
 from embodichain.errors import CheckpointError, ConfigError
 from tests.agents.rl.training_cases import write_config
@@ -123,6 +124,53 @@ def test_the_stored_action_is_the_one_before_the_noise() -> None:
         obs, *_ = env.step(frames[("action",)][:1])
         differs += int(not torch.allclose(obs["robot", "qpos"][0], frames[("observation", "robot", "qpos")][1]))
     assert differs == 3
+
+
+SHIPPED = Path(__file__).parents[3] / "configs/agents"
+
+
+@pytest.mark.parametrize(
+    ("config", "steps"),
+    [
+        ("stream/push_cube.json", 100),
+        ("rl/push_cube_language/gym_config.json", 100),
+        ("rl/pick_cube/gym_config.json", 150),
+    ],
+)
+def test_demonstrations_run_to_the_time_limit_and_end_solved(config: str, steps: int) -> None:
+    """Of the shipped configs, as they are: success ends an episode of training, but no demonstration."""
+    source = open_source(load_stream_config(SHIPPED / config))
+    found: list[Episode] = []
+    while not found:
+        found = source.advance()
+    source.close()
+    assert {episode.length for episode in found} == {steps}
+    assert sum(bool(episode.success) for episode in found) >= 0.95 * len(found)
+    assert not any(torch.cat(episode.frames[("terminated",)]).any() for episode in found)
+
+
+@pytest.mark.parametrize(
+    ("action", "ends"),
+    [
+        ({}, False),
+        ({"terminate_on_success": True}, True),
+        ({"source": "random"}, True),
+        ({"source": "random", "terminate_on_success": False}, False),
+    ],
+)
+def test_whether_success_ends_episodes_can_be_chosen(action: dict, ends: bool) -> None:
+    task = {"id": "ReachRL", "num_envs": 4, "max_episode_steps": 6, "num_threads": 1, "env": {"success_threshold": 5.0}}
+    lengths = [len(frames[("action",)]) for frames, _, _ in episodes(open_source(_cfg(task, action)), 4)]
+    assert lengths == [1 if ends else 6] * 4
+
+
+def test_success_of_other_environments_cannot_be_made_to_end_them() -> None:
+    with pytest.raises(ConfigError, match=r"terminate_on_success.*CartPole-v1"):
+        open_source(_cfg({"id": "CartPole-v1"}, {"source": "random", "terminate_on_success": True}))
+
+
+def _cfg(gym_config: dict, action_config: dict) -> OnlineDataEngineCfg:
+    return OnlineDataEngineCfg(gym_config=gym_config, action_config=action_config)
 
 
 def test_the_same_seed_gives_the_same_episodes() -> None:
