@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
 
+import gymnasium as gym
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -205,3 +208,23 @@ def test_the_documented_interface() -> None:
     assert (cfg.kl_coef, cfg.group_size, cfg.eps) == (0.02, 8, 1e-6)
     assert not cfg.reset_every_rollout
     assert not cfg.truncate_at_first_done
+
+
+@pytest.mark.parametrize("precision", ["off", "bf16", "fp16"])
+@pytest.mark.parametrize("correction", ["none", "decoupled"])
+def test_unchanged_weights_have_no_divergence_in_any_precision(precision: str, correction: str) -> None:
+    actor = {"type": "mlp", "hidden_sizes": [32, 32], "dropout_p": 0.1}
+    same = {"group_size": 4, "n_epochs": 1, "batch_size": 16, "learning_rate": 1e-30, "kl_coef": 0.1}
+    cfg = GRPOCfg(**same, mixed_precision=precision, correction=correction)
+    torch.manual_seed(0)
+    env = ScriptedEnv(8, ends=[3, 4, 100, 100, 100, 2, 100, 100], limit=100)
+    env.action_space = gym.spaces.Box(-1.0, 1.0, (24,), np.float32)
+    policy = make_policy(env, "actor_only", actor=actor, distribution={"init_log_std": math.log(0.05)})
+    with torch.no_grad():
+        policy.actor[-1].weight.mul_(100.0)
+    algorithm = GRPO(cfg, policy)
+    rollout = SyncCollector(env, policy, start_rollout=algorithm.start_rollout).collect(6)
+    metrics = algorithm.update(rollout)
+    assert metrics["approx_kl"] < 1e-6
+    assert metrics["clip_fraction"] == 0.0
+    assert metrics["reference_kl"] < 1e-6

@@ -15,6 +15,7 @@ from embodichain.agents.rl.algo import PPO, PPOCfg
 from embodichain.agents.rl.collector import SyncCollector
 from embodichain.agents.rl.models import build_policy
 from embodichain.agents.rl.models.vla import load_vla_model, merge_lora, save_vla_model
+from embodichain.config import merge
 from embodichain.envs.wrappers import chunked
 from embodichain.errors import CheckpointError, ConfigError, EmbodiChainError
 from tests.agents.rl.vla_cases import language_env, vla_block
@@ -133,6 +134,24 @@ def test_lora_trains_additions_and_heads_alone_and_merges_into_an_ordinary_model
     merge_lora(policy.model)
     assert set(policy.model.state_dict()) == set(plain.model.state_dict())
     torch.testing.assert_close(policy.get_action(obs, deterministic=True)[0], before, rtol=1e-4, atol=1e-5)
+
+
+def test_dropout_of_backbone_and_additions_is_off_while_ratios_are_computed(env):
+    parts = {"vision_config": {"attention_dropout": 0.2}, "text_config": {"attention_dropout": 0.2}}
+    lora = {"rank": 2, "target_modules": ["q_proj", "v_proj"], "dropout": 0.2}
+    policy = hf_policy(env, lora=lora, backbone=merge(BACKBONE, parts), init_log_std=-3.0)
+    obs, _ = env.reset()
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if "lora_B" in name or "to_action.weight" in name:
+                parameter.normal_(0.0, 0.5)
+    mean = policy.get_action(obs, deterministic=True)[0]
+    assert not torch.equal(policy.get_action(obs, deterministic=True)[0], mean)  # there is dropout, for imitation
+    collector = SyncCollector(chunked(env, policy.chunk_size), policy, "cpu")
+    algorithm = PPO(PPOCfg(batch_size=4, n_epochs=1, learning_rate=1e-30), policy)
+    metrics = algorithm.update(collector.collect(4))
+    assert metrics["approx_kl"] < 1e-4
+    assert metrics["clip_fraction"] == 0.0
 
 
 def test_lora_names_the_layers_there_are(env):

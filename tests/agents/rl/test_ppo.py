@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
 
+import gymnasium as gym
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -161,6 +164,90 @@ def test_mixed_precision_stays_close_to_full(precision: str) -> None:
         assert all(p.dtype == torch.float32 for p in policy.parameters())
         assert any(not torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
     assert values[precision]["value_loss"] == pytest.approx(values["off"]["value_loss"], rel=0.05)
+
+
+UNCHANGED = {"n_epochs": 1, "batch_size": 16, "learning_rate": 1e-30}
+"""An update that leaves the weights as they are: every ratio has to be 1."""
+
+
+def precise_setup(name: str = "actor_critic", start_rollout=None, **settings):
+    """Return a policy of 24 actions with a small spread, whose probabilities show every rounding, and a rollout."""
+    torch.manual_seed(0)
+    env = ScriptedEnv(8, ends=[3, 4, 100, 100, 100, 100, 100, 100], limit=5)
+    env.action_space = gym.spaces.Box(-1.0, 1.0, (24,), np.float32)
+    policy = make_policy(env, name, distribution={"init_log_std": math.log(0.05)}, **settings)
+    with torch.no_grad():
+        policy.actor[-1].weight.mul_(100.0)
+    return policy, SyncCollector(env, policy, start_rollout=start_rollout)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("memory", [None, {"hidden_size": 8}])
+@pytest.mark.parametrize("options", [{}, {"correction": "decoupled"}, {"clip_value_loss": True}])
+def test_ratios_of_unchanged_weights_are_one_in_every_precision(precision: str, memory, options) -> None:
+    policy, collector = precise_setup(memory=memory)
+    rollout = collector.collect(8)
+    collected = rollout["sample_log_prob"].clone()
+    cfg = PPOCfg(**UNCHANGED, mixed_precision=precision, sequence_length=4 if memory else None, **options)
+    metrics = PPO(cfg, policy).update(rollout)
+    assert metrics["approx_kl"] < 1e-6
+    assert metrics["clip_fraction"] == 0.0
+    assert torch.equal(rollout["sample_log_prob"], collected)  # the rollout keeps what the collector wrote
+    if options.get("correction"):  # the weights that collected are those that learn
+        assert metrics["behaviour_kl"] < 1e-6
+        assert metrics["importance_max"] == pytest.approx(1.0, abs=1e-3)
+
+
+def test_what_older_weights_collected_keeps_its_probabilities_in_every_precision() -> None:
+    policy, collector = precise_setup()
+    rollout = collector.collect(8)
+    rollout["policy_version"][:, :4] = -1
+    rollout["sample_log_prob"][:, :4] += 0.5
+    metrics = PPO(PPOCfg(**UNCHANGED, mixed_precision="bf16"), policy).update(rollout)
+    assert 0.4 < metrics["clip_fraction"] <= 0.5  # half of the ratios are near exp(-0.5), the other half are 1
+
+
+def test_values_are_clipped_around_those_of_the_same_precision() -> None:
+    policy, collector = precise_setup()
+    rollout = collector.collect(8)
+    algorithm = PPO(PPOCfg(**UNCHANGED, clip_coef=1e-3, mixed_precision="bf16", clip_value_loss=True), policy)
+    seen = []
+    loss = algorithm._loss
+
+    def watch(batch):
+        with algorithm.optimizer.autocast(), torch.no_grad():
+            seen.append((policy.evaluate(batch)[2] - batch["value"]).abs().max())
+        return loss(batch)
+
+    algorithm._loss = watch
+    algorithm.update(rollout)
+    assert len(seen) == 4
+    assert max(seen) < 1e-5
+
+
+@pytest.mark.parametrize("memory", [None, {"hidden_size": 8}])
+def test_dropout_is_off_while_ratios_are_computed(memory) -> None:
+    network = {"type": "mlp", "hidden_sizes": [32, 32], "dropout_p": 0.1}
+    policy, collector = precise_setup(actor=network, critic=network, memory=memory)
+    metrics = PPO(PPOCfg(**UNCHANGED), policy).update(collector.collect(8))
+    assert metrics["approx_kl"] < 1e-6
+    assert metrics["clip_fraction"] == 0.0
+    assert all(module.training for module in policy.modules())  # imitation, for one, may use it
+
+
+def test_what_depends_on_the_mode_of_a_module_is_off_while_ratios_are_computed() -> None:
+    class Noisy(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(nn.functional.dropout(x, 0.5, self.training))
+
+    policy, collector = precise_setup()
+    policy.actor = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), Noisy(16, 24))
+    before = copy.deepcopy(policy.actor[1])
+    rollout = collector.collect(8)
+    metrics = PPO(PPOCfg(**UNCHANGED), policy).update(rollout)
+    assert metrics["approx_kl"] < 1e-6
+    assert metrics["clip_fraction"] == 0.0
+    assert torch.equal(policy.actor[1].running_mean, before.running_mean)
 
 
 def test_state_resumes_bitwise() -> None:

@@ -3,6 +3,7 @@
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -162,6 +163,12 @@ class MinibatchAlgorithm(BaseAlgorithm):
             _LOG.info("gradient steps are not recorded as CUDA graphs, as gradients are added up over ranks in each")
             self.graphs = None
 
+    @contextmanager
+    def _gradient_steps(self) -> Iterator[None]:
+        """Compute inside the block as gradient steps do: in their precision, and without dropout."""
+        with self.optimizer.matmul_precision(), self.policy.without_dropout():
+            yield
+
     @abstractmethod
     def _loss(self, batch: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of a minibatch and what is to be logged about it."""
@@ -192,7 +199,34 @@ class MinibatchAlgorithm(BaseAlgorithm):
         minibatches = Minibatches(data, self.cfg.batch_size, sequence_length=length, valid=valid)
         if self.ranks.count > 1:
             minibatches.cut_together(self.ranks.gather(torch.tensor(minibatches.items.numel())).tolist())
+        if self.optimizer.is_reduced:
+            self._evaluate_again(minibatches, rollout)
         return minibatches
+
+    @torch.no_grad()
+    def _evaluate_again(self, minibatches: Minibatches, rollout: TensorDictBase) -> None:
+        """Let old log-probabilities and values be those that the update's own precision gives for the same weights.
+
+        Without this, ratios would compare two precisions. What older weights collected stays as it is, except that the
+        decoupled loss compares with the present ones everywhere.
+        """
+        rows = minibatches.rows
+        old = {name: rows[name].clone() for name in ("sample_log_prob", "value") if name in rows.keys()}  # noqa: SIM118
+        is_present = torch.ones(rows.batch_size, dtype=torch.bool, device=minibatches.device)
+        if self.cfg.correction == "none" and "policy_version" in rollout.keys():  # noqa: SIM118
+            is_present = flatten_time_major(rollout.select("policy_version"))["policy_version"] == self.policy.version
+        for chosen in minibatches.items.tensor_split(max(1, minibatches.count)):
+            if not chosen.numel():
+                continue
+            index, shape = minibatches.locate(chosen)
+            with self._gradient_steps(), self.optimizer.autocast():
+                log_prob, _, value = self.policy.evaluate(minibatches.gather(chosen))
+            for name, new in (("sample_log_prob", log_prob), ("value", value)):
+                if name in old:
+                    new, known = new.float().flatten(0, len(shape) - 1), old[name][index]
+                    mask = is_present[index].view(-1, *[1] * (known.ndim - 1))
+                    old[name][index] = torch.where(mask, new, known)
+        rows.update(old)
 
     def _shuffled(self, minibatches: Minibatches) -> Iterator[tuple[Tensor, float]]:
         """Yield the items of every minibatch of an epoch, and their share of its transitions over all ranks."""

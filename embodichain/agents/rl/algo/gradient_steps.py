@@ -102,6 +102,11 @@ class PolicyOptimizer:
         dtype = _AUTOCAST.get(self.precision, torch.float32)
         return torch.autocast(self.device_type, dtype, enabled=self.precision in _AUTOCAST)
 
+    @property
+    def is_reduced(self) -> bool:
+        """Whether networks compute less precisely here than where they collect."""
+        return self.precision in _AUTOCAST or (self.precision == "tf32" and self._rate is not None)
+
     @contextmanager
     def matmul_precision(self) -> Iterator[None]:
         """Let float32 products, backwards too, use the GPU's TF32 units inside the block, if that was chosen."""

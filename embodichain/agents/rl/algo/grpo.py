@@ -95,17 +95,17 @@ class GRPO(MinibatchAlgorithm):
         data = rollout.select(*LOSS_KEYS, strict=False)
         data["valid"] = valid
         if self.reference is not None:
-            data["reference_log_prob"] = evaluate_rollout(self.reference, rollout)[0]
+            with self.optimizer.matmul_precision(), self.optimizer.autocast():
+                data["reference_log_prob"] = evaluate_rollout(self.reference, rollout)[0].float()
         proximal = None
         if cfg.correction == "decoupled":
-            with self.optimizer.autocast():
-                proximal = Proximal.of(self.policy, rollout, cfg.batch_size)
+            proximal = Proximal.of(self.policy, rollout, cfg.batch_size)  # as precisely as it was collected
             proximal.decouple(data, cfg.max_importance_weight, cfg.log_prob_per)
 
         # Epochs of gradient steps on shuffled minibatches
         minibatches, meter = self._minibatches(data, rollout, valid), Meter()
         for _ in range(cfg.n_epochs if len(minibatches) else 0):
-            with self.optimizer.matmul_precision():
+            with self._gradient_steps():
                 if self.graphs is not None:
                     sums, steps = self.graphs.run_epoch(minibatches)
                     meter.add(sums, steps=steps)

@@ -65,8 +65,7 @@ class PPO(MinibatchAlgorithm):
         # For rollouts older than the policy: log-probabilities and values of the present one
         proximal = None
         if cfg.correction == "decoupled" or cfg.advantage_estimator == "vtrace":
-            with self.optimizer.autocast():
-                proximal = Proximal.of(self.policy, rollout, cfg.batch_size)
+            proximal = Proximal.of(self.policy, rollout, cfg.batch_size)  # as precisely as it was collected
             rollout["value"], rollout["next_value"] = proximal.values(rollout, self.policy.version)
 
         # Advantages and returns, along the time axis
@@ -92,7 +91,7 @@ class PPO(MinibatchAlgorithm):
             self.optimizer.learning_rate = cfg.learning_rate * (1.0 - self.progress)
         minibatches, meter = self._minibatches(data, rollout), Meter()
         for _ in range(cfg.n_epochs):
-            with self.optimizer.matmul_precision():
+            with self._gradient_steps():
                 if self.graphs is not None:
                     sums, steps = self.graphs.run_epoch(minibatches)
                     meter.add(sums, steps=steps)

@@ -83,15 +83,16 @@ def episode_starts(done: Tensor) -> Tensor:
 def evaluate_rollout(policy: Policy, rollout: TensorDictBase, rows: int = EVALUATED_ROWS) -> tuple[Tensor, Tensor]:
     """Return log-probabilities (of chunks: one per action) and values ``[num_envs, num_steps]``, ``rows`` at a time."""
     num_envs, num_steps = rollout.batch_size
-    if not policy.is_recurrent:
-        data = flatten_time_major(rollout.select("observation", "action"))
-        parts = [policy.evaluate(part) for part in data.split(rows)]
-        joined = [torch.cat([part[i] for part in parts]).unflatten(0, (num_steps, num_envs)) for i in (0, 2)]
-    else:
-        data = rollout.select("observation", "action", "hidden")
-        data["start"] = episode_starts(rollout["done"])
-        parts = [policy.evaluate(part.transpose(0, 1)) for part in data.split(max(1, rows // num_steps))]
-        joined = [torch.cat([part[i] for part in parts], dim=1) for i in (0, 2)]
+    with policy.without_dropout():
+        if not policy.is_recurrent:
+            data = flatten_time_major(rollout.select("observation", "action"))
+            parts = [policy.evaluate(part) for part in data.split(rows)]
+            joined = [torch.cat([part[i] for part in parts]).unflatten(0, (num_steps, num_envs)) for i in (0, 2)]
+        else:
+            data = rollout.select("observation", "action", "hidden")
+            data["start"] = episode_starts(rollout["done"])
+            parts = [policy.evaluate(part.transpose(0, 1)) for part in data.split(max(1, rows // num_steps))]
+            joined = [torch.cat([part[i] for part in parts], dim=1) for i in (0, 2)]
     return joined[0].transpose(0, 1), joined[1].transpose(0, 1)
 
 

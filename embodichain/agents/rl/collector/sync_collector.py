@@ -99,7 +99,7 @@ class SyncCollector(BaseCollector):
         """Return a rollout ``[num_envs, num_steps]``, valid until the next call; an error resets all envs after it."""
         if num_steps < 1:
             raise RolloutError(f"num_steps must be at least 1, got {num_steps}")
-        with torch_threads(self.num_threads):
+        with torch_threads(self.num_threads), self.policy.without_dropout():
             obs, self.obs = self._begin_rollout(), None
             if self.buffer is None or self.buffer.num_steps != num_steps:
                 self.buffer = RolloutBuffer(num_steps, self.env.num_envs, device=self.device)
@@ -192,7 +192,7 @@ class SyncCollector(BaseCollector):
         obs = None if self.obs is None else self.obs[:rows]
         if obs is None and isinstance(self.env.observation_space, gym.spaces.Dict):
             obs = zeros_in(self.env.observation_space, rows, self.device)
-        with torch.no_grad(), torch_threads(self.num_threads):
+        with torch.no_grad(), torch_threads(self.num_threads), self.policy.without_dropout():
             self._decider.record(obs)
 
     def record(self, decision: Decision, result: StepResult, version: Tensor, buffer: RolloutBuffer) -> Observation:

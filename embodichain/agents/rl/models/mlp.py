@@ -112,7 +112,8 @@ class NetworkCfg(Config):
     use_layernorm: bool = False
     """Whether a LayerNorm follows each hidden linear layer."""
     dropout_p: Fraction = 0.0
-    """Dropout probability of hidden layers."""
+    """Dropout probability of hidden layers. Reinforcement learning collects and learns without dropout, as the
+    probability ratio needs the same network twice; training of your own in training mode uses it."""
 
 
 def build_mlp_from_cfg(module_cfg: Mapping[str, Any], in_dim: int, out_dim: int | Sequence[int]) -> MLP:

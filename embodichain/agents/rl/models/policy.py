@@ -1,7 +1,8 @@
 """What a policy is: an author writes tensors, components use TensorDicts."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
@@ -104,6 +105,27 @@ class Policy(nn.Module, ABC):
         if self.is_recurrent:
             return self.evaluate_sequences(batch["observation"], batch["action"], batch["hidden"][0], batch["start"])
         return self.evaluate_actions(batch["observation"], batch["action"])
+
+    @contextmanager
+    def without_dropout(self) -> Iterator[None]:
+        """Let every module do inside the block what it does in evaluation: ratios of unchanged weights are 1 then.
+
+        Recurrent layers stay in training mode, without which cuDNN does not differentiate them.
+        """
+        training = [module for module in self.modules() if module.training]
+        recurrent = [(module, module.dropout) for module in training if isinstance(module, nn.RNNBase)]
+        try:
+            for module in training:
+                if isinstance(module, nn.RNNBase):
+                    module.dropout = 0.0
+                else:
+                    module.training = False
+            yield
+        finally:
+            for module in training:
+                module.training = True
+            for layer, dropout in recurrent:
+                layer.dropout = dropout
 
     def update_normalizer(self, obs: Observation) -> None:
         """Let running statistics take in the observations of a rollout; the algorithm calls it after each update."""

@@ -75,7 +75,8 @@ class MinibatchCfg(AlgorithmCfg):
     """Weight of the entropy bonus."""
     _: KW_ONLY
     mixed_precision: Precision = "off"
-    """Precision of the networks in the update: off (float32), tf32 (float32, faster on a GPU), bf16 or fp16."""
+    """Precision of the networks in the update: off (float32), tf32 (float32, faster on a GPU), bf16 or fp16. Before a
+    reduced one learns, it evaluates the rollout once more, so that ratios do not compare two precisions."""
     sequence_length: Count | None = None
     """For recurrent policies: steps per training sequence, a divisor of the rollout's; default: all of them."""
     log_prob_per: Level = "chunk"

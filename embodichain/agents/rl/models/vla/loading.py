@@ -189,7 +189,7 @@ class LoRACfg(Config):
     alpha: Positive = 32.0
     """The additions are scaled by ``alpha / rank``."""
     dropout: Fraction = 0.0
-    """Dropout before the additions; anything above 0 makes the policy that is trained differ from the one that acts."""
+    """Dropout before the additions, while the model imitates; reinforcement learning turns it off."""
     target_modules: Annotated[tuple[str, ...], Field(min_length=1)] = ("q_proj", "k_proj", "v_proj", "o_proj")
     """Ends of the names of the layers that get additions."""
     trainable: tuple[str, ...] = ("head", "to_action", "to_value", "to_points", "body", "queries")
