@@ -54,6 +54,29 @@ def test_starts_as_identity_and_is_frozen_in_evaluation() -> None:
     assert running.count == 10
 
 
+@pytest.mark.parametrize("rows", [0, 10])
+def test_frozen_statistics_stay_and_can_be_released(rows: int) -> None:
+    running = RunningNormalizer(3)
+    if rows:
+        running.update(data(rows))
+    variance = running.variance
+    running.frozen = True
+    before = running.state_dict()
+    copy = RunningNormalizer(3)
+    copy.load_state_dict(before)
+    for normalizer in (running, copy):  # it is part of what is saved
+        normalizer.update(data(20, seed=1))
+        assert normalizer.frozen
+        assert torch.equal(normalizer.variance, variance)
+        assert all(torch.equal(value, before[name]) for name, value in normalizer.state_dict().items())
+    copy.frozen = False
+    copy.update(data(20, seed=1))
+    assert copy.count == rows + 20
+    expected = RunningNormalizer(3)
+    expected.update(torch.cat([data(rows), data(20, seed=1)]))
+    assert torch.allclose(copy.scale, expected.scale)
+
+
 def test_constant_columns_are_shifted_and_not_blown_up() -> None:
     running = RunningNormalizer(2)
     running.update(torch.tensor([[1.0, 5.0], [3.0, 5.0]]))

@@ -12,14 +12,17 @@ import torch
 from rich.console import Console
 
 from embodichain.agents.rl.algo.imitation import Imitation, ImitationCfg, warm_up_value
-from embodichain.agents.rl.algo.ppo import PPOCfg
+from embodichain.agents.rl.algo.ppo import PPO, PPOCfg
+from embodichain.agents.rl.collector import SyncCollector
+from embodichain.agents.rl.models import build_policy
 from embodichain.agents.rl.models.vla import TinyVLA, load_vla_model, save_vla_model
 from embodichain.agents.rl.models.vla.loading import only_trained
 from embodichain.agents.rl.runs import read_metrics
 from embodichain.config import load_config
 from embodichain.envs.registration import make
 from embodichain.errors import ConfigError
-from tests.agents.rl.vla_cases import chunked_pair
+from tests.agents.rl.helpers import ScriptedEnv, make_policy
+from tests.agents.rl.vla_cases import chunked_pair, language_env, vla_block
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "agents" / "rl" / "vla_sft_then_rl.py"
 
@@ -92,6 +95,75 @@ def test_the_value_catches_up_while_the_policy_stays():
     changed = {name for name, p in policy.named_parameters() if not torch.equal(p, before[name])}
     assert changed == {name for name in before if name.startswith("model.to_value.")}
     assert all(parameter.requires_grad for parameter in policy.parameters())
+    env.close()
+
+
+def demonstrations(env, seed: int = 0):
+    """Return chunks ``[num_envs, 3]`` of a robot that never moves and is far from where the env has it."""
+    obs, _ = env.reset(seed=seed)
+    obs = obs.clone()
+    obs["robot"].apply_(lambda leaf: leaf.add_(5.0))
+    action = torch.rand(len(obs), 3, 3, generator=torch.Generator().manual_seed(seed)) - 0.5
+    return type(obs)({"observation": torch.stack([obs] * 3, dim=1), "action": action}, batch_size=[len(obs), 3])
+
+
+def means(policy, obs):
+    with torch.no_grad():
+        return policy.get_action(obs, deterministic=True)[0]
+
+
+@pytest.mark.parametrize("statistics", ["none", "other", "imitated"])
+def test_a_policy_acts_to_the_last_bit_as_before_its_value_was_warmed_up(statistics):
+    env, policy = chunked_pair(8)
+    obs, _ = env.reset(seed=1)
+    if statistics == "other":  # of a model that was trained elsewhere
+        policy.model.normalizer.update(torch.randn(3, policy.model.normalizer.dim))
+    elif statistics == "imitated":
+        Imitation(ImitationCfg(total_steps=4), policy).update(demonstrations(env))
+    before = means(policy, obs)
+    warm_up_value(policy, env, PPOCfg(learning_rate=1e-2, n_epochs=2, batch_size=32), num_steps=4, rollouts=3)
+    assert torch.equal(means(policy, obs), before)
+    env.close()
+
+
+def test_a_network_acts_to_the_last_bit_as_before_its_critic_was_warmed_up():
+    env = ScriptedEnv(6, ends=7)
+    policy = make_policy(env, normalize_obs=True, normalize_value=True)
+    policy.update_normalizer(env.reset(seed=1)[0])
+    obs, _ = env.reset(seed=2)
+    before, value = means(policy, obs), policy.get_value(obs)
+    warm_up_value(policy, env, PPOCfg(n_epochs=2, batch_size=16), num_steps=8, rollouts=3, head="critic")
+    assert torch.equal(means(policy, obs), before)
+    assert not torch.equal(policy.get_value(obs), value)
+    assert policy.version == 3
+
+
+@pytest.mark.parametrize("freeze", [None, True, False])
+def test_updates_leave_the_statistics_of_demonstrations_alone(tmp_path, freeze):
+    """The clone is saved, loaded by its folder, trained, resumed from its weights, and trained again."""
+    env, clone = chunked_pair(4)
+    learner = Imitation(ImitationCfg(total_steps=4), clone)
+    chunks = demonstrations(env)
+    for _ in range(3):
+        learner.update(chunks)
+    normalizer = clone.model.normalizer
+    seen = torch.cat([clone.model.proprioception(chunks["observation"][:, 0]).double()] * 3)
+    torch.testing.assert_close(normalizer.mean, seen.mean(0))
+    torch.testing.assert_close(normalizer.variance, seen.var(0, correction=0))
+    block = vla_block(model_path=str(save_vla_model(clone.model, tmp_path / "clone")))
+    block["vla_config"]["freeze_normalizer"] = freeze
+    inner = language_env(4)
+    policy = build_policy(block, inner.observation_space, inner.action_space, "cpu")
+    for _ in range(2):
+        PPO(PPOCfg(n_epochs=1, batch_size=8), policy).update(SyncCollector(env, policy).collect(2))
+        resumed = build_policy(block, inner.observation_space, inner.action_space, "cpu")
+        resumed.load_state_dict(policy.state_dict())
+        policy = resumed
+    after = policy.model.normalizer
+    unmoved = all(torch.equal(getattr(after, name), getattr(normalizer, name)) for name in ("mean", "shift", "scale"))
+    assert unmoved is (freeze is not False)
+    assert abs(int(after.count)) == (12 + 2 * 8 if freeze is False else 12)
+    inner.close()
     env.close()
 
 

@@ -40,7 +40,8 @@ class Imitation:
     """Supervised fine-tuning of a ``VLAPolicy`` on chunks ``[batch, n]`` of demonstrations.
 
     The policy sees the first observation of a chunk and learns its actions; if its own chunks are longer than ``n``,
-    their remaining actions do not count. The action's mean is trained, its spread is left as it is.
+    their remaining actions do not count. The action's mean is trained, its spread is left as it is. Proprioception is
+    normalised by the demonstrations, also when reinforcement takes over: other statistics would change the clone.
     """
 
     def __init__(self, cfg: ImitationCfg, policy: VLAPolicy) -> None:
@@ -61,7 +62,10 @@ class Imitation:
         if chunks.batch_dims != 2 or length > self.policy.chunk_size:
             expected = f"[batch, 1 to {self.policy.chunk_size}]"
             raise RolloutError(f"expected chunks {expected}, got {list(chunks.batch_size)}")
-        self.policy.update_normalizer(obs)
+        if (normalizer := self.model.normalizer) is not None:
+            normalizer.frozen = False
+            self.model.update_normalizer(obs)
+            normalizer.frozen = True
         mean, _, pointed = self.model.decode(obs)
 
         # L = E sum_d |mean - action|: of several ways to continue, the median is one of them and the mean is none
@@ -103,15 +107,22 @@ class Imitation:
         return min(1.0, (step + 1) / self.cfg.warmup_steps) * (0.1 + 0.45 * (1.0 + math.cos(math.pi * share)))
 
 
+class _ValuePPO(PPO):
+    """PPO for a value head alone: the observations of its rollouts do not change how the policy sees them."""
+
+    def _finish_update(self, rollout: TensorDictBase) -> None:
+        self.policy.version += 1
+
+
 def warm_up_value(
     policy: Policy, env: VecEnv, cfg: PPOCfg, num_steps: int, rollouts: int, head: str = "model.to_value"
 ) -> list[float]:
-    """Let the value head alone learn from rollouts ``[num_envs, num_steps]``; the policy acts as before.
+    """Let the value head alone learn from rollouts ``[num_envs, num_steps]``; the policy acts as before, to the bit.
 
     A cloned policy acts well and judges badly: advantages from a value that knows nothing would undo what was cloned.
     ``env`` takes the policy's chunks. Returns the explained variance before each update: 1 is a perfect value.
     """
     with only_trained(policy, head):
-        algorithm = PPO(cfg.replace(cuda_graphs=False), policy)  # too few updates to be worth recording
+        algorithm = _ValuePPO(cfg.replace(cuda_graphs=False), policy)  # too few updates to be worth recording
         collector = SyncCollector(env, policy, algorithm.device)
         return [algorithm.update(collector.collect(num_steps))["explained_variance"] for _ in range(rollouts)]

@@ -21,8 +21,9 @@ ObservationSpace = gym.Space[Any] | int
 class RunningNormalizer(SharedStatistics):
     """Shifts and scales ``[..., dim]`` to zero mean and unit variance by running statistics.
 
-    They change in ``update`` alone, and only in training mode: they are constant while a rollout is collected and
-    trained on. They are buffers, saved with the policy. Before the first update inputs pass as they are.
+    They change in ``update`` alone, and only in training mode and unless they are ``frozen``: they are constant while a
+    rollout is collected and trained on. They are buffers, saved with the policy. Before the first update inputs pass as
+    they are.
     """
 
     count: Tensor
@@ -47,12 +48,22 @@ class RunningNormalizer(SharedStatistics):
     @property
     def variance(self) -> Tensor:
         """Population variance ``[dim]`` of all data so far; ones before the first update."""
-        return self.m2 / self.count if self.count > 0 else torch.ones_like(self.m2)
+        count = self.count.abs()
+        return self.m2 / count if count > 0 else torch.ones_like(self.m2)
+
+    @property
+    def frozen(self) -> bool:
+        """Whether ``update`` leaves the statistics as they are; the sign of ``count``, and so saved with them."""
+        return bool(self.count.signbit())
+
+    @frozen.setter
+    def frozen(self, value: bool) -> None:
+        self.count.copy_(-self.count.abs() if value else self.count.abs())
 
     @torch.no_grad()
     def update(self, x: Tensor) -> None:
-        """Take in ``[..., dim]`` observations; does nothing in evaluation mode."""
-        if not self.training:
+        """Take in ``[..., dim]`` observations; does nothing in evaluation mode or while frozen."""
+        if not self.training or self.frozen:
             return
         merged, own = (self.count, self.mean, self.m2), batch_moments(x, self.dim)
         for moments in (own,) if self.share is None else self.share(own):

@@ -33,6 +33,9 @@ class VLACfg(Config):
     """Train low-rank additions only."""
     trainable: list[str] | None = None
     """Parts of the model that are trained, such as ``to_action`` and ``to_value``; default: all that are not frozen."""
+    freeze_normalizer: bool | None = None
+    """Whether the statistics of proprioception stay as they are in reinforcement learning; default: those of a model
+    that imitated do, as other ones would change how it acts."""
 
 
 @configclass
@@ -69,6 +72,7 @@ class VLAPolicy(Policy):
         model: nn.Module,
         *,
         chunk_size: int | None = None,
+        freeze_normalizer: bool | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(model, ActsOnObservations):
@@ -85,6 +89,8 @@ class VLAPolicy(Policy):
         if problems:
             raise ConfigError(problems, "policy")
         self.model: Any = model
+        self.freeze_normalizer = freeze_normalizer
+        """Whether updates leave the statistics of proprioception as they are; ``None``: if they are frozen already."""
         self.device = torch.device(device)
         self.to(self.device)
 
@@ -99,8 +105,11 @@ class VLAPolicy(Policy):
         return cast(Evaluation, self.model.evaluate_actions(obs, actions))
 
     def update_normalizer(self, obs: Observation) -> None:
-        if isinstance(self.model, VLAModel):
-            self.model.update_normalizer(obs)
+        if not isinstance(self.model, VLAModel) or self.model.normalizer is None:
+            return
+        if self.freeze_normalizer is not None:
+            self.model.normalizer.frozen = self.freeze_normalizer
+        self.model.update_normalizer(obs)
 
     @classmethod
     def build(cls, cfg: Mapping[str, Any], obs_space: Any, action_space: Any, device: torch.device) -> Self:
@@ -116,4 +125,5 @@ class VLAPolicy(Policy):
             apply_lora(model, vla.lora)
         if vla.trainable is not None:
             freeze_but(model, vla.trainable)
-        return cls(obs_space, action_space, device, model, chunk_size=checked.chunk_size).train()
+        size, freeze = checked.chunk_size, vla.freeze_normalizer
+        return cls(obs_space, action_space, device, model, chunk_size=size, freeze_normalizer=freeze).train()
