@@ -14,6 +14,24 @@ TASKS = {
 }
 """The tasks of this package: id and entry point, which is imported when the task is made."""
 
+MUJOCO_SUITE = {
+    f"{name}-v5": f"embodichain.envs.tasks.mujoco_suite:{name}"
+    for name in (
+        "Ant",
+        "HalfCheetah",
+        "Hopper",
+        "Humanoid",
+        "HumanoidStandup",
+        "InvertedDoublePendulum",
+        "InvertedPendulum",
+        "Pusher",
+        "Reacher",
+        "Swimmer",
+        "Walker2d",
+    )
+}
+"""Environments of Gymnasium that are simulated here, batched: id and entry point."""
+
 
 def register_with_gymnasium(task_id: str) -> None:
     """Make a task available as ``embodichain/<task id>-v0``; nothing heavy is imported before it is made."""

@@ -3,6 +3,7 @@
 from typing import Any
 
 import gymnasium as gym
+import mujoco
 import numpy as np
 import torch
 from torch import Tensor
@@ -135,3 +136,20 @@ class RobotActionManager(ActionManager):
         if not self.robot.num_fingers:
             return action
         return torch.cat((action, -torch.ones_like(action[:, :1]) if grip is None else grip), dim=-1)
+
+
+class MotorActionManager(ActionManager):
+    """[-1, 1] spans the control range of every motor of a model; values beyond are clipped."""
+
+    def __init__(self, model: mujoco.MjModel, num_envs: int, device: torch.device | str) -> None:
+        bounds = torch.tensor(model.actuator_ctrlrange, dtype=torch.float32, device=device).double()  # as in Gymnasium
+        self._half, self._middle = 0.5 * (bounds[:, 1] - bounds[:, 0]), 0.5 * (bounds[:, 1] + bounds[:, 0])
+        super().__init__("action", gym.spaces.Box(-1.0, 1.0, (int(model.nu),), np.float32), num_envs, device)
+
+    def unwrap(self, action: Action, step: Tensor | int | None = None) -> Tensor:
+        """Return the action as a checked tensor ``[num_envs, action_dim]`` within [-1, 1]."""
+        return super().unwrap(action, step).clamp(-1.0, 1.0)
+
+    def control(self, action: Tensor, qpos: Tensor) -> Tensor:
+        """Return controls ``[num_envs, nu]``, rounded to float32 as actions of Gymnasium are."""
+        return torch.addcmul(self._middle, action.double(), self._half).float()

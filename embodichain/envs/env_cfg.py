@@ -208,5 +208,7 @@ class GymCfg(Config):
     """The robot's settings."""
     asynchronous: bool = False
     """Whether a Gymnasium environment runs each copy in a process of its own."""
+    native: bool = True
+    """Whether Gymnasium's MuJoCo suite runs on batched physics; ``false`` takes Gymnasium's own environments."""
     kwargs: dict[str, Any] = {}
     """Arguments for the constructor of a Gymnasium environment (for ids that are not tasks of this package)."""

@@ -12,7 +12,7 @@ from typing import Any
 import gymnasium as gym
 
 from embodichain.config import load_config, merge
-from embodichain.envs import TASKS, register_with_gymnasium
+from embodichain.envs import MUJOCO_SUITE, TASKS, register_with_gymnasium
 from embodichain.envs.env_cfg import GymCfg
 from embodichain.envs.gymnasium_env import make_gymnasium
 from embodichain.envs.gymnasium_env.construct import resolve_spec
@@ -22,6 +22,7 @@ from embodichain.envs.task import Task
 from embodichain.envs.task_env import TaskEnv
 from embodichain.envs.vec_env import VecEnv
 from embodichain.errors import ConfigError, RenderingError, UnknownNameError, nearest
+from embodichain.extras import available
 
 LONGEST_EPISODE = 10_000
 """Steps after which whole episodes are cut where an environment states no time limit."""
@@ -47,7 +48,7 @@ class EnvSpec:
         return ((self.task.__doc__ or "").strip() or "(no description)").splitlines()[0]
 
 
-_TASKS: dict[str, EnvSpec] = {id: EnvSpec(id, entry_point) for id, entry_point in TASKS.items()}
+_TASKS: dict[str, EnvSpec] = {id: EnvSpec(id, entry_point) for id, entry_point in (TASKS | MUJOCO_SUITE).items()}
 
 
 def register_task(id: str, task: type[Task] | str) -> None:
@@ -59,6 +60,16 @@ def register_task(id: str, task: type[Task] | str) -> None:
 def list_envs() -> list[EnvSpec]:
     """Return all registered tasks, by name."""
     return [_TASKS[name] for name in sorted(_TASKS)]
+
+
+def is_simulated_here(cfg: GymCfg) -> bool:
+    """Tell whether an environment is a task on this package's physics; the others are made by Gymnasium."""
+    if cfg.id not in MUJOCO_SUITE:
+        return cfg.id in _TASKS
+    from embodichain.envs.tasks.mujoco_suite import understands  # imports Gymnasium's own
+
+    can_simulate = cfg.device == "cpu" or available("mujoco_warp")
+    return cfg.native and not cfg.asynchronous and can_simulate and understands(cfg.id, cfg.kwargs)
 
 
 def load_gym_config(config: GymCfg | Mapping[str, Any] | str | os.PathLike[str], **overrides: Any) -> GymCfg:
@@ -99,14 +110,14 @@ def make(
     Other ids are Gymnasium's; ``module:Name-v0`` is imported only if ``module`` is among ``trusted_modules``.
     """
     cfg = load_gym_config(config, **overrides)
-    if cfg.id in _TASKS:
+    if is_simulated_here(cfg):
         task = _TASKS[cfg.id].task
         model = task.build_model(cfg)
         if cfg.device == "cpu":
-            return TaskEnv(cfg, task, MujocoCpuPhysics(model, cfg.num_envs, cfg.num_threads))
+            return TaskEnv(cfg, task, MujocoCpuPhysics(model, cfg.num_envs, cfg.num_threads, task.outputs))
         from embodichain.envs.physics.mujoco_warp import MujocoWarpPhysics  # an extra
 
-        return TaskEnv(cfg, task, MujocoWarpPhysics(model, cfg.num_envs, cfg.device))
+        return TaskEnv(cfg, task, MujocoWarpPhysics(model, cfg.num_envs, cfg.device, task.outputs))
     if ":" not in cfg.id and cfg.id not in gym.registry:
         names = [*_TASKS, *(name for name in gym.registry if not name.startswith(("phys2d/", "tabular/")))]
         close = nearest(cfg.id, names).split(" Valid:")[0]

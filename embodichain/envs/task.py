@@ -42,20 +42,32 @@ class Task(ABC):
     """The dense reward's terms and their default weights."""
     object_body: ClassVar[str | None] = None
     """Body whose friction and mass can be randomised."""
-    camera: ClassVar[str] = "side"
-    """The default camera of ``render``."""
+    camera: str | None = "side"
+    """The default camera of ``render``; ``None``: a view of the whole model."""
+    outputs: ClassVar[tuple[str, ...]] = ()
+    """Fields of ``MjData`` that the task reads from ``physics.outputs``."""
     understands_language: ClassVar[bool] = False
     """Whether ``env.language`` means something to the task."""
 
-    def __init__(self, cfg: GymCfg, physics: Physics, robot: Robot) -> None:
+    robot: Robot
+    """The robot, of a task that has one."""
+
+    def __init__(self, cfg: GymCfg, physics: Physics, robot: Robot | None) -> None:
         if cfg.env.language is not None and not self.understands_language:
             raise ConfigError(f"env.language: {cfg.id} takes no instructions; leave it out")
-        self.cfg, self.physics, self.robot = cfg, physics, robot
+        self.cfg, self.physics = cfg, physics
         self._threshold = torch.tensor(cfg.env.success_threshold, device=physics.device)
         self._home = torch.tensor(physics.model.qpos0, dtype=torch.float64, device=physics.device)
-        self._home[robot.qpos] = robot.init_qpos
+        if robot is not None:
+            self.robot = robot
+            self._home[robot.qpos] = robot.init_qpos
         self.variables: dict[str, Tensor] = {}
         """Per-env values ``[num_envs, ...]`` that are drawn at reset and saved with the state."""
+
+    @property
+    def substeps(self) -> int:
+        """Physics steps per environment step."""
+        return self.cfg.env.substeps
 
     @staticmethod
     @abstractmethod
@@ -71,6 +83,11 @@ class Task(ABC):
             model.opt.timestep = cfg.env.timestep
         return model
 
+    @classmethod
+    def make_robot(cls, cfg: GymCfg, physics: Physics) -> Robot | None:
+        """Return the robot in the model, or ``None`` for a task that drives all motors of its model by itself."""
+        return Robot(physics.model, cfg.robot, physics.device)
+
     @abstractmethod
     def sample_start(self, env_ids: Tensor, streams: RandomStreams) -> ResetState:
         """Draw how one episode begins in each of ``env_ids``, from the streams alone: reset states are drawn ahead."""
@@ -83,13 +100,16 @@ class Task(ABC):
     def observe(self, scene: Scene) -> dict[str, Any]:
         """Return the nested observation, float32."""
 
+    def before_step(self) -> None:  # noqa: B027 - most rewards are of the state reached alone
+        """Remember what the state reached is compared with; called before every step."""
+
     @abstractmethod
     def reward_terms(self, scene: Scene, action: Tensor) -> dict[str, Tensor]:
         """Return the unweighted terms named in ``reward_weights``; ``scene["success"]`` is 1 where it is solved."""
 
     @abstractmethod
-    def success(self, scene: Scene) -> Tensor:
-        """Return where the task is solved, bool ``[n]``."""
+    def success(self, scene: Scene) -> Tensor | None:
+        """Return where the task is solved, bool ``[n]``, or ``None`` if it has no end to reach."""
 
     def failed(self, scene: Scene) -> Tensor | None:
         """Return where an episode has to end without success, bool ``[n]``, or ``None`` if that cannot happen."""

@@ -11,14 +11,13 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from embodichain.envs.actions import RobotActionManager
+from embodichain.envs.actions import MotorActionManager, RobotActionManager
 from embodichain.envs.env_cfg import GymCfg
 from embodichain.envs.observations import ObservationBuilder, PackedObservation, observation_space
 from embodichain.envs.physics import Physics
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.rendering import Cameras, Load, Quality
 from embodichain.envs.resets import DomainRandomization, Drawn, EnvState, Resets, check_state
-from embodichain.envs.robots import Robot
 from embodichain.envs.task import Scene, Task
 from embodichain.envs.vec_env import Action, EnvIds, StepOutcome, StepResult, VecEnv
 from embodichain.errors import ConfigError, nearest
@@ -34,11 +33,14 @@ class TaskEnv(VecEnv):
         self.cfg, self.physics = cfg, physics
         self.num_envs, self.device = physics.num_envs, physics.device
         self.max_episode_steps = cfg.max_episode_steps or _DEFAULT_EPISODE
-        self.robot = Robot(physics.model, cfg.robot, self.device)
+        self.robot = task_class.make_robot(cfg, physics)
         self.task = task_class(cfg, physics, self.robot)
-        self.action_manager: RobotActionManager = RobotActionManager(
-            cfg.env.actions, self.robot, self.num_envs, self.device
-        )
+        self.action_manager: RobotActionManager | MotorActionManager
+        if self.robot is None:
+            self.action_manager = MotorActionManager(physics.model, self.num_envs, self.device)
+        else:
+            self.action_manager = RobotActionManager(cfg.env.actions, self.robot, self.num_envs, self.device)
+        self._joints = slice(None) if self.robot is None else self.robot.qpos
         self.action_space = self.action_manager.space
         self._scoring = Scoring(cfg, self.task, self.num_envs, self.max_episode_steps)
         self.seed = secrets.randbits(61) if cfg.seed is None else cfg.seed
@@ -75,10 +77,11 @@ class TaskEnv(VecEnv):
 
     def _act(self, applied: Tensor) -> None:
         """Write the motor commands of an action."""
-        self.physics.ctrl.copy_(self.action_manager.control(applied, self.physics.qpos[:, self.robot.qpos]))
+        self.task.before_step()
+        self.physics.ctrl.copy_(self.action_manager.control(applied, self.physics.qpos[:, self._joints]))
 
     def _simulate(self) -> None:
-        self.physics.step(self.cfg.env.substeps)
+        self.physics.step(self.task.substeps)
 
     def _draw_resets(self) -> Drawn | None:
         """On a GPU: draw the reset states that may be needed, which waits neither for the action nor the physics."""
@@ -257,11 +260,12 @@ class Scoring:
     def score(self, scene: Scene, action: Tensor, step: Tensor, diverged: Tensor | None) -> StepOutcome:
         """Score the state after an action: envs ``diverged`` (``None``: none) end and have not succeeded."""
         success = self._task.success(scene)
-        if diverged is not None:
-            success = success & ~diverged
-        scene["success"] = success.float()
+        if success is not None:
+            if diverged is not None:
+                success = success & ~diverged
+            scene["success"] = success.float()
         rewards, reward = self._reward(scene, action)
-        terminated = success if self._ends_with_success else self._none
+        terminated = success if success is not None and self._ends_with_success else self._none
         for ended in (self._task.failed(scene), diverged):
             if ended is not None:
                 terminated = terminated | ended
@@ -277,10 +281,14 @@ class Scoring:
             return {}, self._zeros.clone()
         terms = self._task.reward_terms(scene, action)
         parts = torch.stack([terms[name] for name in self._weights], dim=1) * self._weight_row
-        return dict(zip(self._weights, parts.unbind(1), strict=True)), parts.sum(dim=1)
+        reward = parts.sum(dim=1)
+        if parts.dtype != torch.float32:  # a task may reckon in double precision
+            parts, reward = parts.float(), reward.float()
+        return dict(zip(self._weights, parts.unbind(1), strict=True)), reward
 
     def _metrics(self, scene: Scene, diverged: Tensor | None) -> dict[str, Tensor]:
-        measures = {"success": scene["success"], "diverged": self._zeros if diverged is None else diverged.float()}
+        measures = {"success": scene["success"]} if "success" in scene else {}
+        measures["diverged"] = self._zeros if diverged is None else diverged.float()
         measures.update(self._task.metrics(scene))
         if len({measure.dtype for measure in measures.values()}) > 1:  # each keeps its own type
             return {name: measure.clone() for name, measure in measures.items()}

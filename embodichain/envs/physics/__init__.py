@@ -22,6 +22,8 @@ class Physics(ABC):
     """``num_envs`` copies of one model, with live tensors ``qpos``, ``qvel`` and ``ctrl`` ``[num_envs, ...]``.
 
     Writing ``ctrl`` drives the robot. The next ``step`` changes them in place, so copy what is to be kept.
+    ``outputs`` names fields of ``MjData`` that the constructor was asked for, such as ``xpos``. After a step they lag by
+    a substep, as they do after ``mj_step``; after ``set`` they are current. They are part of ``state``.
     """
 
     model: mujoco.MjModel
@@ -30,6 +32,7 @@ class Physics(ABC):
     qpos: Tensor
     qvel: Tensor
     ctrl: Tensor
+    outputs: dict[str, Tensor]
     diverged: Tensor | None = None
     """Which envs ``[num_envs]`` became unstable in the last ``step`` and were reset by MuJoCo; ``None``: none did."""
 

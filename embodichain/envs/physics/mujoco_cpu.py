@@ -2,6 +2,8 @@
 
 import logging
 import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import mujoco
@@ -45,10 +47,53 @@ class _Closed:
         raise SimulationError("this environment was closed and cannot simulate any more: make a new one")
 
 
+class ContactForces:
+    """Steps the rows of a batch and computes ``cfrc_ext``, which ``mujoco.batch`` cannot: each thread has an ``MjData``.
+
+    MuJoCo computes these forces only if asked to, after a step. The interpreter is free while MuJoCo works, so Python's
+    threads do; results are those of ``mj_step`` and ``mj_rnePostConstraint``, bit for bit.
+    """
+
+    def __init__(self, model: mujoco.MjModel, batch: Any, outputs: dict[str, np.ndarray], num_threads: int) -> None:
+        self._model, self._batch, self._outputs = model, batch, outputs
+        self._data = [mujoco.MjData(model) for _ in range(num_threads)]
+        self._pool = ThreadPoolExecutor(num_threads) if num_threads > 1 else None
+
+    def step(self, count: int) -> None:
+        """Advance all envs by ``count`` substeps, and write their states, outputs and warnings."""
+        shares = np.array_split(np.arange(len(self._batch.state)), len(self._data))
+        if self._pool is None:
+            self._step_some(self._data[0], shares[0], count)
+        else:
+            list(self._pool.map(self._step_some, self._data, shares, [count] * len(shares)))
+
+    def _step_some(self, data: mujoco.MjData, envs: np.ndarray, count: int) -> None:
+        model, rows, warnings = self._model, self._batch.state, data.warning.number
+        whole = int(mujoco.mjtState.mjSTATE_INTEGRATION)
+        fields = [(getattr(data, name), array) for name, array in self._outputs.items()]
+        for env in envs.tolist():
+            mujoco.mj_setState(model, data, rows[env], whole)
+            mujoco.mj_step(model, data, count)
+            mujoco.mj_rnePostConstraint(model, data)
+            mujoco.mj_getState(model, data, rows[env], whole)
+            for field, array in fields:
+                array[env] = field
+            if warnings.any():
+                self._batch.warning[env, :, 1] += warnings
+                warnings[:] = 0
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._pool is not None:
+            self._pool.shutdown()
+
+
 class MujocoCpuPhysics(Physics):
     """Steps all envs on ``num_threads`` native threads (0: every core this process may use)."""
 
-    def __init__(self, model: mujoco.MjModel, num_envs: int, num_threads: int = 0) -> None:
+    def __init__(
+        self, model: mujoco.MjModel, num_envs: int, num_threads: int = 0, outputs: Sequence[str] = ()
+    ) -> None:
         log_warnings()
         self.model = model
         self.num_envs = num_envs
@@ -66,12 +111,23 @@ class MujocoCpuPhysics(Physics):
         self._fields: dict[str, Tensor] = {}
         self._rest = self._state[0].clone()
         self._warned = self._batch.warning.tobytes()
+        self._bound = {name: self._batch.bind(name) for name in outputs}
+        arrays = {name: np.zeros_like(bound) for name, bound in self._bound.items()}
+        self.outputs = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        self._forces = None
+        if "cfrc_ext" in outputs:
+            self._forces = ContactForces(model, self._batch, arrays, min(self.num_threads, num_envs))
 
     def step(self, count: int) -> None:
         self._sensors_current = False
         try:
-            self._batch.step(nstep=count)
-        except batch.SimulationError as error:
+            if self._forces is not None:
+                self._forces.step(count)
+            else:
+                self._batch.step(nstep=count)
+                for name, bound in self._bound.items():
+                    np.copyto(self.outputs[name].numpy(), bound)
+        except (batch.SimulationError, mujoco.FatalError) as error:
             raise SimulationError(f"MuJoCo could not step: {error}") from error
         self.diverged = None
         if self._batch.warning.tobytes() != self._warned:  # MuJoCo counts its warnings; nearly always, there are none
@@ -87,13 +143,25 @@ class MujocoCpuPhysics(Physics):
         self._state[env_ids] = self._rest  # time, actuators, warm start and applied forces as in a new MjData
         self.qpos[env_ids] = qpos.to(torch.float64)
         self.qvel[env_ids] = qvel.to(torch.float64)
+        if self.outputs:
+            ids = np.unique(env_ids.numpy())
+            self._batch.forward(ids)
+            for name, bound in self._bound.items():  # the forward pass does not compute contact forces
+                self.outputs[name].numpy()[ids] = 0.0 if name == "cfrc_ext" else bound[ids]
 
     def state(self) -> Tensor:
-        return self._state.clone()
+        if not self.outputs:
+            return self._state.clone()
+        return torch.cat((self._state, *(output.flatten(1) for output in self.outputs.values())), dim=1)
 
     def set_state(self, env_ids: Tensor, state: Tensor) -> None:
         self._sensors_current = False
-        self._state.index_copy_(0, env_ids, state)
+        own = self._state.shape[1]
+        self._state.index_copy_(0, env_ids, state[:, :own])
+        for output in self.outputs.values():
+            size = output[0].numel()
+            output.index_copy_(0, env_ids, state[:, own : own + size].view(-1, *output.shape[1:]))
+            own += size
 
     def snapshot(self, env_ids: Tensor | None = None) -> Tensor:
         return (self._motion if env_ids is None else self._motion.index_select(0, env_ids)).float()
@@ -124,6 +192,10 @@ class MujocoCpuPhysics(Physics):
         self._state, self._motion, self.qpos, self.qvel, self.ctrl = (
             t.clone() for t in (self._state, self._motion, self.qpos, self.qvel, self.ctrl)
         )
+        if self._forces is not None:
+            self._forces.close()
+            self._forces = None
+        self._bound = {}
         self._sensordata = self._sensordata.copy()
         self._fields = {name: field.clone() for name, field in self._fields.items()}
         self._batch = _Closed()

@@ -25,6 +25,8 @@ _GIB = 1024**3
 _MEMORY_ERRORS = ("alloc", "out of memory", "maximum representable")
 """Words in errors of Warp where worlds are too many: for the memory, or for numbering what is in them."""
 _STATE_FIELDS = ("time", "qpos", "qvel", "act", "qacc_warmstart", "ctrl")
+_MOTION_FIELDS = ("xpos", "xipos", "site_xpos", "cinert", "cvel")
+"""Outputs that follow from positions and velocities; the others are forces, and there are none after a reset."""
 _MASS_CONSTANTS = ("body_subtreemass", "dof_invweight0", "body_invweight0", "tendon_invweight0", "actuator_acc0")
 _TOO_LARGE = 1e10  # MuJoCo's own bound of a sane state
 
@@ -176,7 +178,9 @@ class MujocoWarpPhysics(Physics):
     Trajectories repeat up to rounding: the order of contacts, and of sums over them, differs from run to run.
     """
 
-    def __init__(self, model: mujoco.MjModel, num_envs: int, device: str = "cuda") -> None:
+    def __init__(
+        self, model: mujoco.MjModel, num_envs: int, device: str = "cuda", outputs: Sequence[str] = ()
+    ) -> None:
         self._wp = require("warp", extra="gpu")
         self.device = find_device(device, self._wp)
         self._mjw = require("mujoco_warp", extra="gpu")
@@ -194,13 +198,17 @@ class MujocoWarpPhysics(Physics):
         self._arrays = {name: self._wp.to_torch(array) for name, array in arrays.items() if array.size}
         empty = torch.zeros(num_envs, 0, device=self.device)
         self.qpos, self.qvel, self.ctrl = (self._arrays.get(name, empty) for name in ("qpos", "qvel", "ctrl"))
-        self._columns = {name: array.reshape(num_envs, -1) for name, array in self._arrays.items()}
+        self.outputs = {name: self._wp.to_torch(getattr(self._data, name)) for name in outputs}
+        self._columns = {
+            name: array.reshape(num_envs, -1) for name, array in (self._arrays | self.outputs).items()
+        }
         self._rest = {name: column[0].clone() for name, column in self._columns.items()}
         self._all = torch.arange(num_envs, device=self.device)
         self._fields: dict[str, Tensor] = {}
         self._graphs: dict[int, Any] = {}
         self._workspace = Workspace(self.device)
         self.diverged = torch.zeros(num_envs, dtype=torch.bool, device=self.device)
+        self._derive_outputs(~self.diverged)
 
     def step(self, count: int) -> None:
         if self.device.type == "cpu":
@@ -225,6 +233,22 @@ class MujocoWarpPhysics(Physics):
             self._mjw.set_const(self._model, self._data, restore=False)
         for _ in range(count):
             self._mjw.step(self._model, self._data)
+        if "cfrc_ext" in self.outputs:
+            self._mjw.rne_postconstraint(self._model, self._data)
+
+    def _derive_outputs(self, chosen: Tensor) -> None:
+        """Bring outputs up to date where ``chosen`` ``[num_envs]`` holds, after a reset."""
+        if not self.outputs:
+            return
+        before = {name: self._columns[name].clone() for name in self.outputs}
+        with self._torch_stream():
+            for derive in (self._mjw.kinematics, self._mjw.com_pos, self._mjw.com_vel):
+                derive(self._model, self._data)
+        rows = chosen.unsqueeze(1)
+        for name, old in before.items():
+            column = self._columns[name]
+            new = column if name in _MOTION_FIELDS else torch.zeros_like(column)
+            column.copy_(torch.where(rows, new, old))
 
     def _record(self, work: Callable[[], None]) -> Any:
         """Return a graph of ``work``, run once before to compile and load its kernels; the state is as before."""
@@ -246,12 +270,20 @@ class MujocoWarpPhysics(Physics):
             yield stream
         current.wait_stream(side)
 
-    def _torch_stream(self) -> Any:
-        """Return the context in which Warp uses torch's current stream."""
+    @contextmanager
+    def _torch_stream(self) -> Iterator[None]:
+        """Make Warp use torch's current stream, also while torch records a graph of it."""
         if self.device.type == "cpu":
-            return self._wp.ScopedDevice("cpu")
+            with self._wp.ScopedDevice("cpu"):
+                yield
+            return
         stream = self._wp.stream_from_torch(torch.cuda.current_stream(self.device))
-        return self._wp.ScopedStream(stream, sync_enter=False, sync_exit=False)
+        with self._wp.ScopedStream(stream, sync_enter=False, sync_exit=False):
+            if torch.cuda.is_current_stream_capturing():
+                with self._wp.ScopedCapture(stream=stream, external=True):
+                    yield
+            else:
+                yield
 
     @property
     def sensordata(self) -> Tensor:
@@ -268,12 +300,14 @@ class MujocoWarpPhysics(Physics):
             column[env_ids] = self._rest[name]
         self.qpos[env_ids] = qpos.to(torch.float32)
         self.qvel[env_ids] = qvel.to(torch.float32)
+        self._derive_outputs(torch.isin(self._all, env_ids))
 
     def set_where(self, mask: Tensor, qpos: Tensor, qvel: Tensor) -> None:
         new = {**self._rest, "qpos": qpos.to(torch.float32), "qvel": qvel.to(torch.float32)}
         rows = mask.unsqueeze(1)
         for name, column in self._columns.items():
             column.copy_(torch.where(rows, new[name], column))
+        self._derive_outputs(mask)
 
     def state(self) -> Tensor:
         return torch.cat(list(self._columns.values()), dim=1)

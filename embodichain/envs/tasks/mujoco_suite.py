@@ -1,0 +1,447 @@
+"""Gymnasium's MuJoCo suite on this package's batched physics, from the models inside the ``gymnasium`` package.
+
+Observations, rewards, ends and resets are those of Gymnasium's version 5, and so are the arguments of the environments
+(``kwargs``), whose defaults are read from Gymnasium's own signatures. As there, body positions lag by one substep.
+"""
+
+import inspect
+import math
+import warnings
+from abc import abstractmethod
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import gymnasium as gym
+import mujoco
+import torch
+from gymnasium.envs.mujoco.mujoco_env import expand_model_path
+from gymnasium.envs.registration import load_env_creator
+from torch import Tensor
+
+from embodichain.envs.actions import RobotActionManager
+from embodichain.envs.env_cfg import EnvCfg, GymCfg
+from embodichain.envs.physics import Physics
+from embodichain.envs.random import RandomStreams
+from embodichain.envs.rendering import camera_names, mount_cameras
+from embodichain.envs.robots import Robot, read_spec
+from embodichain.envs.task import ResetState, Scene, Task
+from embodichain.errors import ConfigError
+
+_IGNORED = frozenset({"render_mode"})  # every environment here can render
+_ELSEWHERE = frozenset({"default_camera_config"})  # asks for the renderer of Gymnasium
+_TRIES = 32  # of drawing a place that is far enough from another; all of them fail once in 10**13
+
+
+@cache
+def _defaults(id: str) -> dict[str, Any]:
+    """Return the arguments of an environment and their defaults, from Gymnasium."""
+    entry = gym.spec(id).entry_point
+    create = load_env_creator(entry) if isinstance(entry, str) else entry
+    parameters = inspect.signature(create).parameters.values()  # type: ignore[arg-type]
+    return {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
+
+
+def understands(id: str, kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether an environment can be made here with these arguments; Gymnasium takes a few more."""
+    return not kwargs.keys() - _IGNORED - (_defaults(id).keys() - _ELSEWHERE)
+
+
+class MujocoTask(Task):
+    """One environment of the suite; formulas are written on float64 rows of the state, as in Gymnasium."""
+
+    id: ClassVar[str]
+    """Its name in Gymnasium."""
+    gaussian_velocity: ClassVar[bool] = False
+    """Whether initial velocities are normal instead of uniform."""
+    scene_file = ""  # kwargs.xml_file names it
+
+    def __init__(self, cfg: GymCfg, physics: Physics, robot: Robot | None) -> None:
+        if cfg.env.rewards.mode == "sparse":
+            raise ConfigError(f"env.rewards.mode: {cfg.id} cannot be solved once and for all, so its reward is dense")
+        super().__init__(cfg, physics, robot)
+        self.settings = {**_defaults(self.id), **cfg.kwargs}
+        model = physics.model
+        self.dt = float(model.opt.timestep) * self.substeps
+        self.camera = "track" if "track" in camera_names(model) else None
+        self._before: Tensor | None = None
+
+    @property
+    def substeps(self) -> int:
+        return int(self.cfg.kwargs.get("frame_skip", self.cfg.env.substeps))
+
+    @classmethod
+    def default_cfg(cls) -> GymCfg:  # type: ignore[override]
+        """Return the configuration that Gymnasium's registry and signature amount to."""
+        skip = int(_defaults(cls.id)["frame_skip"])
+        limit = gym.spec(cls.id).max_episode_steps
+        return GymCfg(id=cls.id, max_episode_steps=limit, env=EnvCfg(substeps=skip, terminate_on_success=False))
+
+    @classmethod
+    def build_model(cls, cfg: GymCfg) -> mujoco.MjModel:
+        file = cfg.kwargs.get("xml_file", _defaults(cls.id)["xml_file"])
+        cameras = cfg.env.observations.cameras
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # deprecated words in Gymnasium's files
+            spec = read_spec(Path(expand_model_path(file)))
+            model = mount_cameras(spec, cameras) if cameras and cfg.device != "cpu" else spec.compile()
+        if cfg.env.timestep is not None:
+            model.opt.timestep = cfg.env.timestep
+        if cfg.device != "cpu" and model.opt.solver == mujoco.mjtSolver.mjSOL_PGS:
+            model.opt.solver = mujoco.mjtSolver.mjSOL_NEWTON  # solves the same problem, and MuJoCo Warp has it
+        return model
+
+    @classmethod
+    def make_robot(cls, cfg: GymCfg, physics: Physics) -> Robot | None:
+        return None
+
+    def sample_start(self, env_ids: Tensor, streams: RandomStreams) -> ResetState:
+        nq, nv = int(self.physics.model.nq), int(self.physics.model.nv)
+        scale = float(self.settings["reset_noise_scale"])
+        qpos = self._home + streams.uniform(env_ids, nq, -scale, scale)
+        if self.gaussian_velocity:
+            return ResetState(qpos, scale * _normal(env_ids, nv, streams))
+        return ResetState(qpos, streams.uniform(env_ids, nv, -scale, scale))
+
+    def read(self, env_ids: Tensor | None = None) -> Scene:
+        rows = {"qpos": self.physics.qpos, "qvel": self.physics.qvel, **self.physics.outputs}
+        return rows if env_ids is None else {name: value[env_ids] for name, value in rows.items()}
+
+    def observe(self, scene: Scene) -> dict[str, Any]:
+        return {"state": self.state_vector(scene).float()}
+
+    @abstractmethod
+    def state_vector(self, scene: Scene) -> Tensor:
+        """Return the observation ``[n, size]``."""
+
+    def success(self, scene: Scene) -> Tensor | None:
+        return None
+
+    def expert_action(self, scene: Scene, actions: RobotActionManager) -> Tensor:
+        raise ConfigError(f"{self.id} has no scripted expert: use a trained policy")
+
+    def place(self, scene: Scene) -> Tensor | None:
+        """Return the position ``[n, 2]`` (or ``[n, 1]``) whose velocity is rewarded; ``None``: none is."""
+        return None
+
+    def before_step(self) -> None:
+        place = self.place(self.read())
+        if place is not None:
+            if self._before is None:
+                self._before = place.clone()
+            self._before.copy_(place)
+
+    def velocity(self, scene: Scene) -> Tensor:
+        """Return the mean velocity of ``place`` along x during the last step, ``[num_envs]``."""
+        place = self.place(scene)
+        if place is None or self._before is None:
+            raise RuntimeError("there is no velocity before the first step")
+        return (place[:, 0] - self._before[:, 0]) / self.dt
+
+    def metrics(self, scene: Scene) -> dict[str, Tensor]:
+        if self.place(scene) is None:
+            return {}
+        return {"x_position": scene["qpos"][:, 0].float(), "x_velocity": self.velocity(scene).float()}
+
+    def control_cost(self, weight: str) -> Tensor:
+        """Return the weighted sum of squared controls, ``[num_envs]``."""
+        return self.settings[weight] * _square_sum(self.physics.ctrl)
+
+
+def _normal(env_ids: Tensor, size: int, streams: RandomStreams) -> Tensor:
+    """Draw standard normal numbers ``[n, size]``, float64 (Box and Muller's way)."""
+    first, second = streams.uniform(env_ids, 2 * size).chunk(2, dim=1)
+    return torch.sqrt(-2.0 * torch.log1p(-first)) * torch.cos(2.0 * math.pi * second)
+
+
+def _square_sum(values: Tensor) -> Tensor:
+    return values.square().flatten(1).sum(dim=1)
+
+
+class Runner(MujocoTask):
+    """A body that is rewarded for its velocity along x, and pays for its controls."""
+
+    reward_weights = {"reward_forward": 1.0, "reward_ctrl": 1.0}
+    plane: ClassVar[int] = 1
+    """Coordinates of the position, which are not observed."""
+    speed_limit: ClassVar[float | None] = None
+    """Bound of observed velocities."""
+
+    def place(self, scene: Scene) -> Tensor | None:
+        return scene["qpos"][:, : self.plane]
+
+    def state_vector(self, scene: Scene) -> Tensor:
+        hidden = self.plane if self.settings["exclude_current_positions_from_observation"] else 0
+        qvel = scene["qvel"]
+        if self.speed_limit is not None:
+            qvel = qvel.clamp(-self.speed_limit, self.speed_limit)
+        return torch.cat((scene["qpos"][:, hidden:], qvel), dim=1)
+
+    def reward_terms(self, scene: Scene, action: Tensor) -> dict[str, Tensor]:
+        forward = self.settings["forward_reward_weight"] * self.velocity(scene)
+        return {"reward_forward": forward, "reward_ctrl": -self.control_cost("ctrl_cost_weight")}
+
+
+class HalfCheetah(Runner):
+    """Run forward with two legs in a plane; an episode ends with its time."""
+
+    id = "HalfCheetah-v5"
+    gaussian_velocity = True
+
+
+class Swimmer(Runner):
+    """Swim forward with three links in a plane; an episode ends with its time."""
+
+    id = "Swimmer-v5"
+    plane = 2
+
+
+class Walker(Runner):
+    """A runner that is rewarded while it is healthy; an episode ends when it is not."""
+
+    reward_weights = {"reward_forward": 1.0, "reward_ctrl": 1.0, "reward_survive": 1.0}
+    height: ClassVar[int] = 1
+    """The coordinate that ``healthy_z_range`` bounds."""
+
+    def healthy(self, scene: Scene) -> Tensor:
+        """Return who stands, bool ``[n]``."""
+        return _within(scene["qpos"][:, self.height], self.settings["healthy_z_range"])
+
+    def failed(self, scene: Scene) -> Tensor | None:
+        return ~self.healthy(scene) if self.settings["terminate_when_unhealthy"] else None
+
+    def reward_terms(self, scene: Scene, action: Tensor) -> dict[str, Tensor]:
+        survive = self.settings["healthy_reward"] * self.healthy(scene).to(scene["qpos"].dtype)
+        return {**super().reward_terms(scene, action), "reward_survive": survive}
+
+
+class Walker2d(Walker):
+    """Walk forward on two legs in a plane."""
+
+    id = "Walker2d-v5"
+    speed_limit = 10.0
+
+    def healthy(self, scene: Scene) -> Tensor:
+        return super().healthy(scene) & _within(scene["qpos"][:, 2], self.settings["healthy_angle_range"])
+
+
+class Hopper(Walker2d):
+    """Hop forward on one leg in a plane."""
+
+    id = "Hopper-v5"
+
+    def healthy(self, scene: Scene) -> Tensor:
+        state = torch.cat((scene["qpos"][:, 2:], scene["qvel"]), dim=1)
+        return super().healthy(scene) & _within(state, self.settings["healthy_state_range"]).all(dim=1)
+
+
+class Ant(Walker):
+    """Walk forward on four legs; forces of contacts are observed, and cost a little."""
+
+    id = "Ant-v5"
+    gaussian_velocity = True
+    plane = 2
+    height = 2
+    outputs = ("xpos", "cfrc_ext")
+    reward_weights = {**Walker.reward_weights, "reward_contact": 1.0}
+
+    def __init__(self, cfg: GymCfg, physics: Physics, robot: Robot | None) -> None:
+        super().__init__(cfg, physics, robot)
+        self._main_body = int(physics.model.body(self.settings["main_body"]).id)
+
+    def place(self, scene: Scene) -> Tensor | None:
+        return scene["xpos"][:, self._main_body, :2]
+
+    def healthy(self, scene: Scene) -> Tensor:
+        low, high = self.settings["healthy_z_range"]
+        height = scene["qpos"][:, self.height]
+        return (low <= height) & (height <= high)
+
+    def state_vector(self, scene: Scene) -> Tensor:
+        state = super().state_vector(scene)
+        if not self.settings["include_cfrc_ext_in_observation"]:
+            return state
+        return torch.cat((state, self._forces(scene)[:, 1:].flatten(1)), dim=1)
+
+    def reward_terms(self, scene: Scene, action: Tensor) -> dict[str, Tensor]:
+        contact = self.settings["contact_cost_weight"] * _square_sum(self._forces(scene))
+        return {**super().reward_terms(scene, action), "reward_contact": -contact}
+
+    def _forces(self, scene: Scene) -> Tensor:
+        return scene["cfrc_ext"].clamp(*self.settings["contact_force_range"])
+
+
+class Humanoid(Walker):
+    """Walk forward on two legs in space; inertias, velocities and forces of all bodies are observed."""
+
+    id = "Humanoid-v5"
+    plane = 2
+    height = 2
+    outputs = ("xipos", "cinert", "cvel", "qfrc_actuator", "cfrc_ext")
+    reward_weights = {**Walker.reward_weights, "reward_contact": 1.0}
+
+    def __init__(self, cfg: GymCfg, physics: Physics, robot: Robot | None) -> None:
+        super().__init__(cfg, physics, robot)
+        mass = torch.tensor(physics.model.body_mass, dtype=physics.qpos.dtype, device=physics.device)
+        self._share = mass / mass.sum()
+
+    def place(self, scene: Scene) -> Tensor | None:
+        return torch.einsum("b,nbj->nj", self._share, scene["xipos"])[:, :2]
+
+    def state_vector(self, scene: Scene) -> Tensor:
+        return torch.cat((super().state_vector(scene), *_body_states(scene, self.settings)), dim=1)
+
+    def reward_terms(self, scene: Scene, action: Tensor) -> dict[str, Tensor]:
+        contact = self.settings["contact_cost_weight"] * _square_sum(scene["cfrc_ext"])
+        contact = contact.clamp(*self.settings["contact_cost_range"])
+        return {**super().reward_terms(scene, action), "reward_contact": -contact}
+
+
+class HumanoidStandup(MujocoTask):
+    """Stand up from lying on the back; the reward is the height of the head over the length of a substep."""
+
+    id = "HumanoidStandup-v5"
+    outputs = ("cinert", "cvel", "qfrc_actuator", "cfrc_ext")
+    reward_weights = {"reward_linup": 1.0, "reward_quadctrl": 1.0, "reward_impact": 1.0, "reward_survive": 1.0}
+
+    def state_vector(self, scene: Scene) -> Tensor:
+        hidden = 2 if self.settings["exclude_current_positions_from_observation"] else 0
+        return torch.cat((scene["qpos"][:, hidden:], scene["qvel"], *_body_states(scene, self.settings)), dim=1)
+
+    def reward_terms(self, scene: Scene, action: Tensor) -> dict[str, Tensor]:
+        height = scene["qpos"][:, 2]
+        impact = self.settings["impact_cost_weight"] * _square_sum(scene["cfrc_ext"])
+        return {
+            "reward_linup": height / float(self.physics.model.opt.timestep),
+            "reward_quadctrl": -self.control_cost("ctrl_cost_weight"),
+            "reward_impact": -impact.clamp(*self.settings["impact_cost_range"]),
+            "reward_survive": torch.ones_like(height),
+        }
+
+
+class Reacher(MujocoTask):
+    """Bring the tip of an arm of two links to a target in the plane."""
+
+    id = "Reacher-v5"
+    outputs = ("xpos",)
+    reward_weights = {"reward_dist": 1.0, "reward_ctrl": 1.0}
+
+    def __init__(self, cfg: GymCfg, physics: Physics, robot: Robot | None) -> None:
+        super().__init__(cfg, physics, robot)
+        self._tip, self._target = (int(physics.model.body(name).id) for name in ("fingertip", "target"))
+
+    def sample_start(self, env_ids: Tensor, streams: RandomStreams) -> ResetState:
+        model = self.physics.model
+        qpos = self._home + streams.uniform(env_ids, int(model.nq), -0.1, 0.1)
+        radius, angle = streams.uniform(env_ids, 2).unbind(1)
+        radius, angle = 0.2 * radius.sqrt(), 2.0 * math.pi * angle  # uniform in a disc
+        qpos[:, -2:] = torch.stack((radius * angle.cos(), radius * angle.sin()), dim=1)
+        qvel = streams.uniform(env_ids, int(model.nv), -0.005, 0.005)
+        qvel[:, -2:] = 0.0
+        return ResetState(qpos, qvel)
+
+    def state_vector(self, scene: Scene) -> Tensor:
+        qpos, angles = scene["qpos"], scene["qpos"][:, :2]
+        away = self._away(scene)[:, :2]
+        return torch.cat((angles.cos(), angles.sin(), qpos[:, 2:], scene["qvel"][:, :2], away), dim=1)
+
+    def reward_terms(self, scene: Scene, action: Tensor) -> dict[str, Tensor]:
+        return {
+            "reward_dist": -self.settings["reward_dist_weight"] * self._away(scene).norm(dim=1),
+            "reward_ctrl": -self.control_cost("reward_control_weight"),
+        }
+
+    def _away(self, scene: Scene) -> Tensor:
+        return scene["xpos"][:, self._tip] - scene["xpos"][:, self._target]
+
+
+class Pusher(MujocoTask):
+    """Push a cylinder to a goal with an arm of seven joints."""
+
+    id = "Pusher-v5"
+    outputs = ("xpos",)
+    reward_weights = {"reward_dist": 1.0, "reward_ctrl": 1.0, "reward_near": 1.0}
+
+    def __init__(self, cfg: GymCfg, physics: Physics, robot: Robot | None) -> None:
+        super().__init__(cfg, physics, robot)
+        names = ("tips_arm", "object", "goal")
+        self._bodies = torch.tensor([int(physics.model.body(name).id) for name in names], device=physics.device)
+
+    def sample_start(self, env_ids: Tensor, streams: RandomStreams) -> ResetState:
+        count = env_ids.numel()
+        drawn = streams.uniform(env_ids, 2 * _TRIES).view(count, _TRIES, 2)
+        places = torch.stack((-0.3 * drawn[..., 0], 0.4 * drawn[..., 1] - 0.2), dim=2)
+        first = (places.norm(dim=2) > 0.17).to(torch.uint8).argmax(dim=1)  # the first that is far from the goal
+        qpos = self._home.repeat(count, 1)
+        qpos[:, -4:-2] = places.gather(1, first.view(-1, 1, 1).expand(-1, 1, 2)).squeeze(1)
+        qpos[:, -2:] = 0.0
+        qvel = streams.uniform(env_ids, int(self.physics.model.nv), -0.005, 0.005)
+        qvel[:, -4:] = 0.0
+        return ResetState(qpos, qvel)
+
+    def state_vector(self, scene: Scene) -> Tensor:
+        bodies = scene["xpos"].index_select(1, self._bodies).flatten(1)
+        return torch.cat((scene["qpos"][:, :7], scene["qvel"][:, :7], bodies), dim=1)
+
+    def reward_terms(self, scene: Scene, action: Tensor) -> dict[str, Tensor]:
+        tip, object, goal = scene["xpos"].index_select(1, self._bodies).unbind(1)
+        return {
+            "reward_dist": -self.settings["reward_dist_weight"] * (object - goal).norm(dim=1),
+            "reward_ctrl": -self.control_cost("reward_control_weight"),
+            "reward_near": -self.settings["reward_near_weight"] * (object - tip).norm(dim=1),
+        }
+
+
+class InvertedPendulum(MujocoTask):
+    """Balance a pole on a cart."""
+
+    id = "InvertedPendulum-v5"
+    reward_weights = {"reward_survive": 1.0}
+
+    def state_vector(self, scene: Scene) -> Tensor:
+        return torch.cat((scene["qpos"], scene["qvel"]), dim=1)
+
+    def failed(self, scene: Scene) -> Tensor | None:
+        return ~(scene["qpos"][:, 1].abs() <= 0.2)  # NaN fails, too
+
+    def reward_terms(self, scene: Scene, action: Tensor) -> dict[str, Tensor]:
+        return {"reward_survive": (scene["qpos"][:, 1].abs() <= 0.2).float()}
+
+
+class InvertedDoublePendulum(MujocoTask):
+    """Balance a pole on a pole on a cart."""
+
+    id = "InvertedDoublePendulum-v5"
+    gaussian_velocity = True
+    outputs = ("site_xpos", "qfrc_constraint")
+    reward_weights = {"reward_survive": 1.0, "distance_penalty": 1.0, "velocity_penalty": 1.0}
+
+    def state_vector(self, scene: Scene) -> Tensor:
+        qpos, force = scene["qpos"], scene["qfrc_constraint"][:, :1]
+        angles, qvel = qpos[:, 1:], scene["qvel"].clamp(-10.0, 10.0)
+        return torch.cat((qpos[:, :1], angles.sin(), angles.cos(), qvel, force.clamp(-10.0, 10.0)), dim=1)
+
+    def failed(self, scene: Scene) -> Tensor | None:
+        return scene["site_xpos"][:, 0, 2] <= 1.0
+
+    def reward_terms(self, scene: Scene, action: Tensor) -> dict[str, Tensor]:
+        x, _, z = scene["site_xpos"][:, 0].unbind(1)
+        first, second = scene["qvel"][:, 1:3].unbind(1)
+        return {
+            "reward_survive": self.settings["healthy_reward"] * (z > 1.0).to(z.dtype),
+            "distance_penalty": -(0.01 * x.square() + (z - 2.0).square()),
+            "velocity_penalty": -(1e-3 * first.square() + 5e-3 * second.square()),
+        }
+
+
+def _within(values: Tensor, bounds: tuple[float, float]) -> Tensor:
+    return (bounds[0] < values) & (values < bounds[1])
+
+
+def _body_states(scene: Scene, settings: Mapping[str, Any]) -> list[Tensor]:
+    """Return what a humanoid observes of its bodies, as far as its arguments ask for it."""
+    parts = {"cinert": 1, "cvel": 1, "qfrc_actuator": 6, "cfrc_ext": 1}  # the world, and the free joint, are left out
+    chosen = [name for name in parts if settings[f"include_{name}_in_observation"]]
+    return [scene[name][:, parts[name] :].flatten(1) for name in chosen]
+
