@@ -149,7 +149,7 @@ def make_to_watch(
     that images are wanted; one that does not take ``render_mode`` is made without.
     """
     cfg = load_gym_config(config, **overrides)
-    env = _make_with_images(cfg, trusted_modules) if video and cfg.id not in _TASKS else None
+    env = _make_with_images(cfg, trusted_modules) if video and not is_simulated_here(cfg) else None
     env = make(cfg, trusted_modules) if env is None else env
     if env.max_episode_steps is not None:
         return env
