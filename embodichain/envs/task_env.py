@@ -179,6 +179,8 @@ class TaskEnv(VecEnv):
         self.physics.close()
 
     def expert_action(self) -> Tensor:
+        if isinstance(self.action_manager, MotorActionManager):
+            raise ConfigError(f"{self.cfg.id} has no scripted expert: use a trained policy")
         return self.task.expert_action(self._measurements(), self.action_manager)
 
     def create_demo_action_list(self) -> list[Tensor]:

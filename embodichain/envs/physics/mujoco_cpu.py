@@ -91,9 +91,7 @@ class ContactForces:
 class MujocoCpuPhysics(Physics):
     """Steps all envs on ``num_threads`` native threads (0: every core this process may use)."""
 
-    def __init__(
-        self, model: mujoco.MjModel, num_envs: int, num_threads: int = 0, outputs: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, model: mujoco.MjModel, num_envs: int, num_threads: int = 0, outputs: Sequence[str] = ()) -> None:
         log_warnings()
         self.model = model
         self.num_envs = num_envs

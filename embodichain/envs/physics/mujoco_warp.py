@@ -178,9 +178,7 @@ class MujocoWarpPhysics(Physics):
     Trajectories repeat up to rounding: the order of contacts, and of sums over them, differs from run to run.
     """
 
-    def __init__(
-        self, model: mujoco.MjModel, num_envs: int, device: str = "cuda", outputs: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, model: mujoco.MjModel, num_envs: int, device: str = "cuda", outputs: Sequence[str] = ()) -> None:
         self._wp = require("warp", extra="gpu")
         self.device = find_device(device, self._wp)
         self._mjw = require("mujoco_warp", extra="gpu")
@@ -199,9 +197,7 @@ class MujocoWarpPhysics(Physics):
         empty = torch.zeros(num_envs, 0, device=self.device)
         self.qpos, self.qvel, self.ctrl = (self._arrays.get(name, empty) for name in ("qpos", "qvel", "ctrl"))
         self.outputs = {name: self._wp.to_torch(getattr(self._data, name)) for name in outputs}
-        self._columns = {
-            name: array.reshape(num_envs, -1) for name, array in (self._arrays | self.outputs).items()
-        }
+        self._columns = {name: array.reshape(num_envs, -1) for name, array in (self._arrays | self.outputs).items()}
         self._rest = {name: column[0].clone() for name, column in self._columns.items()}
         self._all = torch.arange(num_envs, device=self.device)
         self._fields: dict[str, Tensor] = {}

@@ -20,7 +20,7 @@ from gymnasium.envs.mujoco.mujoco_env import expand_model_path
 from gymnasium.envs.registration import load_env_creator
 from torch import Tensor
 
-from embodichain.envs.actions import RobotActionManager
+from embodichain.envs.actions import ActionManager
 from embodichain.envs.env_cfg import EnvCfg, GymCfg
 from embodichain.envs.physics import Physics
 from embodichain.envs.random import RandomStreams
@@ -72,7 +72,7 @@ class MujocoTask(Task):
         return int(self.cfg.kwargs.get("frame_skip", self.cfg.env.substeps))
 
     @classmethod
-    def default_cfg(cls) -> GymCfg:  # type: ignore[override]
+    def default_cfg(cls) -> GymCfg:
         """Return the configuration that Gymnasium's registry and signature amount to."""
         skip = int(_defaults(cls.id)["frame_skip"])
         limit = gym.spec(cls.id).max_episode_steps
@@ -118,7 +118,7 @@ class MujocoTask(Task):
     def success(self, scene: Scene) -> Tensor | None:
         return None
 
-    def expert_action(self, scene: Scene, actions: RobotActionManager) -> Tensor:
+    def expert_action(self, scene: Scene, actions: ActionManager) -> Tensor:
         raise ConfigError(f"{self.id} has no scripted expert: use a trained policy")
 
     def place(self, scene: Scene) -> Tensor | None:
@@ -444,4 +444,3 @@ def _body_states(scene: Scene, settings: Mapping[str, Any]) -> list[Tensor]:
     parts = {"cinert": 1, "cvel": 1, "qfrc_actuator": 6, "cfrc_ext": 1}  # the world, and the free joint, are left out
     chosen = [name for name in parts if settings[f"include_{name}_in_observation"]]
     return [scene[name][:, parts[name] :].flatten(1) for name in chosen]
-
