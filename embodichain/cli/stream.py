@@ -19,6 +19,7 @@ from rich.text import Text
 
 from embodichain.agents.engine.config import OnlineDataEngineCfg
 from embodichain.config import load_config, parse_overrides
+from embodichain.envs import MUJOCO_SUITE
 from embodichain.envs.registration import list_envs, load_gym_config
 
 if TYPE_CHECKING:
@@ -92,9 +93,9 @@ def _for_environment(gym_config: dict[str, Any]) -> OnlineDataEngineCfg:
     """Return settings for an environment: rows as long as its episodes, and a few for each env."""
     cfg = load_gym_config(gym_config)
     settings: dict[str, Any] = {"gym_config": gym_config, "buffer_size": max(16, _ROWS_PER_ENV * cfg.num_envs)}
-    if cfg.id in {spec.id for spec in list_envs()}:
+    if cfg.id in {spec.id for spec in list_envs()} - MUJOCO_SUITE.keys():
         settings["max_episode_steps"] = cfg.max_episode_steps
-    else:  # Gymnasium environments have no expert, and their time limit is known only when they are built
+    else:  # Gymnasium's environments have no expert, and most state their time limit only when they are built
         settings |= {"action_config": {"source": "random"}, "max_episode_steps": 1000}
     return OnlineDataEngineCfg.from_dict(settings, source=str(gym_config.get("id")))
 

@@ -122,7 +122,7 @@ def make(
         names = [*_TASKS, *(name for name in gym.registry if not name.startswith(("phys2d/", "tabular/")))]
         close = nearest(cfg.id, names).split(" Valid:")[0]
         raise UnknownNameError(
-            f"unknown environment {cfg.id!r}.{close} Tasks: {', '.join(sorted(_TASKS))}; or any Gymnasium id."
+            f"unknown environment {cfg.id!r}.{close} Tasks: {', '.join(sorted(_TASKS.keys() - MUJOCO_SUITE.keys()))}; or any Gymnasium id."
         )
     return make_gymnasium(
         cfg.id,

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from embodichain.envs import registration
+from embodichain.envs import MUJOCO_SUITE, registration
 from embodichain.envs.env_cfg import GymCfg
 from embodichain.envs.registration import list_envs, load_gym_config, make, register_task
 from embodichain.envs.task_env import TaskEnv
@@ -33,7 +33,7 @@ def registry(monkeypatch):
 
 
 def test_every_task_is_listed_with_a_line_about_it():
-    assert [spec.id for spec in list_envs()] == sorted(TASKS)
+    assert [spec.id for spec in list_envs()] == sorted([*TASKS, *MUJOCO_SUITE])
     for spec in list_envs():
         assert spec.description.endswith(".")
         assert spec.task.default_cfg().id == spec.id
@@ -182,7 +182,7 @@ def test_an_entry_point_is_imported_when_the_task_is_made(registry):
 def test_listing_the_tasks_imports_none_of_them():
     script = (
         "import sys; from embodichain.envs.registration import list_envs; ids = [spec.id for spec in list_envs()]; "
-        "assert len(ids) == 5; assert not any(m.startswith('embodichain.envs.tasks') for m in sys.modules); "
+        "assert len(ids) == 16; assert not any(m.startswith('embodichain.envs.tasks') for m in sys.modules); "
         "assert 'matplotlib' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

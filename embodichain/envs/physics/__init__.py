@@ -22,8 +22,8 @@ class Physics(ABC):
     """``num_envs`` copies of one model, with live tensors ``qpos``, ``qvel`` and ``ctrl`` ``[num_envs, ...]``.
 
     Writing ``ctrl`` drives the robot. The next ``step`` changes them in place, so copy what is to be kept.
-    ``outputs`` names fields of ``MjData`` that the constructor was asked for, such as ``xpos``. After a step they lag by
-    a substep, as they do after ``mj_step``; after ``set`` they are current. They are part of ``state``.
+    ``outputs`` are the fields of ``MjData`` that the constructor was asked for, such as ``xpos``. After a step they lag
+    by a substep, as they do after ``mj_step``; after ``set`` they are current. They are part of ``state``.
     """
 
     model: mujoco.MjModel

@@ -48,7 +48,7 @@ class _Closed:
 
 
 class ContactForces:
-    """Steps the rows of a batch and computes ``cfrc_ext``, which ``mujoco.batch`` cannot: each thread has an ``MjData``.
+    """Steps the rows of a batch and computes ``cfrc_ext``, which ``mujoco.batch`` cannot; a thread has one ``MjData``.
 
     MuJoCo computes these forces only if asked to, after a step. The interpreter is free while MuJoCo works, so Python's
     threads do; results are those of ``mj_step`` and ``mj_rnePostConstraint``, bit for bit.
