@@ -84,11 +84,11 @@ class BareWarp:
         import warp
 
         self._warp, self._commands = warp, commands
-        self._physics = MujocoWarpPhysics(env.physics.model, env.num_envs)
+        self._physics = MujocoWarpPhysics(env.physics.model, env.num_envs, outputs=tuple(env.physics.outputs))
         self._physics.set_state(torch.arange(env.num_envs, device="cuda"), state)
         model, data = self._physics._model, self._physics._data
         self._state = state
-        substeps = env.cfg.env.substeps
+        substeps = env.task.substeps
         mujoco_warp.step(model, data)
         self.rewind()
         torch.cuda.synchronize()

@@ -47,9 +47,9 @@ def report(section: str, name: str, seconds: float, units: float, bar: str = "")
     return {"section": section, "name": name, "seconds": seconds, "per_second": units / seconds, "bar": bar}
 
 
-def make_env(num_envs: int, **changes: Any) -> TaskEnv:
-    """Return ``PushCubeRL`` on the GPU."""
-    made = make("PushCubeRL", num_envs=num_envs, device="cuda", **{"seed": 0, **changes})
+def make_env(num_envs: int, id: str = "PushCubeRL", **changes: Any) -> TaskEnv:
+    """Return a task on the GPU."""
+    made = make(id, num_envs=num_envs, device="cuda", **{"seed": 0, **changes})
     if not isinstance(made, TaskEnv):
         raise TypeError(f"expected one of our own tasks, got {type(made).__name__}")
     return made
