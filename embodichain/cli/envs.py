@@ -63,8 +63,8 @@ def _list(console: Console, args: ListArgs) -> int:
     table = Table("id", "what", "observation", "action", box=None, header_style="bold", pad_edge=False)
     for spec in list_envs():
         with make(spec.id, num_envs=1) as env:
-            space, manager = env.action_space, env.action_manager
-            size = f"one of {space.n}" if isinstance(space, gym.spaces.Discrete) else str(manager.action_dim)
+            manager = env.action_manager
+            size = str(manager.action_dim) if manager.choices is None else f"one of {manager.choices.tolist()}"
             action = f"{manager.action_type} {size}"
             table.add_row(spec.id, spec.description, _describe(env.observation_space), action)
     console.print(table)

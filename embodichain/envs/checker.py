@@ -17,7 +17,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from embodichain.envs.vec_env import Action, ActionManager, HasExpert, VecEnv, random_actions
+from embodichain.envs.vec_env import Action, ActionManager, HasExpert, VecEnv, choice_counts, random_actions
 from embodichain.errors import ActionError, EnvContractError
 
 Factory = Callable[[int], VecEnv]
@@ -295,8 +295,14 @@ def check_spaces(play: Play) -> Iterator[Finding]:
             yield "a Box of shape (action_dim,)", f"shape {space.shape}", "flatten the action"
         if np.any(space.low[bounded] != -1.0) or np.any(space.high[bounded] != 1.0):
             yield "bounds -1 and 1", str(space), "scale actions inside the environment"
+    elif isinstance(space, gym.spaces.MultiDiscrete | gym.spaces.MultiBinary):
+        if len(space.shape) != 1:
+            yield "choices of shape (action_dim,)", f"shape {space.shape}", "flatten the action"
+        elif isinstance(space, gym.spaces.MultiDiscrete) and np.any(space.start != 0):
+            yield "discrete actions count from 0", f"start={space.start}", "shift them inside the environment"
     else:
-        yield "action_space is Box or Discrete", repr(space), "see ActionManager for what an action can be"
+        kinds = "Box, Discrete, MultiDiscrete or MultiBinary"
+        yield f"action_space is {kinds}", repr(space), "see ActionManager for what an action can be"
     if isinstance(getattr(env, "action_manager", None), ActionManager) and env.action_manager.space != space:
         yield f"action_manager.space is {space}", str(env.action_manager.space), "use the same space"
 
@@ -501,8 +507,8 @@ def check_actions(play: Play) -> Iterator[Finding]:
         "a dict with another key": {f"not_{key}": action},
     }
     if env.device.type == "cpu":  # elsewhere, looking at the values would wait for the device at every step
-        if isinstance(env.action_space, gym.spaces.Discrete):
-            wrong["a choice that is none"] = torch.full_like(action, int(env.action_space.n))
+        if (counts := choice_counts(env.action_space)) is not None:
+            wrong["a choice that is none"] = torch.full_like(action, int(counts.max()))
         else:
             wrong["an action that is not finite"] = action.clone().index_fill_(0, torch.tensor([0]), float("nan"))
     trajectory = play.random(_SHORT)

@@ -2,8 +2,10 @@
 
 * ``obs`` is a nested TensorDict of batch size ``[num_envs]`` on ``device``: ``robot/qpos``, ``object/pos``,
   ``image/<camera>`` (uint8 ``[num_envs, H, W, 3]``), ... Nothing that a step returned is ever written to again.
-* ``action`` is a tensor ``[num_envs, action_dim]`` (``[num_envs]`` int64 for discrete actions), or a dict / TensorDict
-  with the one key ``action_manager.action_type``. Its bounds are -1 and 1 where it has both, else those of the space.
+* ``action`` is a tensor ``[num_envs, action_dim]``, or a dict / TensorDict with the one key
+  ``action_manager.action_type``. The bounds of a ``Box`` are -1 and 1 where it has both, else its own. Choices are
+  int64 and count from 0: ``[num_envs]`` of a ``Discrete``, ``[num_envs, action_dim]`` of ``MultiDiscrete`` and
+  ``MultiBinary``.
 * ``reward`` is float32 ``[num_envs]``; ``terminated`` (the task ended) and ``truncated`` (time ran out) are bool
   ``[num_envs]``, and both may be set.
 * An env that is done resets itself in the same step: ``obs`` is then the first of its next episode, and
@@ -64,13 +66,25 @@ def random_actions(space: gym.Space[Any], count: int, generator: torch.Generator
     """Return valid actions ``[count, ...]``: uniform draws, from a range of width 2 where a bound is missing."""
     if isinstance(space, gym.spaces.Discrete):
         return torch.randint(int(space.n), (count,), generator=generator)
+    counts = choice_counts(space)
+    if counts is not None:
+        return torch.randint(2**62, (count, len(counts)), generator=generator) % torch.from_numpy(counts)
     if not isinstance(space, gym.spaces.Box):
-        raise EnvContractError(f"expected a Box or Discrete action space, got {space}")
+        raise EnvContractError(f"expected a Box, Discrete, MultiDiscrete or MultiBinary action space, got {space}")
     below, above = np.isfinite(space.low), np.isfinite(space.high)
     lowest = np.where(below, space.low, np.where(above, space.high - 2.0, -1.0))
     highest = np.where(above, space.high, np.where(below, space.low + 2.0, 1.0))
     low, high = (torch.from_numpy(bound.astype(np.float32)) for bound in (lowest, highest))
     return low + (high - low) * torch.rand((count, *space.shape), generator=generator)
+
+
+def choice_counts(space: gym.Space[Any]) -> np.ndarray | None:
+    """Return how many choices each number of an action has, int64 ``[action_dim]`` (``[]`` if ``Discrete``), if any."""
+    if isinstance(space, gym.spaces.Discrete):
+        return np.array(space.n, dtype=np.int64)
+    if isinstance(space, gym.spaces.MultiDiscrete):
+        return space.nvec.astype(np.int64)
+    return np.full(space.shape, 2) if isinstance(space, gym.spaces.MultiBinary) else None
 
 
 class ActionManager:
@@ -81,7 +95,8 @@ class ActionManager:
         self.space = space
         self.num_envs = num_envs
         self.device = torch.device(device)
-        self.num_choices = int(space.n) if isinstance(space, gym.spaces.Discrete) else 0
+        self.choices = choice_counts(space)
+        """Choices of each number of an action; ``None`` for continuous ones."""
         self.shape = (num_envs, *(space.shape or ()))
         self.action_dim = int(np.prod(space.shape)) if space.shape else 1
 
@@ -92,8 +107,8 @@ class ActionManager:
             raise ActionError(
                 f"action {self.action_type!r} must have shape {list(self.shape)}, envs first, got {list(value.shape)}"
             )
-        if self.num_choices:
-            return self._check_choice(value)
+        if self.choices is not None:
+            return self._check_choice(value, self.choices)
         value = value.detach().to(self.device, torch.float32)  # no gradient passes through the simulation
         # One value that is not finite makes the sum so. On a GPU this would wait; there the simulation checks itself.
         if value.device.type == "cpu" and not math.isfinite(float(value.sum())) and not torch.isfinite(value).all():
@@ -138,15 +153,18 @@ class ActionManager:
             got = f"another {type(value).__name__}" if nested else f"{type(value).__name__} of {array.dtype}"
         raise ActionError(f"action {self.action_type!r} must hold real numbers, got {got}")
 
-    def _check_choice(self, value: Tensor) -> Tensor:
-        if value.is_floating_point() or value.dtype == torch.bool:
-            raise ActionError(f"discrete actions are integers in [0, {self.num_choices}), got dtype {value.dtype}")
+    def _check_choice(self, value: Tensor, counts: np.ndarray) -> Tensor:
+        valid = f"[0, {counts.min() if counts.size and (counts == counts.min()).all() else counts.tolist()})"
+        is_switch = value.dtype == torch.bool and isinstance(self.space, gym.spaces.MultiBinary)
+        if value.is_floating_point() or (value.dtype == torch.bool and not is_switch):
+            raise ActionError(f"discrete actions are integers in {valid}, got dtype {value.dtype}")
         value = value.to(self.device, torch.int64)
         if value.device.type == "cpu" and value.numel():
             choices = value.detach().numpy()  # numpy takes a third of torch's time on few numbers
-            if choices.min() < 0 or choices.max() >= self.num_choices:
-                env = int(np.flatnonzero((choices < 0) | (choices >= self.num_choices))[0])
-                raise ActionError(f"action of env {env} must lie in [0, {self.num_choices}), got {int(value[env])}")
+            if choices.min() < 0 or (choices >= counts).any():
+                wrong = ((choices < 0) | (choices >= counts)).reshape(self.num_envs, -1).any(axis=1)
+                env = int(np.flatnonzero(wrong)[0])
+                raise ActionError(f"action of env {env} must lie in {valid}, got {value[env].tolist()}")
         return value
 
 

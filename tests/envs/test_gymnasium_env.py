@@ -433,11 +433,11 @@ def test_unsupported_spaces_are_named():
             if kind == "text":
                 self.observation_space = spaces.Dict({"words": spaces.Text(5)})
             else:
-                self.action_space = spaces.MultiDiscrete([2, 2])
+                self.action_space = spaces.Tuple([spaces.Discrete(2)])
 
     with pytest.raises(EnvContractError, match="observation/words is a Text space"):
         GymnasiumVecEnv.from_factory(lambda: Odd("text"), 2, max_episode_steps=5)
-    with pytest.raises(EnvContractError, match=r"Box or Discrete, got MultiDiscrete"):
+    with pytest.raises(EnvContractError, match=r"MultiDiscrete or MultiBinary, got Tuple"):
         GymnasiumVecEnv.from_factory(lambda: Odd("actions"), 2, max_episode_steps=5)
 
 

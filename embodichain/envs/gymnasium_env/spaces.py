@@ -7,7 +7,8 @@ Observations (a batch as ``gymnasium.vector`` gives it, numpy, rows first) becom
 * ``Discrete(n)``: one-hot float32 ``[num_envs, n]``; ``MultiDiscrete``: its one-hot parts side by side.
 
 Actions: a bounded ``Box`` is [-1, 1] for the policy and mapped affinely to its bounds (values beyond are clipped); a
-coordinate without both bounds is passed through, and our space says so. ``Discrete`` is ``[num_envs]`` int64 from zero.
+coordinate without both bounds is passed through, and our space says so. ``Discrete`` is ``[num_envs]`` int64 from zero;
+``MultiDiscrete`` and ``MultiBinary`` of any shape are ``[num_envs, action_dim]`` int64 from zero.
 """
 
 from collections.abc import Callable, Mapping
@@ -60,10 +61,18 @@ def action_decoder(source: gym.Space[Any], num_envs: int) -> tuple[gym.Space[Any
     if isinstance(source, spaces.Discrete):
         start, kind = int(source.start), source.dtype
         return spaces.Discrete(int(source.n)), lambda action: (action + start).astype(kind)
+    if isinstance(source, spaces.MultiDiscrete | spaces.MultiBinary):
+        shape, kind = (num_envs, *source.shape), source.dtype
+        if isinstance(source, spaces.MultiBinary):
+            return spaces.MultiBinary(int(np.prod(shape[1:]))), lambda action: action.astype(kind).reshape(shape)
+        starts = source.start.reshape(-1)
+        return spaces.MultiDiscrete(
+            source.nvec.reshape(-1)
+        ), lambda action: (action + starts).astype(kind).reshape(shape)
     if not isinstance(source, spaces.Box):
         raise EnvContractError(
-            f"actions must be Box or Discrete, got {source}. Wrap the environment so that it takes one of these "
-            "(gymnasium.wrappers.TransformAction)."
+            f"actions must be Box, Discrete, MultiDiscrete or MultiBinary, got {source}. Wrap the environment so that "
+            "it takes one of these (gymnasium.wrappers.TransformAction)."
         )
     low, high = source.low.astype(np.float64).reshape(-1), source.high.astype(np.float64).reshape(-1)
     bounded = np.isfinite(low) & np.isfinite(high)

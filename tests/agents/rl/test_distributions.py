@@ -179,6 +179,70 @@ def test_heads_follow_the_action_space() -> None:
     assert build_head(box).param_dim == 6
     assert build_head(box, DistributionCfg(std="state")).param_dim == 12
     assert isinstance(build_head(3, DistributionCfg(squash=True)), SquashedGaussianHead)
-    for space in (gym.spaces.MultiDiscrete([2, 3]), gym.spaces.Discrete(3, start=1), gym.spaces.Box(-1, 1, (2, 2))):
+    for space in (
+        gym.spaces.Tuple([gym.spaces.Discrete(2)]),
+        gym.spaces.Discrete(3, start=1),
+        gym.spaces.Box(-1, 1, (2, 2)),
+    ):
         with pytest.raises(ConfigError, match="expected"):
+            build_head(space)
+
+
+NVEC = [3, 1, 5, 2]
+
+
+def test_several_choices_are_independent_categoricals() -> None:
+    head = build_head(gym.spaces.MultiDiscrete(NVEC))
+    assert (head.action_dim, head.param_dim) == (4, sum(NVEC))
+    params = (3.0 * torch.randn(2000, sum(NVEC), generator=torch.Generator().manual_seed(0))).requires_grad_()
+    reference = [torch.distributions.Categorical(logits=part) for part in params.split(NVEC, dim=-1)]
+    torch.manual_seed(0)
+    action, log_prob = head.sample(params)
+    wanted = sum(part.log_prob(action[:, i]) for i, part in enumerate(reference))
+    assert torch.allclose(log_prob, wanted, atol=1e-5)
+    again, entropy = head.evaluate(params, action)
+    assert torch.equal(again, log_prob)  # so that the ratio of unchanged weights is exactly 1
+    assert torch.allclose(entropy, sum(part.entropy() for part in reference), atol=1e-5)
+    best, _ = head.sample(params, deterministic=True)
+    assert torch.equal(best, torch.stack([part.argmax(-1) for part in params.split(NVEC, dim=-1)], dim=-1))
+    gradient = torch.autograd.grad(again.sum() + entropy.sum(), params)[0]
+    assert torch.allclose(
+        gradient, torch.autograd.grad(wanted.sum() + sum(p.entropy().sum() for p in reference), params)[0], atol=1e-5
+    )
+    logits = torch.randn(1, sum(NVEC)).expand(20_000, -1)
+    drawn, _ = head.sample(logits)
+    for i, part in enumerate(logits[0].split(NVEC)):
+        frequency = torch.bincount(drawn[:, i], minlength=NVEC[i]) / len(drawn)
+        assert torch.allclose(frequency, part.softmax(-1), atol=0.02)
+
+
+def test_switches_are_independent_bernoullis() -> None:
+    head = build_head(gym.spaces.MultiBinary(3))
+    assert (head.action_dim, head.param_dim) == (3, 3)
+    params = (4.0 * torch.randn(2000, 3, generator=torch.Generator().manual_seed(0))).requires_grad_()
+    reference = torch.distributions.Bernoulli(logits=params)
+    torch.manual_seed(0)
+    action, log_prob = head.sample(params)
+    wanted = reference.log_prob(action.float()).sum(-1)
+    assert torch.allclose(log_prob, wanted, atol=1e-5)
+    again, entropy = head.evaluate(params, action)
+    assert torch.equal(again, log_prob)
+    assert torch.allclose(entropy, reference.entropy().sum(-1), atol=1e-5)
+    assert torch.equal(head.sample(params, deterministic=True)[0], (params > 0).long())
+    gradient = torch.autograd.grad(again.sum() + entropy.sum(), params)[0]
+    expected = torch.autograd.grad(wanted.sum() + reference.entropy().sum(), params)[0]
+    assert torch.allclose(gradient, expected, atol=1e-5)
+    logits = torch.tensor([[-2.0, 0.0, 3.0]]).expand(20_000, -1)
+    assert torch.allclose(head.sample(logits)[0].float().mean(0), logits[0].sigmoid(), atol=0.02)
+    extreme = torch.tensor([[100.0, -100.0, 0.0]])
+    assert head.evaluate(extreme, torch.tensor([[1, 0, 1]]))[0].isfinite().all()
+
+
+def test_choices_that_count_from_elsewhere_are_refused() -> None:
+    for space in (
+        gym.spaces.MultiDiscrete([2, 2], start=[0, 1]),
+        gym.spaces.MultiDiscrete([[2, 2]]),
+        gym.spaces.MultiBinary([2, 2]),
+    ):
+        with pytest.raises(ConfigError, match="action_space"):
             build_head(space)

@@ -183,7 +183,7 @@ class ActorCriticCfg(PolicyCfg):
 
 
 class ActorCritic(NetworkPolicy):
-    """Actor-Critic: Gaussian with learnable log-std for a ``Box`` of actions, categorical for a ``Discrete``.
+    """Actor-Critic: Gaussian with learnable log-std for a ``Box`` of actions, categorical for choices.
 
     ``actor`` maps features to the head's parameters (the means, by default), ``critic`` maps them, with the privileged
     observations appended, to one value. ``build_policy`` makes both from a config.

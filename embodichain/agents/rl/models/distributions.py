@@ -2,17 +2,21 @@
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import gymnasium as gym
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from embodichain.config.classes import Config, configclass
 from embodichain.errors import ConfigError
 
 Pair = tuple[Tensor, Tensor]
+NEVER = -1e9
+"""Logit of what is never chosen; unlike an infinite one it leaves entropies and gradients finite."""
 HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)
 SQUASHED_LIMIT = 1.0 - 1e-6
 """Largest magnitude of a tanh-squashed action: beyond it float32 cannot tell neighbouring actions apart."""
@@ -41,7 +45,7 @@ class ActionHead(nn.Module, ABC):
     """Turns the actor's output ``[batch, param_dim]`` into a distribution over actions."""
 
     action_dim: int
-    """Numbers per action (continuous), or the number of choices (discrete)."""
+    """Numbers per action, or the number of choices of a single one."""
     param_dim: int
 
     @abstractmethod
@@ -155,18 +159,80 @@ class CategoricalHead(ActionHead):
         return log_probs.gather(-1, action.unsqueeze(-1)).squeeze(-1), entropy
 
 
+class MultiCategoricalHead(ActionHead):
+    """Several choices at once, ``[batch, action_dim]`` int64, independent of each other; ``params`` are all logits."""
+
+    columns: Tensor
+
+    def __init__(self, counts: Sequence[int]) -> None:
+        super().__init__()
+        self.action_dim, self.param_dim = len(counts), sum(counts)
+        # Choice k has the logits columns[k], filled up with one that stands for what cannot be chosen.
+        columns = torch.full((len(counts), max(counts)), self.param_dim)
+        for row, part in zip(columns, torch.arange(self.param_dim).split(list(counts)), strict=True):
+            row[: len(part)] = part
+        self.register_buffer("columns", columns, persistent=False)
+
+    def sample(self, params: Tensor, deterministic: bool = False, generator: Generator | None = None) -> Pair:
+        log_probs = scores = self._log_probs(params)
+        if not deterministic:  # as in CategoricalHead
+            scores = log_probs.exp() / torch.empty_like(log_probs).exponential_(generator=generator)
+        action = scores.argmax(-1)
+        return action, log_probs.gather(-1, action.unsqueeze(-1)).squeeze(-1).sum(-1)
+
+    def evaluate(self, params: Tensor, action: Tensor) -> Pair:
+        log_probs = self._log_probs(params)
+        entropy = -(log_probs.exp() * log_probs).sum((-2, -1))
+        return log_probs.gather(-1, action.unsqueeze(-1)).squeeze(-1).sum(-1), entropy
+
+    def _log_probs(self, params: Tensor) -> Tensor:
+        """Return log-probabilities ``[batch, action_dim, choices]``."""
+        return F.pad(params.float(), (0, 1), value=NEVER)[..., self.columns].log_softmax(-1)
+
+
+class BernoulliHead(ActionHead):
+    """Switches, ``[batch, action_dim]`` int64 of 0 and 1, independent of each other; ``params`` are logits."""
+
+    def __init__(self, action_dim: int) -> None:
+        super().__init__()
+        self.action_dim = self.param_dim = action_dim
+
+    def sample(self, params: Tensor, deterministic: bool = False, generator: Generator | None = None) -> Pair:
+        logits = params.float()
+        if deterministic:
+            action = (logits > 0).long()
+        else:
+            action = (torch.empty_like(logits).uniform_(generator=generator) < logits.sigmoid()).long()
+        return action, self._log_prob(logits, action)
+
+    def evaluate(self, params: Tensor, action: Tensor) -> Pair:
+        logits = params.float()
+        # H = -p log p - (1 - p) log(1 - p) with p = sigmoid(l), log(1 - p) = -softplus(l), log p = l - softplus(l)
+        entropy = (F.softplus(logits) - logits * logits.sigmoid()).sum(-1)
+        return self._log_prob(logits, action), entropy
+
+    def _log_prob(self, logits: Tensor, action: Tensor) -> Tensor:
+        return (logits * action - F.softplus(logits)).sum(-1)
+
+
 def normal_like(like: Tensor, generator: Generator | None = None) -> Tensor:
     """Return standard normal noise in the shape of a tensor, from a generator or from torch's own."""
     return torch.randn_like(like) if generator is None else torch.empty_like(like).normal_(generator=generator)
 
 
 def build_head(action_space: gym.Space[Any] | int, cfg: DistributionCfg | None = None) -> ActionHead:
-    """Return the head for an action space: ``Discrete`` is categorical, ``Box`` and plain dimensions are Gaussian."""
+    """Return the head for an action space: a ``Box`` and plain dimensions are Gaussian, choices are categorical."""
     size = action_dimension(action_space)
     if isinstance(action_space, gym.spaces.Discrete):
         if action_space.start != 0:
             raise ConfigError(f"expected choices that count from 0, got {action_space}", "action_space")
         return CategoricalHead(size)
+    if isinstance(action_space, gym.spaces.MultiDiscrete):
+        if action_space.start.any():
+            raise ConfigError(f"expected choices that count from 0, got {action_space}", "action_space")
+        return MultiCategoricalHead(action_space.nvec.tolist())
+    if isinstance(action_space, gym.spaces.MultiBinary):
+        return BernoulliHead(size)
     if cfg is None or not cfg.squash:
         return GaussianHead(size, cfg)
     if isinstance(action_space, gym.spaces.Box):
@@ -178,11 +244,13 @@ def build_head(action_space: gym.Space[Any] | int, cfg: DistributionCfg | None =
 
 
 def action_dimension(action_space: gym.Space[Any] | int) -> int:
-    """Return the numbers per action of a ``Box`` or an int, the number of choices of a ``Discrete``."""
+    """Return the numbers per action, the number of choices of a ``Discrete``."""
     if isinstance(action_space, int):
         return action_space
     if isinstance(action_space, gym.spaces.Discrete):
         return int(action_space.n)
-    if isinstance(action_space, gym.spaces.Box) and len(action_space.shape) == 1:
+    several = (gym.spaces.Box, gym.spaces.MultiDiscrete, gym.spaces.MultiBinary)
+    if isinstance(action_space, several) and len(action_space.shape) == 1:
         return int(action_space.shape[0])
-    raise ConfigError(f"expected a Box of shape [action_dim], a Discrete or an int, got {action_space}", "action_space")
+    expected = "a Box, MultiDiscrete or MultiBinary of shape [action_dim], a Discrete or an int"
+    raise ConfigError(f"expected {expected}, got {action_space}", "action_space")

@@ -66,15 +66,22 @@ def _convert(value: Any, device: torch.device | str | None) -> Any:
 
 
 def space_to_data(space: gym.Space[Any]) -> dict[str, Any]:
-    """Return nested dicts of numbers, strings and arrays for a ``Box``, ``Discrete`` or ``Dict`` space."""
+    """Return nested dicts of numbers, strings and arrays for the spaces that an environment of ours may have."""
     if isinstance(space, gym.spaces.Dict):
         return {"type": "dict", "spaces": {name: space_to_data(part) for name, part in space.spaces.items()}}
     if isinstance(space, gym.spaces.Discrete):
         return {"type": "discrete", "n": int(space.n), "start": int(space.start)}
+    if isinstance(space, gym.spaces.MultiDiscrete) and space.start.ndim == 1 and not space.start.any():
+        return {"type": "multi_discrete", "nvec": space.nvec.tolist()}
+    if isinstance(space, gym.spaces.MultiBinary) and len(space.shape) == 1:
+        return {"type": "multi_binary", "n": space.shape[0]}
     if isinstance(space, gym.spaces.Box):
         bounds = {"low": _bound(space.low), "high": _bound(space.high)}
         return {"type": "box", "shape": list(space.shape), "dtype": str(space.dtype), **bounds}
-    raise CheckpointError(f"expected a Box, Discrete or Dict space, got {type(space).__name__}: {space}")
+    raise CheckpointError(
+        "expected a Dict, Box or Discrete space, or a MultiDiscrete or MultiBinary of one dimension that counts from 0,"
+        f" got {type(space).__name__}: {space}"
+    )
 
 
 def space_from_data(data: Mapping[str, Any]) -> gym.Space[Any]:
@@ -84,6 +91,10 @@ def space_from_data(data: Mapping[str, Any]) -> gym.Space[Any]:
         return gym.spaces.Dict({name: space_from_data(part) for name, part in data["spaces"].items()})
     if kind == "discrete":
         return gym.spaces.Discrete(data["n"], start=data["start"])
+    if kind == "multi_discrete":
+        return gym.spaces.MultiDiscrete(data["nvec"])
+    if kind == "multi_binary":
+        return gym.spaces.MultiBinary(data["n"])
     if kind == "box":
         shape, dtype = tuple(data["shape"]), np.dtype(data["dtype"])
         low, high = (np.broadcast_to(data[name], shape).astype(dtype) for name in ("low", "high"))
