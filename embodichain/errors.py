@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 _T = TypeVar("_T")
+_SHOWN = 100
 
 
 class EmbodiChainError(Exception):
@@ -14,13 +15,15 @@ class EmbodiChainError(Exception):
 
 
 class ConfigError(EmbodiChainError, ValueError):
-    """A configuration is wrong; ``problems`` lists everything that is wrong with it."""
+    """A configuration is wrong; ``problems`` lists everything that is wrong with it, the message the first hundred."""
 
     def __init__(self, problems: Sequence[str] | str, source: str = "configuration") -> None:
         self.problems = [problems] if isinstance(problems, str) else list(problems)
         self.source = source
         count = f"{len(self.problems)} problem{'s' if len(self.problems) != 1 else ''}"
-        super().__init__(f"{source}: {count}\n" + "\n".join(f"  - {problem}" for problem in self.problems))
+        rest = len(self.problems) - _SHOWN
+        shown = [f"  - {problem}" for problem in self.problems[:_SHOWN]]
+        super().__init__("\n".join([f"{source}: {count}", *shown, *([f"  ... and {rest} more"] if rest > 0 else [])]))
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[list[str], str]]:
         return type(self), (self.problems, self.source)

@@ -99,8 +99,11 @@ def _parse(flags: Mapping[str, Flag], argv: Sequence[str], prog: str | None, des
 
     needs_help = {"-h", "--help"} & set(argv)
     docs = {owner: _field_docs(owner) for owner in {flag.owner for flag in flags.values() if needs_help}}
+    named = {found.group(1).replace("-", "_") for word in argv if (found := _FLAG.match(word))}
     types: dict[str, Any] = {}
     for name, flag in flags.items():
+        if not needs_help and name.replace("-", "_") not in named:
+            continue  # each one costs time
         hint = "(unset)" if flag.value is MISSING else f"(now: {shorten(flag.value)})"
         doc = docs.get(flag.owner, {}).get(str(flag.path[-1]), "")
         types[name] = Annotated[_cli_type(flag.annotation), tyro.conf.arg(help=doc, help_behavior_hint=hint)]
@@ -198,7 +201,7 @@ def _plant(tree: dict[Any, Any], flag: Flag, value: Any) -> None:
         if isinstance(tree, _Leaf):
             raise _given_twice(flag, depth)
     if typing.get_origin(strip(flag.annotation)) is dict and isinstance(value, list):
-        value = dict(value)
+        value = dict(value) if all(isinstance(entry, tuple) for entry in value) else value  # YAML has no tuples
     if isinstance(value, Mapping) and value:
         below = tree.setdefault(last, {})
         below.update({key: _Leaf(entry) for key, entry in value.items() if key not in below})

@@ -13,6 +13,11 @@ import yaml
 from embodichain.config.classes import to_data
 from embodichain.errors import ConfigError
 
+MAX_BYTES, MAX_ENTRIES, MAX_LEVELS = 1 << 20, 20_000, 64
+"""Bounds of a config: of its file, of its keys and values (with YAML's aliases written out), and of its nesting."""
+_TOO_MANY = f"has more than {MAX_ENTRIES} keys and values, too many for a config"
+_TOO_DEEP = f"is nested more than {MAX_LEVELS} levels deep, too deeply for a config"
+
 # Plain scalars mean what they mean in JSON (YAML 1.2's core schema): 1e-4 is a number; on, 010 and 12:30 are strings.
 _SCALARS = (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
@@ -27,9 +32,30 @@ _SCALARS = (
 
 
 class _Loader(yaml.SafeLoader):
-    """Data only; a key that is no string or comes twice is an error."""
+    """Data only, of bounded size; a key that is no string or comes twice is an error."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}
+    level = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """Compose a node and measure it: an alias counts as much as what it stands for, which may be aliases again."""
+        if self.level > MAX_LEVELS:
+            raise yaml.composer.ComposerError(None, None, _TOO_DEEP, self.peek_event().start_mark)
+        mark, is_alias = self.peek_event().start_mark, self.check_event(yaml.AliasEvent)
+        self.level += 1
+        node: Any = super().compose_node(parent, index)
+        self.level -= 1
+        if is_alias and not hasattr(node, "measure"):
+            raise yaml.composer.ComposerError(None, None, "a recursive alias: it stands for what it is a part of", mark)
+        if not is_alias:
+            below = node.value if isinstance(node.value, list) else []
+            parts = [part.measure for entry in below for part in (entry if isinstance(entry, tuple) else (entry,))]
+            node.measure = 1 + sum(size for size, _ in parts), 1 + max((levels for _, levels in parts), default=0)
+        size, levels = node.measure
+        if size > MAX_ENTRIES or self.level + levels > MAX_LEVELS + 1:
+            problem = _TOO_MANY if size > MAX_ENTRIES else _TOO_DEEP
+            raise yaml.composer.ComposerError(None, None, problem, mark)
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         known: set[Any] = set()
@@ -63,15 +89,15 @@ def load_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a ``.json``, ``.yaml`` or ``.yml`` file that holds one mapping."""
     file, is_yaml = _format(path)
     try:
+        if file.stat().st_size > MAX_BYTES:
+            raise ConfigError(f"expected at most {MAX_BYTES} bytes, got {file.stat().st_size}", str(file))
         text = file.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(f"no such file (looked in {Path.cwd()})", str(file)) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot be read: {error}", str(file)) from None
     try:
-        data = parse_yaml(text) if is_yaml else json.loads(text, object_pairs_hook=_no_duplicates)
-    except RecursionError:
-        raise ConfigError("is nested too deeply to be a config", str(file)) from None
+        data = parse_yaml(text) if is_yaml else _parse_json(text)
     except ValueError as error:
         raise ConfigError(f"cannot be parsed: {error}", str(file)) from None
     if not isinstance(data, dict):
@@ -110,8 +136,28 @@ def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, An
     return merged
 
 
+def _parse_json(text: str) -> Any:
+    """Parse JSON as data of bounded size; ``ValueError`` says what is wrong."""
+    try:
+        data = json.loads(text, object_pairs_hook=_no_duplicates)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    count, here = 0, [data]
+    for _ in range(MAX_LEVELS + 1):  # level by level
+        count += len(here)
+        if count > MAX_ENTRIES:
+            raise ValueError(_TOO_MANY)
+        below = (
+            value.values() if isinstance(value, dict) else value for value in here if isinstance(value, dict | list)
+        )
+        here = [entry for entries in below for entry in entries]
+        if not here:
+            return data
+    raise ValueError(_TOO_DEEP)
+
+
 def parse_yaml(text: str) -> Any:
-    """Parse YAML as data; ``ValueError`` says where it is wrong."""
+    """Parse YAML as data of bounded size; ``ValueError`` says where it is wrong."""
     try:
         return yaml.load(text, Loader=_Loader)  # noqa: S506 - derived from SafeLoader
     except yaml.MarkedYAMLError as error:

@@ -232,3 +232,12 @@ def test_a_field_called_type_is_left_alone():
         options: dict[str, Any] = Field(default_factory=lambda: {"type": "int"})
 
     assert KindCfg().to_dict() == {"type": "int", "options": {"type": "int"}}
+
+
+def test_a_message_shows_the_first_hundred_problems():
+    with pytest.raises(ConfigError) as caught:
+        RunCfg.from_dict({f"key{i}": 1 for i in range(250)})
+    assert len(caught.value.problems) == 250
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 102
+    assert lines[-1] == "  ... and 150 more"

@@ -147,3 +147,48 @@ def test_merge_goes_deep_and_changes_nothing():
     assert merge(base, {}) == base
     merge(base, {"a": {}})["a"]["b"] = 9
     assert base["a"]["b"] == 1
+
+
+LAUGHS = "".join(f"l{i}: &l{i} [{', '.join([f'*l{i - 1}' if i else 'ha'] * 10)}]\n" for i in range(10))
+CHAIN = "c0: &c0 [x]\n" + "".join(f"c{i}: &c{i} [*c{i - 1}]\n" for i in range(1, 900))
+TOO_MANY, TOO_DEEP = "more than 20000 keys and values", "nested more than 64 levels"
+
+
+def nested(opening: str, closing: str, levels: int) -> str:
+    return opening * levels + "1" + closing * levels
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("laughs.yaml", LAUGHS, TOO_MANY),
+        ("chain.yaml", CHAIN, TOO_DEEP),
+        ("itself.yaml", "a: &a\n  b: *a\n", "line 2 column 6: a recursive alias"),
+        ("keys.json", json.dumps(dict.fromkeys(map(str, range(60_000)))), TOO_MANY),
+        ("keys.yaml", "\n".join(f"k{i}: 1" for i in range(12_000)), TOO_MANY),
+        ("twice.json", '{"a": 1, ' + ", ".join(f'"k{i}": 1' for i in range(60_000)) + ', "a": 1}', "'a' comes twice"),
+        ("large.json", json.dumps({"a": "x" * (1 << 20)}), "at most 1048576 bytes"),
+        ("large.yaml", "# x\n" * (1 << 19), "at most 1048576 bytes"),
+        *((f"{n}.json", nested('{"a":', "}", n), TOO_DEEP) for n in (65, 400, 900, 100_000)),
+        *((f"{n}.yaml", nested("{a: ", "}", n), TOO_DEEP) for n in (65, 400, 900, 100_000)),
+        *((f"list{n}.yaml", "a: " + nested("[", "]", n), TOO_DEEP) for n in (64, 400, 900)),
+        ("blocks.yaml", "\n".join(" " * i + "a:" for i in range(900)), TOO_DEEP),
+    ],
+)
+def test_a_file_that_is_too_large_or_too_deep_for_a_config_is_refused(tmp_path, name, text, said):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=rf"{name}: 1 problem\n.*{said}"):
+        load_config(tmp_path / name)
+
+
+def test_what_is_neither_too_large_nor_too_deep_is_read(tmp_path):
+    for name in ("a.json", "a.yaml"):
+        (tmp_path / name).write_text(nested('{"a":', "}", 64))
+        data, levels = load_config(tmp_path / name), 0
+        while isinstance(data, dict):
+            data, levels = data["a"], levels + 1
+        assert (data, levels) == (1, 64)
+    many = {"numbers": list(range(19_000))}
+    assert load_config(save_config(many, tmp_path / "b.json")) == many
+    (tmp_path / "c.yaml").write_text("base: &base {width: 3}\nleft: *base\nright: *base\n")
+    assert load_config(tmp_path / "c.yaml") == {name: {"width": 3} for name in ("base", "left", "right")}

@@ -185,3 +185,21 @@ def test_help_shows_fields_docs_and_present_values(capsys):
 def test_only_configs_have_flags():
     with pytest.raises(TypeError, match="expected a configclass object"):
         parse_overrides({"a": 1}, [])
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("[1, 2]", "expected a mapping"),
+        ("[[a, 1]]", "expected a mapping"),
+        ("3", "expected a mapping"),
+        ("{a: " * 400 + "1" + "}" * 400, "nested more than 64 levels"),
+        ("{a: &a {b: *a}}", "a recursive alias"),
+        ("{a: &a [x,x,x,x,x,x,x,x], b: &b [*a,*a,*a,*a,*a,*a,*a,*a], c: &c [*b,*b,*b,*b,*b,*b,*b,*b], "
+         "d: &d [*c,*c,*c,*c,*c,*c,*c,*c], e: [*d,*d,*d,*d,*d,*d,*d,*d]}", "more than 20000 keys"),
+    ],
+)  # fmt: skip
+def test_a_value_that_is_no_mapping_or_no_config_is_explained(value, said):
+    for words in ([f"--extra={value}"], ["--extra", value]):
+        with pytest.raises(ConfigError, match=f"(?s)command line.*extra.*{said}"):
+            parse_overrides(RunCfg(), words)
