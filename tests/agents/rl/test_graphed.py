@@ -94,13 +94,19 @@ def _gradient(algorithm: GRPO, batch: TensorDict) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("kl", [0.0, 0.004, 0.0051, 0.01, 0.0199, 0.021, 1.0])
-@pytest.mark.parametrize("rate", [1e-5, 1.2e-5, 1e-3, 9e-3, 1e-2])
-def test_the_step_size_on_a_device_is_that_of_the_host(rate: float, kl: float) -> None:
+@pytest.mark.parametrize("bounds", [(1e-5, 1e-2), (1e-7, 1.0), (2e-4, 3e-4)])
+@pytest.mark.parametrize("rate", [1e-6, 1e-5, 1.2e-5, 1e-3, 9e-3, 1e-2, 2e-2])
+def test_the_step_size_on_a_device_is_that_of_the_host(rate: float, bounds: tuple[float, float], kl: float) -> None:
     optimizer = PolicyOptimizer(torch.nn.Linear(2, 2), rate, 1.0)
-    optimizer.adapt_learning_rate(torch.tensor(kl), 0.01)
-    found = adapted_rate(torch.tensor(rate), torch.tensor(kl), 0.01)
+    optimizer.adapt_learning_rate(torch.tensor(kl), 0.01, bounds)
+    found = adapted_rate(torch.tensor(rate), torch.tensor(kl), 0.01, bounds)
     assert float(found) == pytest.approx(optimizer.learning_rate, rel=1e-6)
-    assert optimizer.learning_rate / rate <= LEARNING_RATE_STEP * 1.0001
+    # whatever the bounds are, too large a change never raises the rate, and too small a one never lowers it
+    change = optimizer.learning_rate / rate
+    least, most = (1.0 if kl <= 0.02 else 1 / LEARNING_RATE_STEP), (1.0 if kl >= 0.005 else LEARNING_RATE_STEP)
+    assert least * 0.9999 <= change <= most * 1.0001
+    if bounds[0] * 1.5 < rate < bounds[1] / 1.5 and not 0.005 <= kl <= 0.02:
+        assert abs(change - 1.0) > 0.3
 
 
 def test_an_optimizer_continues_from_a_state_of_another_device() -> None:

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from embodichain.agents.rl.algo import PPO, PPOCfg, compute_gae
 from embodichain.agents.rl.algo import base as minibatch
 from embodichain.agents.rl.collector import SyncCollector
+from embodichain.errors import ConfigError
 from tests.agents.rl.helpers import ScriptedEnv, make_policy
 
 
@@ -129,6 +130,55 @@ def test_adaptive_learning_rate_keeps_the_kl(desired_kl: float, expected: float)
     _, policy, rollout = setup()
     cfg = PPOCfg(n_epochs=3, batch_size=16, learning_rate=1e-3, lr_schedule="adaptive", desired_kl=desired_kl)
     assert PPO(cfg, policy).update(rollout)["learning_rate"] == pytest.approx(1e-3 * expected)
+
+
+@pytest.mark.parametrize(
+    ("rate", "desired_kl", "expected"),
+    [
+        (5e-6, 1e-3, 5e-6 / 1.5**3),  # a change 100 times too large: a small rate falls, too
+        (5e-6, 10.0, 5e-6 * 1.5**3),
+        (6e-7, 1e-3, 6e-7 / 1.5**3),
+        (2e-2, 10.0, 2e-2),  # hardly any change: a large rate rises no further, but stays what it was
+        (2e-2, 1e-3, 2e-2 / 1.5**3),
+        (9e-3, 10.0, 1e-2),
+        (1.2e-4, 1e-3, 1.2e-4 / 1.5**3),
+    ],
+)
+def test_bounds_of_the_adaptive_rate_move_no_rate_by_themselves(
+    rate: float, desired_kl: float, expected: float
+) -> None:
+    _, policy, rollout = setup()
+    rollout["sample_log_prob"] -= 0.5  # a KL divergence of exp(0.5) - 1.5 = 0.15, whatever the rate
+    cfg = PPOCfg(n_epochs=3, learning_rate=rate, lr_schedule="adaptive", desired_kl=desired_kl, clip_coef=0.01)
+    metrics = PPO(cfg, policy).update(rollout)
+    assert 0.1 < metrics["approx_kl"] < 0.4
+    assert metrics["learning_rate"] == pytest.approx(expected, rel=1e-9)
+
+
+def test_bounds_of_the_adaptive_rate_are_settings() -> None:
+    adaptive = {"lr_schedule": "adaptive", "n_epochs": 9, "learning_rate": 1e-3}
+    for desired_kl, bounds, expected in (
+        (1e-3, {"lr_min": 4e-4}, 4e-4),
+        (1e-3, {"lr_min": 1e-3}, 1e-3),
+        (10.0, {"lr_max": 2e-3}, 2e-3),
+        (10.0, {"lr_max": 1e-3}, 1e-3),
+        (10.0, {"lr_max": 1.0}, 1e-3 * 1.5**9),
+        (1e-3, {"lr_min": 1e-9}, 1e-3 / 1.5**9),
+    ):
+        _, policy, rollout = setup()
+        rollout["sample_log_prob"] -= 0.5
+        algorithm = PPO(PPOCfg(desired_kl=desired_kl, **adaptive, **bounds), policy)
+        assert algorithm.update(rollout)["learning_rate"] == pytest.approx(expected), bounds
+    for bounds, problem in (
+        ({"lr_min": 2e-3}, r"lr_min: expected at most learning_rate, 0\.001, got 0\.002"),
+        ({"lr_max": 5e-4}, r"lr_max: expected at least learning_rate, 0\.001, got 0\.0005"),
+        ({"lr_min": 0.0}, r"lr_min: expected greater than 0"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            PPOCfg(**adaptive, **bounds)
+        with pytest.raises(ConfigError, match=problem):
+            PPOCfg.from_dict({**adaptive, **bounds}, source="algorithm.cfg")
+    assert PPOCfg(learning_rate=1e-3, lr_max=5e-4).lr_max == 5e-4  # other schedules know no bounds
 
 
 def test_early_stop_on_kl() -> None:

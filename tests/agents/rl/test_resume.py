@@ -16,7 +16,7 @@ from embodichain.agents.rl.checkpoint import find_checkpoint, list_checkpoints, 
 from embodichain.agents.rl.collector.config import AsyncCfg
 from embodichain.agents.rl.runs import read_metrics
 from embodichain.agents.rl.train import resume_training, train_from_config
-from embodichain.agents.rl.trainer import resume_message
+from embodichain.agents.rl.trainer import Trainer, resume_message
 from embodichain.errors import CheckpointError, TrainingStateError
 from tests.agents.rl.test_checkpoint import same
 from tests.agents.rl.training_cases import GRPO, train_config, write_config
@@ -119,6 +119,65 @@ def test_finished_run_can_be_made_longer(tmp_path):
     train_from_config(write_config(tmp_path / "d.json", tmp_path / "whole", trainer={"iterations": 3}))
     longer, whole = (load_checkpoint(find_checkpoint(tmp_path / name))["policy"] for name in ("run", "whole"))
     assert same(longer, whole)
+
+
+@pytest.fixture
+def rates(monkeypatch):
+    """Adam's rate when a trainer begins, and when it has ended, of every training in this process."""
+    seen, train = [], Trainer.train
+
+    def watched(self):
+        seen.append(self.algorithm.optimizer.learning_rate)
+        result = train(self)
+        seen.append(self.algorithm.optimizer.learning_rate)
+        return result
+
+    monkeypatch.setattr(Trainer, "train", watched)
+    return seen
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "adaptive", "grpo"])
+def test_another_learning_rate_takes_effect(tmp_path, rates, schedule):
+    """In Adam, in the log, and in what is saved; a second resume keeps what came of it."""
+    algorithm = GRPO if schedule == "grpo" else {"cfg": {"learning_rate": 1e-3, "lr_schedule": schedule}}
+    run = tmp_path / "run"
+    train_from_config(write_config(tmp_path / "c.json", run, algorithm=algorithm, trainer={"iterations": 3}))
+    changed = ["--algorithm.cfg.learning_rate", "2e-5"]
+    resume_training(run, [*changed, "--trainer.iterations", "4"])
+    before, after = rates[2:]
+    assert before == 2e-5  # linear: until the first update
+    saved = load_checkpoint(find_checkpoint(run))
+    assert saved["config"]["algorithm"]["cfg"]["learning_rate"] == 2e-5
+    assert saved["algorithm"]["optimizer"]["adam"]["param_groups"][0]["lr"] == after
+    logged = [line.get("update/learning_rate") for line in read_metrics(run / "metrics.jsonl")]
+    assert [rate for rate in logged if rate is not None][-1] == after
+    if schedule == "linear":
+        assert after == pytest.approx(2e-5 * (1 - 3 / 4))
+    elif schedule == "adaptive":
+        assert 2e-5 / 1.5**2 * 0.999 <= after <= 2e-5 * 1.5**2 * 1.001  # two epochs
+    else:
+        assert after == 2e-5
+    resume_training(run)
+    resume_training(run, changed)  # the same value again changes nothing
+    assert rates[4:] == [after] * 4
+
+
+def test_the_adapted_rate_is_kept_unless_another_schedule_is_chosen(tmp_path, rates):
+    adaptive = {"cfg": {"learning_rate": 1e-3, "lr_schedule": "adaptive", "desired_kl": 1e-9, "n_epochs": 2}}
+    run = tmp_path / "run"
+    train_from_config(write_config(tmp_path / "c.json", run, algorithm=adaptive, trainer={"iterations": 3}))
+    resume_training(run)
+    assert rates[1] == rates[2] == pytest.approx(1e-3 / 1.5**6)
+    resume_training(run, ["--algorithm.cfg.lr_schedule", "constant", "--trainer.iterations", "4"])
+    assert rates[4:] == [1e-3, 1e-3]  # the rate that the config names
+
+
+def test_a_reference_policy_that_was_not_saved_is_named(tmp_path):
+    without = {"name": "grpo", "cfg": GRPO["cfg"] | {"kl_coef": 0.0}}
+    config = write_config(tmp_path / "c.json", tmp_path / "run", algorithm=without, trainer={"iterations": 1})
+    train_from_config(config)
+    with pytest.raises(CheckpointError, match=r"kl_coef.*without a reference policy.*--algorithm\.cfg\.kl_coef 0"):
+        resume_training(tmp_path / "run", ["--algorithm.cfg.kl_coef", "0.1", "--trainer.iterations", "2"])
 
 
 def test_resuming_an_older_checkpoint_undoes_what_came_after(tmp_path):

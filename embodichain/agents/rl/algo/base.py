@@ -190,6 +190,10 @@ class MinibatchAlgorithm(BaseAlgorithm):
             meter.add(self.ranks.sum_gradients(self.optimizer.parameters, own.epoch_sums))
         meter.add({"grad_norm": self.optimizer.step()}, steps=1)
 
+    def _rate_settings(self) -> dict[str, Any]:
+        """Return the settings that Adam's step size follows from, apart from what a schedule has made of it."""
+        return {name: value for name, value in self.cfg.to_dict().items() if name in ("learning_rate", "lr_schedule")}
+
     def _minibatches(self, data: TensorDictBase, rollout: TensorDictBase, valid: Tensor | None = None) -> Minibatches:
         """Cut ``data`` into as many minibatches as those of all ranks would be cut into together."""
         length: int | None = None
@@ -243,10 +247,13 @@ class MinibatchAlgorithm(BaseAlgorithm):
             yield chosen if chosen.numel() else chosen.new_zeros(1), share
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"optimizer": self.optimizer.state_dict()}
+        return super().state_dict() | {"optimizer": self.optimizer.state_dict(), "rate": self._rate_settings()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.optimizer.load_state_dict(state["optimizer"])
+        own = self._rate_settings()
+        if state.get("rate", own) != own:  # another step size or schedule was chosen: what the old one came to is over
+            self.optimizer.learning_rate = self.cfg.learning_rate
         if self.graphs is not None:  # Adam's moments are in other memory now
             self.graphs.forget()

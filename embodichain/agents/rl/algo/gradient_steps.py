@@ -15,8 +15,8 @@ from embodichain.agents.rl.utils.tensordicts import sorted_leaves
 from embodichain.utils.cuda_graphs import Recorded, Recorder, record
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-MIN_LEARNING_RATE, MAX_LEARNING_RATE, LEARNING_RATE_STEP = 1e-5, 1e-2, 1.5
-"""Bounds of the adaptive step size, and the factor of one change."""
+LEARNING_RATE_STEP = 1.5
+"""Factor of one change of the adaptive step size."""
 _NARROW = 256  # columns up to which a part of the data is kept in the common table
 _SMALL = 1 << 26  # bytes up to which data are copied rather than looked up where they are
 
@@ -88,14 +88,19 @@ class PolicyOptimizer:
         else:
             self._rate.fill_(value)
 
-    def adapt_learning_rate(self, kl: Tensor, desired_kl: float) -> None:
-        """Lower the step size after an epoch that moved the policy too far, raise it after one that hardly did."""
+    def adapt_learning_rate(self, kl: Tensor, desired_kl: float, bounds: tuple[float, float]) -> None:
+        """Lower the step size after an epoch that moved the policy too far, raise it after one that hardly did.
+
+        A bound ends this; a step size that lies beyond it already stays there, and never moves the other way.
+        """
         if self._rate is not None:
-            self._rate.copy_(adapted_rate(self._rate, kl, desired_kl))
-        elif float(kl) > 2.0 * desired_kl:
-            self.learning_rate = max(MIN_LEARNING_RATE, self.learning_rate / LEARNING_RATE_STEP)
+            self._rate.copy_(adapted_rate(self._rate, kl, desired_kl, bounds))
+            return
+        rate = self.learning_rate
+        if float(kl) > 2.0 * desired_kl:
+            self.learning_rate = min(rate, max(bounds[0], rate / LEARNING_RATE_STEP))
         elif float(kl) < 0.5 * desired_kl:
-            self.learning_rate = min(MAX_LEARNING_RATE, self.learning_rate * LEARNING_RATE_STEP)
+            self.learning_rate = max(rate, min(bounds[1], rate * LEARNING_RATE_STEP))
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context in which networks run in the chosen precision."""
@@ -157,10 +162,10 @@ class PolicyOptimizer:
             self.adam.param_groups[0]["lr"] = self._rate
 
 
-def adapted_rate(rate: Tensor, kl: Tensor, desired_kl: float) -> Tensor:
+def adapted_rate(rate: Tensor, kl: Tensor, desired_kl: float, bounds: tuple[float, float]) -> Tensor:
     """Return the step size ``[]`` after an epoch that moved the policy by ``kl`` ``[]``, without waiting for either."""
-    lower = (rate / LEARNING_RATE_STEP).clamp(min=MIN_LEARNING_RATE)
-    higher = (rate * LEARNING_RATE_STEP).clamp(max=MAX_LEARNING_RATE)
+    lower = torch.minimum(rate, (rate / LEARNING_RATE_STEP).clamp(min=bounds[0]))
+    higher = torch.maximum(rate, (rate * LEARNING_RATE_STEP).clamp(max=bounds[1]))
     return torch.where(kl > 2.0 * desired_kl, lower, torch.where(kl < 0.5 * desired_kl, higher, rate))
 
 

@@ -27,7 +27,7 @@ from embodichain.agents.rl.utils.ratios import (
 from embodichain.agents.rl.utils.tensordicts import Observation
 from embodichain.config.classes import Count, NotNegative, Positive, configclass
 from embodichain.envs.vec_env import VecEnv
-from embodichain.errors import ConfigError
+from embodichain.errors import CheckpointError, ConfigError
 
 KEYS = ("observation", "action", "reward", "done", "sample_log_prob")
 LOSS_KEYS = ("observation", "action", "sample_log_prob", "advantage", "num_actions")
@@ -155,6 +155,11 @@ class GRPO(MinibatchAlgorithm):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         if self.reference is not None:
+            if "reference" not in state:
+                raise CheckpointError(
+                    f"algorithm.cfg.kl_coef is {self.cfg.kl_coef}, but the run was trained without a reference policy, "
+                    "which the checkpoint would have to hold: resume it with --algorithm.cfg.kl_coef 0"
+                )
             self.reference.load_state_dict(state["reference"])
 
 

@@ -22,6 +22,7 @@ from embodichain.agents.rl.utils.ratios import (
     per_decision,
 )
 from embodichain.config.classes import NotNegative, Positive, configclass
+from embodichain.errors import ConfigError
 from embodichain.utils.cuda_graphs import kernels_work
 
 GAE_KEYS = ("value", "next_value", "terminated", "done")
@@ -43,12 +44,31 @@ class PPOCfg(MinibatchCfg):
     """Step size: constant, falling to zero over the training, or adapted after each epoch to keep desired_kl."""
     desired_kl: Positive = 0.01
     """For the adaptive schedule: the change of the policy per epoch, as KL divergence, to aim at."""
+    lr_min: Positive | None = None
+    """For the adaptive schedule: the least step size; default: 1e-5, or a tenth of learning_rate if that is less."""
+    lr_max: Positive | None = None
+    """For the adaptive schedule: the largest step size; default: 1e-2, or learning_rate if that is more."""
     target_kl: Positive | None = None
     """The remaining epochs are left out once an epoch's mean KL divergence exceeds this."""
     advantage_estimator: Literal["gae", "vtrace"] = "gae"
     """Generalised advantage estimation, or V-trace, which corrects it for rollouts older than the policy."""
     vtrace_clip: tuple[Positive, Positive] = (1.0, 1.0)
     """Bounds rho and c of V-trace's importance weights: of the errors, and of the traces."""
+
+    def __post_init__(self) -> None:
+        rate, problems = self.learning_rate, []
+        if self.lr_min is not None and self.lr_min > rate:
+            problems.append(f"lr_min: expected at most learning_rate, {rate}, got {self.lr_min}")
+        if self.lr_max is not None and self.lr_max < rate:
+            problems.append(f"lr_max: expected at least learning_rate, {rate}, got {self.lr_max}")
+        if problems and self.lr_schedule == "adaptive":
+            raise ConfigError(problems, type(self).__name__)
+
+    @property
+    def lr_bounds(self) -> tuple[float, float]:
+        """Least and largest step size of the adaptive schedule; they enclose ``learning_rate``."""
+        low = min(1e-5, self.learning_rate / 10.0) if self.lr_min is None else self.lr_min
+        return low, max(1e-2, self.learning_rate) if self.lr_max is None else self.lr_max
 
 
 class PPO(MinibatchAlgorithm):
@@ -100,7 +120,7 @@ class PPO(MinibatchAlgorithm):
                         self._step(minibatches.gather(chosen), meter, share)
             epoch_kl = meter.end_epoch("approx_kl")
             if cfg.lr_schedule == "adaptive":
-                self.optimizer.adapt_learning_rate(epoch_kl, cfg.desired_kl)
+                self.optimizer.adapt_learning_rate(epoch_kl, cfg.desired_kl, cfg.lr_bounds)
             if cfg.target_kl is not None and float(epoch_kl) > cfg.target_kl:  # this alone waits for a GPU
                 break
 
