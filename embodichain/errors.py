@@ -150,7 +150,14 @@ def nearest(name: str, options: Iterable[str], count: int = 3) -> str:
 
 
 def look_up(kind: str, name: str, known: Mapping[str, _T]) -> _T:
-    """Return what has a name; ``UnknownNameError`` gives the nearest names."""
-    if name not in known:
+    """Return what has a name, whatever its case; ``UnknownNameError`` gives the nearest names."""
+    found = same_name(name, known)
+    if found is None:
         raise UnknownNameError(f"unknown {kind} {name!r}.{nearest(name, known)}")
-    return known[name]
+    return known[found]
+
+
+def same_name(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that is this one, or else differs from it in case alone."""
+    options = {option.casefold(): option for option in known} | {option: option for option in known}
+    return options.get(name, options.get(name.casefold()))

@@ -70,6 +70,16 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"embodichain {__version__}\n"
 
 
+def test_a_command_of_another_name_is_the_same(monkeypatch):
+    """``embodichain train-rl``, as the guides of the framework have it."""
+    given = []
+    module = types.ModuleType("embodichain.cli.train")
+    module.main = lambda argv: given.append(argv) or 0
+    monkeypatch.setitem(sys.modules, "embodichain.cli.train", module)
+    assert cli.main(["train-rl", "--config", "c.json"]) == 0
+    assert given == [["--config", "c.json"]]
+
+
 def test_an_unknown_command_gets_the_nearest(capsys):
     assert cli.main(["plya"]) == 2
     assert "unknown command 'plya'. Did you mean 'play'?" in capsys.readouterr().err

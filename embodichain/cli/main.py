@@ -25,6 +25,8 @@ COMMANDS = {
     "demo": "see the main job in small, on the CPU",
 }
 """Commands and what they do; the module of each has its name."""
+OTHER_NAMES = {"train-rl": "train"}
+"""Names of commands that guides of this framework use as well."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,9 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"embodichain {__version__}")
         return 0
     try:
-        if words[0] not in COMMANDS:
-            raise UnknownNameError(f"unknown command {words[0]!r}.{nearest(words[0], list(COMMANDS))}")
-        code: int = importlib.import_module(f"embodichain.cli.{words[0]}").main(words[1:])
+        command = OTHER_NAMES.get(words[0], words[0])
+        if command not in COMMANDS:
+            raise UnknownNameError(f"unknown command {command!r}.{nearest(command, list(COMMANDS))}")
+        code: int = importlib.import_module(f"embodichain.cli.{command}").main(words[1:])
         sys.stdout.flush()
         return code
     except KeyboardInterrupt as interruption:

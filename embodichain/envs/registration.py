@@ -21,7 +21,7 @@ from embodichain.envs.rendering import choose_backend
 from embodichain.envs.task import Task
 from embodichain.envs.task_env import TaskEnv
 from embodichain.envs.vec_env import VecEnv
-from embodichain.errors import ConfigError, RenderingError, UnknownNameError, nearest
+from embodichain.errors import ConfigError, RenderingError, UnknownNameError, nearest, same_name
 from embodichain.extras import available
 
 LONGEST_EPISODE = 10_000
@@ -89,8 +89,10 @@ def load_gym_config(config: GymCfg | Mapping[str, Any] | str | os.PathLike[str],
     name = given.get("id")
     if not isinstance(name, str):
         raise ConfigError(f"id: expected the name of an environment, got {name!r}")
+    if name not in gym.registry:
+        name = same_name(name, _TASKS) or name
     base = _TASKS[name].task.default_cfg().to_dict() if name in _TASKS else {"id": name}
-    return GymCfg.from_dict(_lay_over(base, given))
+    return GymCfg.from_dict(_lay_over(base, given) | {"id": name})
 
 
 def _lay_over(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

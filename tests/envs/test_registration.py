@@ -39,6 +39,14 @@ def test_every_task_is_listed_with_a_line_about_it():
         assert spec.task.default_cfg().id == spec.id
 
 
+@pytest.mark.parametrize("name", ["ReachRL", "reachrl", "REACHRL"])
+def test_a_task_is_found_whatever_the_case_of_its_name(name):
+    assert load_gym_config(name).id == "ReachRL"
+    assert (
+        load_gym_config({"id": name, "num_envs": 2}).max_episode_steps == load_gym_config("ReachRL").max_episode_steps
+    )
+
+
 def test_a_shipped_config_says_what_the_task_says_anyway():
     """The files spell out the defaults, so reading one teaches what can be set."""
     assert {load_gym_config(path).id for path in SHIPPED} == set(TASKS)
@@ -99,7 +107,7 @@ def test_a_config_object_is_not_changed_by_overrides():
 
 @pytest.mark.parametrize(
     ("name", "suggestion"),
-    [("PushCubRL", "PushCubeRL"), ("pushcuberl", "PushCubeRL"), ("Reach", "ReachRL"), ("CartPole-v11", "CartPole-v1")],
+    [("PushCubRL", "PushCubeRL"), ("pushcubrl", "PushCubeRL"), ("Reach", "ReachRL"), ("CartPole-v11", "CartPole-v1")],
 )
 def test_an_unknown_id_gets_the_nearest_names(name, suggestion):
     with pytest.raises(UnknownNameError) as caught:

@@ -37,7 +37,7 @@ from embodichain.agents.rl.config import (
 from embodichain.agents.rl.models import build_policy
 from embodichain.agents.rl.runs import RunFolder, locked_run, open_folder, resume_command, run_to_continue
 from embodichain.agents.rl.trainer import Trainer, TrainingResult
-from embodichain.agents.rl.utils.distributed import Ranks, global_rank, joined_ranks
+from embodichain.agents.rl.utils.distributed import Ranks, global_rank, is_launched, is_torchrun, joined_ranks
 from embodichain.config import merge
 from embodichain.envs.physics.mujoco_cpu import available_cores
 from embodichain.envs.registration import make, make_to_watch
@@ -72,6 +72,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--config", type=Path)
     parser.add_argument("--resume", type=Path)
     parser.add_argument("--trust", action="append", default=[])
+    parser.add_argument("--distributed", action=argparse.BooleanOptionalAction)
     try:
         args, overrides = parser.parse_known_args(words)
     except argparse.ArgumentError as error:
@@ -89,6 +90,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Main entry point for command-line training; return the exit code."""
     args, rank = parse_args(argv), global_rank()
+    _check_launch(args.distributed)
     console = Console(stderr=True, quiet=rank > 0)
     with shown_messages(rank):
         if args.resume is not None:
@@ -97,6 +99,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             result = train_from_config(args.config, args.overrides, args.trust, console)
     console.print(report(result), highlight=False, markup=False, soft_wrap=True)
     return EXIT_INTERRUPTED if result.reason == "interrupted" else 0
+
+
+def _check_launch(distributed: bool | None) -> None:
+    """Raise ConfigError if the flag asks for several processes, or for one, and torchrun did not start them so."""
+    if distributed and not is_torchrun() and not is_launched():
+        command = "torchrun --nproc-per-node=2 -m embodichain train CONFIG"
+        raise ConfigError(f"--distributed: torchrun starts the processes, one for each GPU: {command}", "command line")
+    if distributed is False and is_launched():
+        raise ConfigError("--no-distributed: start it without torchrun to train in one process", "command line")
 
 
 def report(result: TrainingResult) -> str:

@@ -1,1 +1,8 @@
 """Helpers shared by all agents."""
+
+from typing import TYPE_CHECKING
+
+from embodichain import reach_submodules
+
+if not TYPE_CHECKING:
+    __getattr__ = reach_submodules(__name__)

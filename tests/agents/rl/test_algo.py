@@ -100,3 +100,18 @@ def test_names_and_registration() -> None:
     assert own.update(rollout) == {"reward": pytest.approx(float(rollout["reward"].mean()))}
     with pytest.raises(ConfigError, match="taken by Still"):
         register_algo("test_still", PPO)
+    with pytest.raises(ConfigError, match="taken by Still"):  # no two names that differ in case alone
+        register_algo("Test_Still", PPO)
+
+
+def test_algorithms_are_registered_by_a_decorator_and_found_whatever_the_case_of_their_name() -> None:
+    @register_algo("test_Decorated")
+    class Decorated(PPO):
+        pass
+
+    assert Decorated.__name__ == "Decorated"  # the class itself, not what registered it
+    _env, policy, _ = setup()
+    for name in ("test_Decorated", "test_decorated", "TEST_DECORATED"):
+        assert type(build_algo(name, {}, policy)) is Decorated
+    assert type(build_algo("PPO", {}, policy)) is PPO
+    assert "test_Decorated" in get_registered_algo_names()

@@ -245,6 +245,7 @@ def test_names_and_registration() -> None:
     assert isinstance(built, Constant)
     assert built.gain == 2.5
     assert "test_constant" in get_registered_policy_names()
+    assert isinstance(build_policy({"name": "Test_Constant", "cfg": {"gain": 2.5}}, SPACE, ACTIONS, "cpu"), Constant)
     with pytest.raises(ConfigError, match="taken by Constant"):
         register_policy("test_constant", LinearPolicy)
     with pytest.raises(TypeError, match="must derive from Policy"):

@@ -43,6 +43,19 @@ def test_command_line_is_taken_apart():
     assert parse_args(["--resume", "run", "--trust", "a", "--trust", "b"]).trust == ["a", "b"]
 
 
+def test_distributed_is_what_torchrun_does(monkeypatch, tmp_path):
+    assert parse_args(["c.json"]).distributed is None
+    assert parse_args(["c.json", "--distributed", "--trainer.seed", "1"]).overrides == ["--trainer.seed", "1"]
+    with pytest.raises(ConfigError, match=r"torchrun --nproc-per-node=\S+ -m embodichain train"):
+        main(["c.json", "--distributed"])
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"no-distributed.*without torchrun"):
+        main(["c.json", "--no-distributed"])
+    with pytest.raises(ConfigError, match=r"no such file"):  # what comes next
+        main([str(tmp_path / "c.json"), "--distributed"])
+
+
 @pytest.mark.parametrize("words", [[], ["c.json", "--resume", "run"], ["c.json", "--config", "d.json"], ["--config"]])
 def test_command_line_needs_one_config_or_run(words):
     with pytest.raises(ConfigError, match="command line"):

@@ -6,7 +6,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from embodichain.agents.rl.utils.tensordicts import dict_to_tensordict, flatten_dict_observation
 from embodichain.config.classes import Config, Count, Fraction, NotNegative, Positive, configclass
-from embodichain.errors import ConfigError, look_up
+from embodichain.errors import ConfigError, look_up, same_name
 from embodichain.utils.torch_runtime import torch_threads
 
 __all__ = ["AlgorithmCfg", "MinibatchCfg", "dict_to_tensordict", "flatten_dict_observation", "torch_threads"]
@@ -30,10 +30,9 @@ class Registry(Generic[_T]):
             return partial(self.register, name)
         if not isinstance(cls, type) or not issubclass(cls, self.base):
             raise TypeError(f"{name!r}: {cls!r} must derive from {self.base.__name__}")
-        if self.classes.setdefault(name, cls) is not cls:
-            raise ConfigError(
-                f"the {self.kind} name {name!r} is taken by {self.classes[name].__name__}", "registration"
-            )
+        taken = self.classes.setdefault(same_name(name, self.classes) or name, cls)
+        if taken is not cls:
+            raise ConfigError(f"the {self.kind} name {name!r} is taken by {taken.__name__}", "registration")
         return cls
 
     def names(self) -> list[str]:
@@ -41,7 +40,7 @@ class Registry(Generic[_T]):
         return sorted(self.classes)
 
     def get(self, name: str) -> type[_T]:
-        """Return the class registered under a name."""
+        """Return the class registered under a name, whatever its case."""
         return look_up(self.kind, name, self.classes)
 
 
