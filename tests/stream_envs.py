@@ -38,13 +38,21 @@ class StampEnv(gym.Env):
     """Every frame says which episode it is of and which step: ``state = [stamp, step, length]``, ``reward = stamp``.
 
     Faults: after ``after`` steps in one process the next of ``kinds`` happens that has not happened yet, which is known
-    from files in ``folder``: ``raise``, ``hang``, ``nan`` or ``exit``. A process has one fault at the most.
+    from files in ``folder``: ``raise``, ``hang``, ``nan`` or ``exit``. A process has one fault at the most. Half of the
+    first ``solves`` episodes succeed, and none later.
     """
 
     def __init__(
-        self, min_steps: int = 5, max_steps: int = 20, pixels: int = 0, step_seconds: float = 0.0, **fault: Any
+        self,
+        min_steps: int = 5,
+        max_steps: int = 20,
+        pixels: int = 0,
+        step_seconds: float = 0.0,
+        solves: int = STAMPS,
+        **fault: Any,
     ) -> None:
         self.lengths = (min_steps, max_steps)
+        self.solves = solves
         self.step_seconds = step_seconds
         self.fault = fault
         self.total = 0
@@ -80,7 +88,8 @@ class StampEnv(gym.Env):
         if self.kind == "nan":
             observation["state"][1] = np.nan
         done = self.at == self.length
-        return observation, float(self.stamp), done, False, {"success": self.stamp % 2 == 0}
+        self.solves -= done
+        return observation, float(self.stamp), done, False, {"success": self.stamp % 2 == 0 and self.solves >= 0}
 
 
 _claimed: list[str] = []

@@ -72,6 +72,53 @@ def test_a_simulator_that_dies_or_hangs_mid_rollout_is_replaced(trouble, setting
     assert collector.buffer.get_stats()["taken"] == 6 * NUM_ENVS * NUM_STEPS
 
 
+@pytest.mark.parametrize("phase", ["waiting", "paused"])
+def test_a_process_that_stops_while_it_has_nothing_to_do_is_replaced(phase, caplog):
+    """Nobody would ever hear of it: it is in no step that could take too long."""
+    algorithm = make_learner()
+    with make_collector(algorithm, worker="process", max_policy_lag=0, step_timeout=0.5) as collector:
+        algorithm.update(collector.collect())
+        if phase == "paused":
+            collector.pause()
+        time.sleep(1.0)  # the next rollout is not requested yet
+        first = child_of(collector)
+        os.kill(first, signal.SIGSTOP)
+        deadline = time.monotonic() + 60.0
+        while collector._backend.restarts == 0:
+            assert time.monotonic() < deadline, "nobody noticed"
+            time.sleep(0.05)
+        assert ends_soon(first)
+        collector.resume()
+        assert collector.collect().batch_size == (NUM_ENVS, NUM_STEPS)
+        assert collector.statistics()["async/restarts"] == 1.0
+    assert "hung: it has shown no sign of life for 5 s, while it waited for work; replacing it (1 of 3)" in caplog.text
+
+
+def test_a_thread_that_was_suspended_with_the_program_does_not_hang():
+    """The whole program stops for longer than step_timeout, in the middle of a step."""
+    script = SUSPENDED.format(root=os.getcwd())
+    program = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert program.stdout is not None
+    assert program.stdout.readline() == "collecting\n"
+    time.sleep(0.5)
+    os.kill(program.pid, signal.SIGSTOP)
+    time.sleep(4.0)
+    os.kill(program.pid, signal.SIGCONT)
+    assert program.communicate(timeout=60)[0] == "collected\n"
+
+
+SUSPENDED = """
+import sys
+sys.path.insert(0, {root!r})
+from tests.agents.rl.async_cases import make_collector, make_env, make_learner
+with make_collector(make_learner(), make_env(pause=0.4), step_timeout=3.0, start_timeout=3.0) as collector:
+    collector.collect()
+    print("collecting", flush=True)
+    collector.collect()
+    print("collected", flush=True)
+"""
+
+
 def test_without_lag_a_replaced_simulator_is_waited_for(tmp_path):
     algorithm = make_learner("grpo")
     make = make_env(trouble="kill", mark=str(tmp_path / "happened"))

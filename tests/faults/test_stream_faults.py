@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import multiprocessing as mp
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from embodichain.agents.datasets import OnlineDataset
 from embodichain.agents.engine import OnlineDataEngine, OnlineDataEngineCfg
-from embodichain.errors import ClusterError, EngineStateError, SimulationError, WorkerError
+from embodichain.errors import ClusterError, EngineStateError, SimulationError, StreamStalledError, WorkerError
 
 TESTS = Path(__file__).parents[1]
 
@@ -158,6 +159,38 @@ def test_a_worker_that_cannot_start_is_replaced_while_another_works(
         sample_until(engine, lambda: all(worker.episodes_written for worker in engine.worker_stats()))
         assert engine.stats().restarts == 1
     assert "there is no simulator for a second process" in caplog.text
+
+
+def test_a_stream_that_is_not_refreshed_any_more_warns_and_then_fails(caplog: pytest.LogCaptureFixture) -> None:
+    """The worker lives, but the episodes that are due never come, because none succeeds. Nothing is wrong before."""
+    settings = stream_settings(
+        gym_config=gym_config(num_envs=4, solves=30),
+        action_config={"source": "random", "only_success": True},
+        refill_threshold=20,
+        worker_timeout=2.0,
+    )
+    with caplog.at_level(logging.WARNING), OnlineDataEngine(OnlineDataEngineCfg(**settings)) as engine:
+        time.sleep(3.0)  # nobody samples, so no episode is due
+        loader = iter(DataLoader(OnlineDataset(engine, 4, batch_size=8), batch_size=None, num_workers=1))
+        check_chunks(next(loader))
+        assert not caplog.records
+        words = r"worker 0 wrote no episode for \d+ s, although some are due: \d+ episodes finished, and 0 of the \d\d"
+        with pytest.raises(StreamStalledError, match=words):
+            sample_until(engine, lambda: False)
+        with pytest.raises(StreamStalledError, match=words):
+            list(loader)
+        assert engine.stats().restarts == 0
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert re.search(words, caplog.text)
+
+
+def test_a_stream_of_slow_episodes_is_not_held_to_stall() -> None:
+    """An episode takes longer than worker_timeout, which is about steps."""
+    slow = gym_config(num_envs=2, min_steps=12, max_steps=14, step_seconds=0.05)  # 1.2 s and more
+    settings = stream_settings(gym_config=slow, buffer_size=4, refill_threshold=1, worker_timeout=0.5)
+    with OnlineDataEngine(OnlineDataEngineCfg(**settings)) as engine:
+        sample_until(engine, lambda: engine.stats().refills > 1)
+        assert engine.stats().restarts == 0
 
 
 def test_who_samples_is_told_why_the_engine_ended() -> None:

@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 from ray_envs import make_in_some_processes, make_troubled
 from stream_envs import stream_settings
+from torch.utils.data import DataLoader
 
+from embodichain.agents.datasets import OnlineDataset
 from embodichain.agents.engine import OnlineDataEngine, OnlineDataEngineCfg, worker
 from embodichain.agents.engine.worker import StreamWorker
 from embodichain.agents.processes.pool import restart_delay
 from embodichain.agents.rl.collector.backends.ray import RayBackend
 from embodichain.agents.rl.collector.weights import WeightSnapshot
-from embodichain.errors import CollectorError, WorkerError
+from embodichain.errors import ClusterError, CollectorError, WorkerError
 from tests.agents.rl.async_cases import NUM_STEPS, make_env, make_learner
 from tests.scale.test_ray_rl import learn, ray_collector
 from tests.scale.test_ray_stream import nothing_of_ray_is_left, sample_until
@@ -60,6 +62,24 @@ def test_a_constructor_that_fails_is_counted_and_told(
     assert "replacing it (2 of 2)" in caplog.text
 
 
+def test_a_stream_whose_nodes_are_all_gone_is_an_error(cluster: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """The head has room for workers of another kind alone. Nothing is wrong as long as no episode is due."""
+    cluster.kill()
+    cluster.guest = cluster._cluster.add_node(num_cpus=1, resources={"island": 1}, **cluster._node())
+    settings = stream_settings(workers="ray", address=cluster.address, refill_threshold=4, worker_timeout=4.0)
+    with OnlineDataEngine(OnlineDataEngineCfg(**settings, placement={"resources": {"island": 1}})) as engine:
+        loader = iter(DataLoader(OnlineDataset(engine, 4, batch_size=8), batch_size=None, num_workers=1))
+        next(loader)
+        cluster.kill()
+        words = "no node of the cluster had room for a worker for 4 s, since all that had one are gone: each needs"
+        with pytest.raises(ClusterError, match=words):
+            sample_until(engine, lambda: False)
+        with pytest.raises(ClusterError, match=words):
+            list(loader)
+    assert "is gone with its node" in caplog.text
+    assert "no node of the Ray cluster has had a worker for 2 s" in caplog.text
+
+
 # --- rollouts -------------------------------------------------------------------------------------------------------
 
 
@@ -93,6 +113,23 @@ def test_a_worker_that_hangs_is_replaced_and_each_has_the_cores_of_its_placement
         assert collector.statistics()["async/restarts"] == 1.0
     assert "worker 0 hung: it has not come back from a step for 2 s; replacing it (1 of 1)" in caplog.text
     assert json.loads((tmp_path / "threads.json").read_text()) == {"torch": 1, "simulation": 1}
+
+
+def test_a_worker_that_stops_while_it_has_nothing_to_do_is_replaced(
+    cluster: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    algorithm = make_learner()
+    with ray_collector(algorithm, cluster, make_env(), max_policy_lag=0, step_timeout=2.0) as collector:
+        learn(algorithm, collector, 1)
+        pool = collector._backend._pool
+        time.sleep(1.0)
+        os.kill(pool.workers[0].pid, signal.SIGSTOP)
+        deadline = time.monotonic() + 60
+        while collector._backend.restarts == 0:
+            assert time.monotonic() < deadline, "nobody noticed"
+            time.sleep(0.05)
+        learn(algorithm, collector, 2)
+    assert "hung: it has shown no sign of life for 5 s, while it waited for work; replacing it (1 of 3)" in caplog.text
 
 
 def test_a_worker_that_never_worked_is_an_error_at_once(cluster: Any, tmp_path: Path) -> None:

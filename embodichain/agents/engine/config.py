@@ -103,7 +103,8 @@ class OnlineDataEngineCfg(Config):
     start_timeout: Positive = 120.0
     """Seconds a worker may take to build its environment, and then to deliver its first episode."""
     worker_timeout: Positive = 60.0
-    """Seconds without a sign of life after which a worker counts as hung."""
+    """Seconds without a sign of life after which a worker counts as hung, and without any episode that is due after
+    which the stream has stalled."""
     trusted_modules: list[str] = []
     """Modules that an environment id like ``my_module:MyEnv-v0`` may import, or that register actors."""
     progress: bool = True

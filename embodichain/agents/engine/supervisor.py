@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import sys
 import threading
@@ -20,6 +21,8 @@ from embodichain.errors import ConfigError, EmbodiChainError, StreamStalledError
 
 if TYPE_CHECKING:
     from embodichain.agents.engine.worker import EpisodeBatch, RefillPolicy
+
+log = logging.getLogger("embodichain.workers")
 
 _POLL_SECONDS = 0.05
 _IDLE_SECONDS = 0.002
@@ -46,6 +49,13 @@ class LocalPool(WorkerPool):
         if isinstance(worker, WorkerProcess):  # if it died meanwhile, the next poll tells
             worker.channel.send("buffer", {}, buffer.segment, wait=False)
 
+    def progress(self, buffer: SharedBuffer) -> Iterator[tuple[str, Ints, float | None]]:
+        """Return who writes, what he has done, and until when he is known to have been at it; None: nothing is due."""
+        for worker in self._workers:
+            record: Ints = buffer.workers[worker.index]
+            at_work = worker.joined and not worker.is_closed and not record[Work.IDLE]
+            yield f"simulation worker {worker.index}", record, worker.heartbeat.last if at_work else None
+
 
 class RayPool(ActorPool[ActorHandle]):
     """Workers in a Ray cluster: they are asked for episodes as the refill policy wants, and these are written here.
@@ -54,7 +64,7 @@ class RayPool(ActorPool[ActorHandle]):
     def __init__(self, cfg: OnlineDataEngineCfg) -> None:
         from embodichain.agents.engine.worker import RefillPolicy, StreamWorker
 
-        super().__init__(StreamWorker, ActorHandle, cfg, cfg.worker_timeout)
+        super().__init__(StreamWorker, ActorHandle, cfg, cfg.worker_timeout, cfg.worker_timeout)
         self._settings = cfg.to_dict()
         if cfg.gym_config:  # a simulator has as many threads as its worker has cores
             threads = max(1, math.floor(cfg.placement.num_cpus))
@@ -91,6 +101,12 @@ class RayPool(ActorPool[ActorHandle]):
             elif kind == "failed":
                 yield worker, kind, content
 
+    def progress(self, buffer: SharedBuffer) -> Iterator[tuple[str, Ints, float | None]]:
+        """Return the same for all workers together, as any of them may write what is due."""
+        beats = [w.heartbeat.last for w in self.workers if w.joined and not w.unreachable and not w.is_killed]
+        total: Ints = buffer.workers.sum(axis=0)
+        yield "the workers of the cluster", total, max(beats) if beats and self.is_needed else None
+
     def _ask_for_episodes(self) -> None:
         """Share what is due among the workers that can take more; who has waited longest is asked first."""
         if self._refill is None:
@@ -101,7 +117,9 @@ class RayPool(ActorPool[ActorHandle]):
                 worker.heartbeat.beat(busy=False)  # it was not asked for anything, so no answer is due
         awaited = {answer for worker in self.workers for answer in worker.calls}
         self._requested = {answer: count for answer, count in self._requested.items() if answer in awaited}
-        due = self._refill.episodes_due() - sum(self._requested.values())
+        due = self._refill.episodes_due()
+        self.is_needed = due > 0
+        due -= sum(self._requested.values())
         able = sorted((w for w in reachable if len(w.calls) < _DEPTH), key=lambda worker: len(worker.calls))
         for position, worker in enumerate(able):
             share = math.ceil(due / (len(able) - position))
@@ -136,6 +154,39 @@ class RayPool(ActorPool[ActorHandle]):
         super().stop(seconds)
 
 
+class RefreshWatch:
+    """Notices that episodes which are due are not written any more, although the workers are alive.
+
+    A stall is ``worker_timeout`` long, or three times the longest wait for an episode so far, whichever is longer.
+    """
+
+    def __init__(self, worker_timeout: float) -> None:
+        self._timeout = worker_timeout
+        self._since: dict[str, tuple[float, Ints]] = {}
+        """When each last wrote, or had nothing to write, and its record at that time."""
+        self._longest: dict[str, float] = {}
+        self._warned: set[str] = set()
+
+    def check(self, who: str, record: Ints, alive_at: float | None, awake_since: float) -> tuple[str, bool]:
+        """Return what to say of somebody who does not write, "" if nothing, and whether that is for good."""
+        since, before = self._since.get(who, (0.0, record))
+        has_written = record[Work.WRITTEN] > before[Work.WRITTEN]
+        if has_written and alive_at is not None:
+            self._longest[who] = max(self._longest.get(who, 0.0), alive_at - since)
+        if who not in self._since or has_written or alive_at is None or since < awake_since:
+            self._since[who] = time.monotonic(), record.copy()
+            self._warned.discard(who)
+            return "", False
+        limit, waited = max(self._timeout, 3.0 * self._longest.get(who, 0.0)), alive_at - since
+        if waited < limit / 2 or (waited < limit and who in self._warned):
+            return "", False
+        self._warned.add(who)
+        done = record - before
+        told = f"{done[Work.FINISHED]} episodes finished, and {done[Work.SUCCEEDED]} of the {done[Work.JUDGED]} that "
+        told = f"{who} wrote no episode for {waited:.0f} s, although some are due: {told}say so succeeded"
+        return told, waited >= limit
+
+
 class Supervisor(threading.Thread):
     """Owns the workers from the first to the last one."""
 
@@ -155,6 +206,7 @@ class Supervisor(threading.Thread):
         self._progress = (0, 0.0)
         """Episodes written before the first fill, and the seconds since there was a new one."""
         self._last_look = time.monotonic()
+        self._refresh = RefreshWatch(cfg.worker_timeout)
 
     @property
     def is_ready(self) -> bool:
@@ -199,8 +251,11 @@ class Supervisor(threading.Thread):
                 self._replace(worker, content)
             else:
                 self._admit(worker, **content)
-        if self.buffer is not None and not self.is_ready:
-            self._check_first_fill(self.buffer)
+        if self.buffer is not None:
+            was_ready = self.is_ready
+            if not was_ready:
+                self._check_first_fill(self.buffer)
+            self._check_refresh(self.buffer, was_ready)
 
     def _admit(self, worker: WorkerHandle, layout: list[list[Any]], max_steps: int) -> None:
         """Give a worker that has built its environment the buffer, made to measure for the first one."""
@@ -235,6 +290,16 @@ class Supervisor(threading.Thread):
                 f"and {total[Work.SUCCEEDED]} of the {total[Work.JUDGED]} that say so succeeded. "
                 "Raise start_timeout, or check only_success"
             )
+
+    def _check_refresh(self, buffer: SharedBuffer, may_complain: bool) -> None:
+        """Raise if episodes are due and nobody writes them; before, warn."""
+        for who, record, alive_at in self._pool.progress(buffer):
+            told, for_good = self._refresh.check(who, record, alive_at, self._pool.awake_since)
+            if told and may_complain:  # before the first fill start_timeout decides
+                told = f"{told}. Readers get old episodes; check only_success and what acts, or raise worker_timeout"
+                if for_good:
+                    raise StreamStalledError(told)
+                log.warning(told)
 
     def _replace(self, worker: WorkerHandle, report: FailureReport) -> None:
         """Have another worker come in place of a failed one, or give up."""

@@ -11,10 +11,12 @@ import array
 import contextlib
 import errno
 import json
+import math
 import os
 import select
 import socket
 import threading
+import time
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +31,8 @@ from embodichain.utils.tensor_tree import decode, encode
 _LARGEST = 1 << 16
 """Bytes of a packet; what is to be told in more than that goes into a segment, as a socket has little room."""
 _IN_SEGMENT = b"in segment"
+SUSPENDED_SECONDS = 2.0
+"""One that looks at the clock this much later than it wanted to was suspended (e.g. by sleep), perhaps with others."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,22 @@ class Message:
     def content(self, copy: bool = True, device: str | None = None) -> Any:
         """Return the nested data; without ``copy`` tensors lie in the segment; ``device`` is that of TensorDicts."""
         return decode(self.description, None if self.segment is None else self.segment.bytes, copy, device)
+
+
+class Deadline:
+    """A limit of the time in which this process is awake: when it was suspended, the time begins anew."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._began = self._last_look = time.monotonic()
+
+    def remaining(self) -> float:
+        """Return the seconds that are left, but one at the most: it has to be asked again and again."""
+        now = time.monotonic()
+        if now - self._last_look > 1.0 + SUSPENDED_SECONDS:
+            self._began = now
+        self._last_look = now
+        return min(max(self._began + self._seconds - now, 0.0), 1.0)
 
 
 class Channel:
@@ -183,13 +203,18 @@ class RequestChannel:
         self.channel._post({**words, "number": self._number}, new, wait=True)
         self._outgoing, self._interrupted = memory, False
 
-    def receive(self) -> tuple[str, Any]:
-        """Return kind and content of the next message, TensorDicts on the CPU; ``EOFError`` if nobody is there."""
+    def receive(self, timeout: float = math.inf) -> tuple[str, Any]:
+        """Return kind and content of the next message, TensorDicts on the CPU; ``EOFError`` if nobody is there,
+        ``TimeoutError`` if none came in so many seconds."""
+        deadline = Deadline(timeout)
         while True:
             self._interrupted = True
-            message = self.channel.receive()
-            if message is None:
-                raise EOFError("nothing was received")
+            message = None
+            while message is None:
+                left = deadline.remaining()
+                message = self.channel.receive(left)
+                if message is None and not left:
+                    raise TimeoutError(f"no answer came in {timeout:g} s")
             self._incoming = message.segment or self._incoming
             self._interrupted = False
             words = message.description

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from embodichain.agents.processes import fork_server
-from embodichain.agents.processes.channel import Channel
+from embodichain.agents.processes.channel import SUSPENDED_SECONDS, Channel
 from embodichain.agents.processes.failure import FailureReport
 from embodichain.agents.processes.shared_memory import Segment
 from embodichain.errors import ConfigError, WorkerError
@@ -40,9 +40,9 @@ _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _END_SECONDS = 5.0
 _HEARTBEAT_BYTES = 24
 _OFFSET = struct.Struct("q")
-_SUSPENDED_SECONDS = 2.0
-"""A longer gap between two looks at the workers means that this process, and they, were suspended (e.g. by sleep)."""
-_FIRST_STEPS = 2
+_WAITING_SECONDS = 5.0
+"""The least time without a sign of life after which a worker that waits for work counts as hung."""
+FIRST_STEPS = 2
 """Steps that may take as long as a start, because something is loaded or compiled in them."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
 
@@ -54,7 +54,7 @@ class Heartbeat:
         self._words = np.zeros(3, np.int64) if segment is None else segment.view(0, torch.int64, (3,)).numpy()
 
     def beat(self, busy: bool = True) -> None:
-        """Tell that a step begins, or that there is nothing to do."""
+        """Tell that a step begins, or that there is nothing to do, every now and then as long as there is nothing."""
         self._words[1] += busy
         self._words[0] = time.monotonic_ns()
         self._words[2] = busy
@@ -64,6 +64,11 @@ class Heartbeat:
         self._words[:] = (time.monotonic_ns() - int(1e9 * seconds_ago), steps, busy)
 
     @property
+    def is_busy(self) -> bool:
+        """Whether a step is under way."""
+        return bool(self._words[2])
+
+    @property
     def last(self) -> float:
         """When the last sign came (monotonic); 0 if none did."""
         return float(self._words[0]) / 1e9
@@ -71,12 +76,12 @@ class Heartbeat:
     def status(self) -> dict[str, Any]:
         """Return when the last sign came, how many steps were begun, and whether one is under way."""
         seconds_ago = time.monotonic() - self.last
-        return {"seconds_ago": seconds_ago, "steps": int(self._words[1]), "busy": bool(self._words[2])}
+        return {"seconds_ago": seconds_ago, "steps": int(self._words[1]), "busy": self.is_busy}
 
     def overdue(self, start_timeout: float, step_timeout: float, since: float = 0.0) -> float | None:
         """Return how long the present step may take, from ``since`` on at the earliest, if it takes longer."""
-        limit = step_timeout if self._words[1] > _FIRST_STEPS else start_timeout
-        return limit if self._words[2] and time.monotonic() - max(self.last, since) > limit else None
+        limit = step_timeout if self._words[1] > FIRST_STEPS else start_timeout
+        return limit if self.is_busy and time.monotonic() - max(self.last, since) > limit else None
 
 
 class WorkerHandle(ABC):
@@ -189,18 +194,21 @@ class HangDetector:
     def look(self) -> None:
         """Take note of the time, before workers are checked."""
         now = time.monotonic()
-        if now - self._last_look > _SUSPENDED_SECONDS:
+        if now - self._last_look > SUSPENDED_SECONDS:  # and so were the workers
             self.awake_since = now
         self._last_look = now
 
     def check(self, worker: WorkerHandle) -> FailureReport | None:
         """Return what is wrong with a worker that has not moved for too long."""
         beats, what = worker.heartbeat, None
+        since, waits = max(worker.joined, self.awake_since), max(self._step, _WAITING_SECONDS)
         if not beats.last:
             if time.monotonic() - max(worker.started, self.awake_since) > self._start:
                 what = f"did not build its environment within start_timeout ({self._start:g} s)"
-        elif limit := beats.overdue(self._start, self._step, max(worker.joined, self.awake_since)):
+        elif limit := beats.overdue(self._start, self._step, since):
             what = f"hung: it has not come back from a step for {limit:g} s"
+        elif not beats.is_busy and time.monotonic() - max(beats.last, since) > waits:
+            what = f"hung: it has shown no sign of life for {waits:g} s, while it waited for work"
         return None if what is None else FailureReport(worker.index, what, hung=True)
 
 
@@ -218,6 +226,11 @@ class WorkerPool:
         self._target, self._args = target, args
         self._hangs = HangDetector(start_timeout, step_timeout)
         self._workers: list[WorkerProcess] = []
+
+    @property
+    def awake_since(self) -> float:
+        """When this process was last suspended, and the workers perhaps with it."""
+        return self._hangs.awake_since
 
     def start(self, index: int = 0, incarnation: int = 0) -> WorkerProcess:
         """Start a worker."""

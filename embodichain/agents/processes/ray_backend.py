@@ -295,17 +295,25 @@ class ActorPool(Generic[Handle]):
         handle: type[Handle],
         cfg: ClusterCfg,
         step_timeout: float,
+        absence_timeout: float,
         concurrency_groups: dict[str, int] | None = None,
     ) -> None:
-        """Connect with the cluster."""
+        """Connect with the cluster; there may be no node for any worker for ``absence_timeout``, if one is needed."""
         self._cluster = RayCluster(cfg.address, cfg.num_workers, cfg.placement)
         remote = load_ray().remote(concurrency_groups=concurrency_groups or {})(actor)
         self._actor = remote.options(**cfg.placement.actor_options())
         self._handle, self._cfg = handle, cfg
         self._hangs = HangDetector(cfg.start_timeout, step_timeout)
         self._names = NodeNames()
-        self._began, self._had_room = time.monotonic(), False
+        self._room = RoomWatch(cfg.start_timeout, absence_timeout)
+        self.is_needed = True
+        """Whether there is work; if not, nobody waits for a node."""
         self.workers: list[Handle] = []
+
+    @property
+    def awake_since(self) -> float:
+        """When this process was last suspended, and the workers perhaps with it."""
+        return self._hangs.awake_since
 
     def launch(self, index: int, incarnation: int, *arguments: Any) -> Handle:
         """Ask for an actor; it waits in the cluster until a node has room for it."""
@@ -322,13 +330,13 @@ class ActorPool(Generic[Handle]):
         """
         if not RayCluster.is_alive():
             raise ClusterError("Ray was shut down while workers were running")
-        if not self._had_room and time.monotonic() - self._began > self._cfg.start_timeout:
+        self.workers = [worker for worker in self.workers if not worker.is_killed]
+        if seconds_without := self._room.check(self.workers, self.is_needed, self._hangs.awake_since):
             needs = {name: value for name, value in self._cfg.placement.to_dict().items() if value}
             raise ClusterError(
-                f"no node of the cluster had room for a worker within start_timeout ({self._cfg.start_timeout:g} s): "
-                f"each needs {needs}; free are {load_ray().available_resources()}. Change placement, or add nodes"
+                f"no node of the cluster had room for a worker for {seconds_without}: each needs {needs}; free are "
+                f"{load_ray().available_resources()}. Change placement, or add nodes"
             )
-        self.workers = [worker for worker in self.workers if not worker.is_killed]
         try:
             awaited = {answer: worker for worker in self.workers for answer in worker.awaited()}
             for answer, worker in _wait(awaited, seconds):
@@ -375,10 +383,34 @@ class ActorPool(Generic[Handle]):
             RayCluster.check_token(content)
             worker.node_id, worker.pid, worker.unreachable = content["node_id"], content["pid"], False
             worker.node = self._names.name(content["node_id"], content["node"])
-            worker.started, self._had_room = time.monotonic(), True
+            worker.started = time.monotonic()
         elif kind == "failed":
             content = replace(FailureReport.from_json(content["report"]), worker=worker.index)
         yield worker, kind, content
+
+
+class RoomWatch:
+    """Notices that no node has room for any worker, be it at the start or because all nodes are gone."""
+
+    def __init__(self, start_timeout: float, absence_timeout: float) -> None:
+        self._start, self._absence = start_timeout, absence_timeout
+        self._had_room = self._warned = False
+        self._since = time.monotonic()
+
+    def check(self, workers: Collection[WorkerHandle], is_needed: bool, awake_since: float) -> str:
+        """Return for how long there was no room, if that is too long; warn before."""
+        now = time.monotonic()
+        if any(math.isfinite(worker.started) for worker in workers):
+            self._had_room, self._warned, self._since = True, False, now
+        elif self._had_room and not (is_needed and workers):  # those that failed are asked for again after a pause
+            self._since = now
+        passed = now - max(self._since, awake_since)
+        if not self._had_room:
+            return f"start_timeout ({self._start:g} s)" if passed > self._start else ""
+        if passed > self._absence / 2 and not self._warned:
+            self._warned = True
+            log.warning("no node of the Ray cluster has had a worker for %.0f s: all that had one are gone", passed)
+        return f"{self._absence:g} s, since all that had one are gone" if passed > self._absence else ""
 
 
 def _wait(awaited: Mapping[Any, Handle], seconds: float) -> Iterator[tuple[Any, Handle]]:

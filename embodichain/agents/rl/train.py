@@ -21,7 +21,7 @@ from embodichain.agents.rl.algo.base import BaseAlgorithm
 from embodichain.agents.rl.buffer.vla_buffer import VLABuffer
 from embodichain.agents.rl.checkpoint import find_checkpoint, load_checkpoint
 from embodichain.agents.rl.collector.async_collector import AsyncCollector
-from embodichain.agents.rl.collector.remote_env import RemoteEnv
+from embodichain.agents.rl.collector.remote_env import START_TIMEOUT, STEP_TIMEOUT, RemoteEnv
 from embodichain.agents.rl.collector.sync_collector import SyncCollector
 from embodichain.agents.rl.config import (
     TrainCfg,
@@ -223,7 +223,14 @@ def build_trainer(
     seed_everything(settings.seed)
     stages, processes = settings.collector.pipeline_stages, settings.collector.env_processes
     folders = module_folders(trusted_modules)
-    maker = EnvMaker(settings.environment, tuple(trusted_modules), stages, processes=processes, folders=folders)
+    maker = EnvMaker(
+        settings.environment,
+        tuple(trusted_modules),
+        stages,
+        processes=processes,
+        folders=folders,
+        timeouts=(settings.collector.start_timeout, settings.collector.step_timeout),
+    )
     with ranks.together("building"):
         env = maker()
         policy = build_policy(cfg.policy, env.observation_space, env.action_space, torch.device(settings.device))
@@ -249,6 +256,8 @@ class EnvMaker:
     """Processes that simulate; 0: none but this one."""
     folders: tuple[str, ...] = ()
     """Where trusted modules are that are not on Python's path."""
+    timeouts: tuple[float, float] = (START_TIMEOUT, STEP_TIMEOUT)
+    """Seconds that a process that simulates may take to start, and for a step."""
 
     def __call__(self) -> VecEnv:
         """Return new environments."""
@@ -259,7 +268,9 @@ class EnvMaker:
         threads = (self.gym_config.get("num_threads") or available_cores()) // self.processes
         part = self.gym_config | {"num_envs": num_envs // self.processes, "num_threads": max(1, threads)}
         maker = replace(self, gym_config=part, num_groups=1, processes=0)
-        return arrange(RemoteEnv.several([maker] * self.processes), self.num_groups)
+        start, step = self.timeouts
+        envs = RemoteEnv.several([maker] * self.processes, start_timeout=start, step_timeout=step)
+        return arrange(envs, self.num_groups)
 
     def _make_group(self, num_envs: int) -> VecEnv:
         names = [module_name(entry) for entry in self.trusted_modules]

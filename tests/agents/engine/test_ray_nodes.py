@@ -15,7 +15,7 @@ from embodichain.agents.engine.supervisor import Supervisor
 from embodichain.agents.processes import ray_backend
 from embodichain.agents.processes.failure import FailureReport
 from embodichain.agents.processes.pool import HangDetector
-from embodichain.agents.processes.ray_backend import ActorHandle, ActorPool, NodeNames, RayCluster
+from embodichain.agents.processes.ray_backend import ActorHandle, ActorPool, NodeNames, RayCluster, RoomWatch
 from embodichain.errors import ClusterError
 
 
@@ -99,7 +99,7 @@ class FakeRay:
 
 def pool_without_cluster() -> ActorPool[ActorHandle]:
     pool: ActorPool[ActorHandle] = object.__new__(ActorPool)
-    pool._had_room, pool._names, pool.workers = True, NodeNames(set), []
+    pool._room, pool._names, pool.workers, pool.is_needed = RoomWatch(60.0, 60.0), NodeNames(set), [], True
     pool._hangs = HangDetector(start_timeout=0.3, step_timeout=0.3)
     return pool
 
@@ -147,3 +147,31 @@ def test_a_node_that_asks_for_no_token_is_refused(monkeypatch: pytest.MonkeyPatc
     RayCluster.check_token({"auth_mode": "token", "node": "box"})
     monkeypatch.setattr(RayCluster, "_started_here", True)  # nobody else can reach it
     RayCluster.check_token({"auth_mode": "disabled", "node": "here"})
+
+
+def test_that_all_nodes_are_gone_is_told_only_while_somebody_needs_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(ray_backend.time, "monotonic", lambda: now)
+    room = RoomWatch(start_timeout=100.0, absence_timeout=10.0)
+    placed: Any = SimpleNamespace(started=1.0)
+    waiting: Any = SimpleNamespace(started=math.inf)
+
+    def after(seconds: float, *workers: Any, needed: bool = True, awake: float = 0.0) -> str:
+        nonlocal now
+        now += seconds
+        return room.check(workers, needed, awake)
+
+    assert after(99.0, waiting) == ""
+    assert after(2.0, waiting) == "start_timeout (100 s)"
+    assert after(0.0, placed, waiting) == ""
+    assert after(9.0, waiting, needed=False) == ""
+    assert after(4.0, waiting) == ""
+    assert after(0.0, waiting, awake=now) == ""
+    assert not caplog.records
+    assert after(2.0, waiting) == ""
+    assert "no node of the Ray cluster has had a worker for 6 s" in caplog.text
+    assert after(3.0) == ""  # all have failed, and are asked for again
+    assert after(9.0, waiting) == ""
+    assert after(2.0, waiting) == "10 s, since all that had one are gone"

@@ -277,9 +277,21 @@ def test_a_worker_that_was_suspended_together_with_the_program_does_not_hang(mon
     assert report is not None
     assert report.hung
     worker.heartbeat.beat(busy=False)
-    now += 1.9
+    now += 100.0
     hangs.look()
     assert hangs.check(worker) is None
+    for _ in range(3):  # one that waits gives signs of life as well
+        for _ in range(4):
+            now += 1.0
+            hangs.look()
+            assert hangs.check(worker) is None
+        worker.heartbeat.beat(busy=False)
+    for _ in range(6):
+        now += 1.0
+        hangs.look()
+    report = hangs.check(worker)
+    assert report is not None
+    assert report.what == "hung: it has shown no sign of life for 5 s, while it waited for work"
 
 
 def test_workers_are_replaced_after_longer_and_longer_pauses_until_the_budget_is_spent(

@@ -143,7 +143,7 @@ def shares(changes: dict[str, Any], processes: int) -> list[Any]:
 
     class Noted(RemoteEnv):
         @classmethod
-        def several(cls, makes: Any) -> Any:
+        def several(cls, makes: Any, **_: float) -> Any:
             asked.extend(makes)
             raise KeyboardInterrupt
 
@@ -174,8 +174,8 @@ def test_if_one_of_several_cannot_be_made_none_is_left() -> None:
     made: list[RemoteEnv] = []
 
     class Noted(RemoteEnv):
-        def _start(self, make: Callable[[], VecEnv]) -> None:
-            super()._start(make)
+        def _start(self, make: Callable[[], VecEnv], *timeouts: float) -> None:
+            super()._start(make, *timeouts)
             made.append(self)
 
     with pytest.raises(UnknownNameError, match="CartPoleRL"):
@@ -215,9 +215,9 @@ def test_a_run_with_processes_learns_the_same_numbers(tmp_path: Path, monkeypatc
     logs, made = [], []
 
     class Counted(RemoteEnv):
-        def _start(self, make: Callable[[], VecEnv]) -> None:
+        def _start(self, make: Callable[[], VecEnv], *timeouts: float) -> None:
             made.append(make)
-            super()._start(make)
+            super()._start(make, *timeouts)
 
     monkeypatch.setattr(collection, "RemoteEnv", Counted)
     for processes in ("0", "2"):

@@ -18,10 +18,11 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from embodichain.agents.processes.channel import Deadline
 from embodichain.agents.rl.collector.remote_env import RemoteEnv
 from embodichain.envs.actions import ActionManager
 from embodichain.envs.vec_env import EnvIds, VecEnv
-from embodichain.errors import ActionError, EnvContractError, UnknownNameError, WorkerError
+from embodichain.errors import ActionError, EnvContractError, EnvironmentHungError, UnknownNameError, WorkerError
 from tests.agents.rl.helpers import ScriptedEnv
 from tests.agents.rl.remote_cases import Patient, alive, assert_same, make_task
 
@@ -126,6 +127,46 @@ class Drawing(Patient):
 
     def reset(self, seed: int | Tensor | None = None, env_ids: EnvIds = None) -> tuple[TensorDict, dict[str, Any]]:
         return super().reset(seed, env_ids)[0], {"drawn": torch.rand(2)}
+
+
+def test_a_process_that_is_stopped_counts_as_hung() -> None:
+    env = RemoteEnv(partial(make_task, "CartPoleRL", 2), step_timeout=0.5)
+    env.reset(seed=0)
+    for _ in range(3):
+        env.step(torch.zeros(2, 1))
+    pid = env.pid
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(EnvironmentHungError, match=r"not answered for 0\.5 s \(step_timeout\)"):
+        env.step(torch.zeros(2, 1))
+    assert not alive(pid)
+    with pytest.raises(WorkerError, match="was killed"):
+        env.reset()
+    env.close()
+
+
+def never_made() -> VecEnv:
+    time.sleep(1000.0)
+    raise AssertionError
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_environment_that_is_never_made_counts_as_hung(count: int) -> None:
+    with pytest.raises(EnvironmentHungError, match=r"not answered for 2 s \(start_timeout\)"):
+        RemoteEnv.several([never_made] * count, start_timeout=2.0)
+    with pytest.raises(EnvironmentHungError, match=r"not answered for 1 s \(start_timeout\)"):
+        RemoteEnv(never_made, start_timeout=1.0)
+
+
+def test_an_answer_is_waited_for_again_after_a_suspension(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    deadline = Deadline(5.0)
+    left = []
+    for passed in (0.0, 1.0, 1.0, 60.0, 1.0, 2.5, 1.0, 0.6):
+        now += passed
+        left.append(deadline.remaining())
+    assert left[:-1] == [1.0] * 6 + [0.5]  # after the suspension there are five seconds again
+    assert left[-1] == 0.0
 
 
 def test_halves_of_a_step_belong_together() -> None:

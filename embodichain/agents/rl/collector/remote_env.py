@@ -20,15 +20,16 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from embodichain.agents.processes.channel import Channel, RequestChannel
+from embodichain.agents.processes.channel import Channel, Deadline, RequestChannel
 from embodichain.agents.processes.failure import FailureReport
-from embodichain.agents.processes.pool import Heartbeat, WorkerProcess
+from embodichain.agents.processes.pool import FIRST_STEPS, Heartbeat, WorkerProcess
 from embodichain.agents.rl.utils.tensordicts import space_from_data, space_to_data
 from embodichain.envs.vec_env import Action, ActionManager, EnvIds, StepResult, StepsInHalves, VecEnv
 from embodichain.envs.wrappers import chunked
-from embodichain.errors import ActionError, ConfigError, EnvContractError, WorkerError
+from embodichain.errors import ActionError, ConfigError, EnvContractError, EnvironmentHungError, WorkerError
 from embodichain.utils.torch_runtime import seed_everything
 
+START_TIMEOUT, STEP_TIMEOUT = 300.0, 60.0
 _GRACE_SECONDS = 1.0
 _made = itertools.count()
 
@@ -38,28 +39,40 @@ class RemoteEnv(StepsInHalves):
 
     ``make`` is called there: it has to be picklable, and what it makes to live on the CPU. Torch has one thread there.
     The global random generators are seeded from torch's seed here, differently in every process. An exception of the
-    environment is raised here; if its process dies, that is a ``WorkerError``.
+    environment is raised here; if its process dies, that is a ``WorkerError``, and if it does not answer in time, an
+    ``EnvironmentHungError``.
     """
 
     device = torch.device("cpu")
 
-    def __init__(self, make: Callable[[], VecEnv]) -> None:
-        self._start(make)
+    def __init__(
+        self, make: Callable[[], VecEnv], *, start_timeout: float = START_TIMEOUT, step_timeout: float = STEP_TIMEOUT
+    ) -> None:
+        """Start the process; a step may take ``step_timeout`` seconds, the start, first steps and the rest more."""
+        self._start(make, start_timeout, step_timeout)
         self._meet()
 
     @classmethod
-    def several(cls, makes: Iterable[Callable[[], VecEnv]]) -> list[Self]:
+    def several(
+        cls,
+        makes: Iterable[Callable[[], VecEnv]],
+        *,
+        start_timeout: float = START_TIMEOUT,
+        step_timeout: float = STEP_TIMEOUT,
+    ) -> list[Self]:
         """Return several environments, whose processes start side by side."""
         envs: list[Self] = []
         try:
             for make in makes:
                 env = cls.__new__(cls)
-                env._start(make)
+                env._start(make, start_timeout, step_timeout)
                 envs.append(env)
             waiting: dict[Any, Self] = {env._process.channel.socket: env for env in envs}
+            deadline = Deadline(start_timeout)
             while waiting:  # in the order in which they are there, so that a failure is told at once
-                for connection in wait(list(waiting)):
-                    waiting.pop(connection)._meet()
+                left = deadline.remaining()
+                for connection in wait(list(waiting), left) if left else list(waiting):
+                    waiting.pop(connection)._meet(waited=not left)
         except BaseException:
             for env in envs:
                 env._process.kill()  # they have done nothing yet that would have to be ended in good order
@@ -68,7 +81,9 @@ class RemoteEnv(StepsInHalves):
             raise
         return envs
 
-    def _start(self, make: Callable[[], VecEnv]) -> None:
+    def _start(self, make: Callable[[], VecEnv], start_timeout: float, step_timeout: float) -> None:
+        self._timeouts = {"start_timeout": start_timeout, "step_timeout": step_timeout}
+        self._steps = 0
         self._turn = threading.Lock()
         self._under_way = self._closed = False
         try:
@@ -77,10 +92,10 @@ class RemoteEnv(StepsInHalves):
             raise EnvContractError(f"what makes the environment: {error}") from None
         self._channel = RequestChannel(self._process.channel, asks=True)
 
-    def _meet(self) -> None:
-        """Wait for the environment to be made and learn what it is like."""
+    def _meet(self, waited: bool = False) -> None:
+        """Wait for the environment to be made, unless it was waited for long enough, and learn what it is like."""
         with self._exchange():
-            about = self._answer()
+            about = self._answer(waited=waited)
         self._describe(about)
 
     def _describe(self, about: dict[str, Any]) -> None:
@@ -115,7 +130,9 @@ class RemoteEnv(StepsInHalves):
             if not self._under_way:
                 raise EnvContractError("no step of this environment is under way: begin_step() comes first")
             self._under_way = False
-            obs, reward, terminated, truncated, info = self._answer()
+            self._steps += 1
+            limit = "step_timeout" if self._steps > FIRST_STEPS else "start_timeout"
+            obs, reward, terminated, truncated, info = self._answer(limit)
         info.setdefault("final_observation", obs)
         return obs, reward, terminated, truncated, info
 
@@ -161,8 +178,16 @@ class RemoteEnv(StepsInHalves):
             raise EnvContractError("a step of this environment is under way: finish_step() comes first")
         self._channel.send(name, list(args))
 
-    def _answer(self) -> Any:
-        kind, content = self._channel.receive()
+    def _answer(self, limit: str = "start_timeout", waited: bool = False) -> Any:
+        """Return what the process answers in time; end a process that does not."""
+        seconds = self._timeouts[limit]
+        try:
+            kind, content = self._channel.receive(0.0 if waited else seconds)
+        except TimeoutError:
+            self._process.kill()
+            raise EnvironmentHungError(
+                f"the process of an environment hung, and was killed: it has not answered for {seconds:g} s ({limit})"
+            ) from None
         if kind == "failed":
             raise FailureReport.from_json(content).as_user_error()
         return content

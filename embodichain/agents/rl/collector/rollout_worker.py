@@ -25,6 +25,9 @@ from embodichain.envs.vec_env import VecEnv
 from embodichain.errors import WeightsError
 from embodichain.utils.torch_runtime import get_random_state, set_random_state
 
+_BEAT_SECONDS = 0.5
+"""How often a worker that waits shows that it is alive."""
+
 
 @dataclass(frozen=True)
 class RolloutRequest:
@@ -211,7 +214,7 @@ class RolloutWorker:
             elif self._requests:
                 return self._requests.popleft()
             else:
-                self._follow(self._endpoint.receive(None))
+                self._wait()
 
     def _between_steps(self) -> None:
         self._receive_all()
@@ -226,7 +229,12 @@ class RolloutWorker:
         self._endpoint.heartbeat.beat(busy=False)
         self._endpoint.report("paused", state)
         while self._paused:
-            self._follow(self._endpoint.receive(None))
+            self._wait()
+
+    def _wait(self) -> None:
+        """Wait for an instruction; give signs of life meanwhile."""
+        self._endpoint.heartbeat.beat(busy=False)
+        self._follow(self._endpoint.receive(_BEAT_SECONDS))
 
     def _receive_all(self) -> None:
         while (instruction := self._endpoint.receive(0.0)) is not None:

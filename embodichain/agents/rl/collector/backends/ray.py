@@ -122,7 +122,9 @@ class RayBackend(SupervisedBackend):
 
     def _open(self) -> None:
         cfg = self._cfg
-        self._pool = ActorPool(RolloutActor, RolloutWorkerHandle, cfg, cfg.step_timeout, _CONCURRENCY)
+        self._pool = ActorPool(
+            RolloutActor, RolloutWorkerHandle, cfg, cfg.step_timeout, cfg.start_timeout, _CONCURRENCY
+        )
         try:
             self._stored_spec = load_ray().put(self._spec.for_another_process())
         except BaseException:
@@ -170,6 +172,7 @@ class RayBackend(SupervisedBackend):
         with self._lock:
             for index, incarnation in self._restarts.due():
                 self._pool.launch(index, incarnation, path)
+            self._pool.is_needed = self._rollouts.is_waiting and not self._paused
         for worker, kind, content in self._pool.answers(POLL_SECONDS):
             with self._lock:
                 self._take(worker, kind, content)
@@ -193,7 +196,10 @@ class RayBackend(SupervisedBackend):
             worker.heartbeat.beat(busy=False)
             self._ready.set()
         elif kind == "status":
-            worker.heartbeat.copy(content["seconds_ago"], content["steps"], content["busy"])
+            if content["busy"]:
+                worker.heartbeat.copy(content["seconds_ago"], content["steps"], content["busy"])
+            else:  # the answer itself is a sign of life
+                worker.heartbeat.beat(busy=False)
         elif kind == "rollout" and worker.request is not None:
             worker.heartbeat.beat(busy=False)
             description, block = content["content"]  # copied, for the object store's memory cannot be written to
@@ -272,6 +278,11 @@ class RolloutQueue:
         self._requests.append(request)
         self._highest = max(self._highest, request.number)
         self._next = request.number if self._next < 0 else self._next
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there are rollouts that nobody has begun to collect."""
+        return bool(self._requests)
 
     def give_back(self, request: RolloutRequest | None) -> None:
         """Have a rollout collected by another worker, before all others."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from embodichain.agents.processes.failure import drop_locals
-from embodichain.agents.processes.pool import Heartbeat
+from embodichain.agents.processes.pool import HangDetector, Heartbeat
 from embodichain.agents.rl.collector.rollout_worker import (
     Instruction,
     RolloutRequest,
@@ -22,6 +22,7 @@ from embodichain.agents.rl.collector.rollout_worker import (
     WorkerSpec,
 )
 from embodichain.agents.rl.collector.weights import WeightSnapshot, WeightStore
+from embodichain.envs.vec_env import StepsInHalves
 from embodichain.errors import BufferWaitError, CollectorError, EnvironmentHungError
 
 log = logging.getLogger("embodichain.collector")
@@ -176,6 +177,7 @@ class ThreadBackend(Backend):
             self._worker.collector.record_policy()  # while no other thread uses the GPU
         self._instructions: queue.SimpleQueue[Instruction] = queue.SimpleQueue()
         self.heartbeat = Heartbeat()
+        self._hangs = HangDetector(self._cfg.start_timeout, self._cfg.step_timeout)
 
     def send(self, instruction: Instruction) -> None:
         if not isinstance(instruction, (RolloutRequest, WeightSnapshot)):
@@ -192,7 +194,10 @@ class ThreadBackend(Backend):
 
     def check(self) -> None:
         super().check()
-        if limit := self.heartbeat.overdue(self._cfg.start_timeout, self._cfg.step_timeout):
+        self._hangs.look()  # who looks is the thread that was suspended, too
+        cfg, since = self._cfg, self._hangs.awake_since
+        patience = 2.0 if isinstance(self.env, StepsInHalves) else 1.0  # such an env has the same limit itself
+        if limit := self.heartbeat.overdue(cfg.start_timeout * patience, cfg.step_timeout * patience, since):
             raise EnvironmentHungError(
                 f"the collector has not come back from a step for {limit:g} s (step_timeout); it is here:\n"
                 f"{self._stack()}\nWith worker='process' such a simulator is replaced."
