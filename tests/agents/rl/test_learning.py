@@ -73,13 +73,11 @@ def test_ppo_learns_cart_pole_with_discrete_actions() -> None:
     env.close()
 
 
-@pytest.mark.parametrize("remembers", [True, False])
-def test_only_memory_solves_a_memory_task(remembers: bool) -> None:
+@pytest.mark.parametrize("memory", ["gru", "lstm", None])
+def test_only_memory_solves_a_memory_task(memory: str | None) -> None:
     torch.manual_seed(0)
     env = Recall(64)
-    policy = make_policy(env, memory={"hidden_size": 24} if remembers else None)
-    cfg = PPOCfg(
-        n_epochs=4, batch_size=320, learning_rate=5e-3, ent_coef=0.01, sequence_length=10 if remembers else None
-    )
+    policy = make_policy(env, memory={"type": memory, "hidden_size": 24} if memory else None)
+    cfg = PPOCfg(n_epochs=4, batch_size=320, learning_rate=5e-3, ent_coef=0.01, sequence_length=10 if memory else None)
     best = train(env, policy, cfg, num_steps=10, iterations=60, enough=0.97)
-    assert (best >= 0.97) if remembers else (best < 0.75)  # by chance: 0.5
+    assert (best >= 0.97) if memory else (best < 0.75)  # by chance: 0.5

@@ -268,7 +268,7 @@ def test_given_networks_replace_those_of_the_block() -> None:
         (block(normalise_obs=True), ConfigError, "normalize_obs"),
         (block("actor_only", critic=network()), ConfigError, "critic"),
         (block(distribution={"std": "learned"}), ConfigError, "learnable"),
-        (block(memory={"type": "lstm"}), ConfigError, "gru"),
+        (block(memory={"type": "lstmm"}), ConfigError, "lstm"),
         (block(actor={"network_cfg": {"activation": "rellu"}}), UnknownNameError, "Did you mean 'relu'"),
     ],
 )

@@ -31,7 +31,7 @@ def rollouts_alone(policy, count, num_steps, **settings):
     return [[collector.collect(num_steps).clone() for collector in collectors] for _ in range(count)]
 
 
-@pytest.mark.parametrize("memory", [None, {"type": "gru", "hidden_size": 4}])
+@pytest.mark.parametrize("memory", [None, {"hidden_size": 4}, {"type": "lstm", "hidden_size": 4}])
 def test_groups_in_turn_give_what_each_gives_alone(memory):
     """With a policy that draws no noise, every number is the same, across the ends of rollouts and episodes."""
     torch.manual_seed(0)

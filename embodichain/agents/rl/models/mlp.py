@@ -211,29 +211,36 @@ class ImageEncoder(nn.Module):
 class RecurrentCfg(Config):
     """A recurrent layer between the observation and the actor and critic networks."""
 
-    type: Literal["gru"] = "gru"
+    type: Literal["gru", "lstm"] = "gru"
     """Kind of layer."""
     hidden_size: Count = 128
-    """Width of the recurrent state, and of what actor and critic see."""
+    """Width of what actor and critic see; the recurrent state is as wide, that of an LSTM twice as wide."""
     num_layers: Count = 1
     """Stacked layers."""
 
 
 class RecurrentLayer(nn.Module):
-    """A GRU with its state as ``[batch, num_layers, hidden_size]``, so that envs are rows as everywhere else."""
+    """A GRU or LSTM with its state as ``[batch, num_layers, state_size]``, so that envs are rows as everywhere else.
+
+    ``state_size`` is ``hidden_size``; an LSTM has its output and its cell side by side, twice that.
+    """
 
     def __init__(self, input_dim: int, cfg: RecurrentCfg) -> None:
         super().__init__()
         self.cfg = cfg
-        self.gru = nn.GRU(input_dim, cfg.hidden_size, cfg.num_layers)
+        if cfg.type == "lstm":
+            self.lstm = nn.LSTM(input_dim, cfg.hidden_size, cfg.num_layers)
+        else:
+            self.gru = nn.GRU(input_dim, cfg.hidden_size, cfg.num_layers)
 
     def initial_state(self, batch_size: int) -> Tensor:
         """Return the state at an episode's start: zeros."""
-        return next(self.gru.parameters()).new_zeros(batch_size, self.cfg.num_layers, self.cfg.hidden_size)
+        state_size = self.cfg.hidden_size * (2 if self.cfg.type == "lstm" else 1)
+        return next(self.parameters()).new_zeros(batch_size, self.cfg.num_layers, state_size)
 
     def step(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """Take in one observation ``[batch, input_dim]``; return ``(output [batch, hidden_size], new state)``."""
-        output, new = self.gru(x.unsqueeze(0), state.transpose(0, 1).contiguous())
+        output, new = self._run(x.unsqueeze(0), state.transpose(0, 1))
         return output.squeeze(0), new.transpose(0, 1)
 
     def sequence(self, x: Tensor, state: Tensor, start: Tensor) -> Tensor:
@@ -241,12 +248,21 @@ class RecurrentLayer(nn.Module):
 
         ``start`` ``[num_steps, batch]`` marks observations that begin an episode: the row's state is reset before them.
         """
-        # Between two resets of any row the GRU runs in one call; a GPU, which would have to wait for the resets to be
+        # Between two resets of any row the layer runs in one call; a GPU, which would have to wait for the resets to be
         # found, runs step by step.
         starts = range(1, x.shape[0]) if x.is_cuda else (start[1:].any(dim=1).nonzero().flatten() + 1).tolist()
         hidden, outputs = state.transpose(0, 1), []
         for begin, end in pairwise([0, *starts, x.shape[0]]):
             hidden = torch.where(start[begin].unsqueeze(-1), 0.0, hidden)
-            output, hidden = self.gru(x[begin:end], hidden.contiguous())
+            output, hidden = self._run(x[begin:end], hidden)
             outputs.append(output)
         return torch.cat(outputs)
+
+    def _run(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Return outputs ``[num_steps, batch, hidden_size]`` and the new state ``[num_layers, batch, state_size]``."""
+        if self.cfg.type == "gru":
+            output, new = self.gru(x, state.contiguous())
+            return output, new
+        hidden, cell = state.chunk(2, dim=-1)
+        output, both = self.lstm(x, (hidden.contiguous(), cell.contiguous()))
+        return output, torch.cat(both, dim=-1)
