@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ from embodichain.agents.datasets.frames import Episode, FrameLayout, Leaf
 from embodichain.agents.engine import OnlineDataEngine, OnlineDataEngineCfg
 from embodichain.errors import DatasetError
 
+pyarrow = pytest.importorskip("pyarrow", reason="needs the extra 'data'")
 pq = pytest.importorskip("pyarrow.parquet", reason="needs the extra 'data'")
 pytest.importorskip("av", reason="needs the extra 'data'")
 
-from embodichain.agents.datasets import lerobot  # noqa: E402
 from embodichain.agents.datasets.lerobot import (  # noqa: E402
     LeRobotReader,
     LeRobotWriter,
@@ -27,6 +28,9 @@ from embodichain.agents.datasets.lerobot import (  # noqa: E402
     read_back,
     record,
 )
+from embodichain.agents.datasets.lerobot import statistics as lerobot_statistics  # noqa: E402
+from embodichain.agents.datasets.lerobot import writer as lerobot_writer  # noqa: E402
+from embodichain.agents.datasets.lerobot.statistics import FeatureStatistics  # noqa: E402
 
 pytestmark = pytest.mark.extra("data")
 
@@ -34,6 +38,7 @@ LAYOUT = FrameLayout(
     (
         Leaf(("observation", "robot", "qpos"), torch.float32, (6,)),
         Leaf(("observation", "matrix"), torch.float64, (2, 3)),
+        Leaf(("observation", "held"), torch.float32, (1,)),
         Leaf(("observation", "image", "front"), torch.uint8, (32, 48, 3)),
         Leaf(("observation", "odd"), torch.uint8, (3, 31, 17)),
         Leaf(("action",), torch.float32, (2,)),
@@ -125,20 +130,171 @@ def test_the_folder_has_the_documented_layout(folder: Path) -> None:
     assert pq.read_table(folder / "meta/tasks.parquet").to_pylist() == [{"task_index": 0, "task": "push the cube"}]
 
 
+QUANTILES = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
+STATISTICS = ["count", "max", "mean", "min", *QUANTILES, "std"]
+
+
+def expected_statistics(values: np.ndarray) -> dict[str, Any]:
+    """As LeRobot defines them: element by element of the last axis; a quantile is one of the numbers."""
+    count, rows = len(values), np.asarray(values, np.float64).reshape(len(values), -1)
+    rows = rows.reshape(-1, values.shape[-1] if values.ndim > 1 else 1)
+    ordered = np.sort(rows, axis=0)
+    entry = {"min": ordered[0], "max": ordered[-1], "mean": rows.mean(0), "std": rows.std(0), "count": [count]}
+    return entry | {name: ordered[int(np.ceil(q * len(rows))) - 1] for name, q in QUANTILES.items()}
+
+
 def test_statistics_are_those_of_the_data(folder: Path) -> None:
-    stats = json.loads((folder / "meta/stats.json").read_text())
+    """Every feature has them, those that only count frames included; those of an episode are columns of its row."""
+    info, stats = (json.loads((folder / f"meta/{name}.json").read_text()) for name in ("info", "stats"))
+    episodes = pq.read_table(folder / "meta/episodes/chunk-000/file-000.parquet")
+    table = pq.read_table(folder / "data/chunk-000/file-000.parquet")
+    assert set(stats) == set(info["features"])
+    assert {"index", "episode_index", "frame_index", "timestamp", "task_index", "next.done"} <= set(stats)
+    columns = {name for name in episodes.column_names if name.startswith("stats/")}
+    assert columns == {f"stats/{name}/{statistic}" for name in info["features"] for statistic in STATISTICS}
+    starts = np.cumsum([0, *LENGTHS])
+    for name, entry in info["features"].items():
+        for statistic in STATISTICS:
+            kind = episodes.schema.field(f"stats/{name}/{statistic}").type
+            inner = "list<element: list<element: list<element: double>>>"
+            plain = "list<element: int64>" if statistic == "count" else "list<element: double>"
+            assert str(kind) == (inner if entry["dtype"] == "video" and statistic != "count" else plain)
+        if entry["dtype"] == "video":
+            continue
+        values = np.array(table[name].to_pylist())
+        parts = [values[start:end] for start, end in pairwise(starts)]
+        for part, found in [(values, stats[name])] + [
+            (part, {each: episodes[f"stats/{name}/{each}"][i].as_py() for each in STATISTICS})
+            for i, part in enumerate(parts)
+        ]:
+            expected = expected_statistics(part)
+            assert sorted(found) == sorted(expected)
+            for statistic, value in expected.items():
+                assert found[statistic] == pytest.approx(list(value), rel=1e-9, abs=1e-9), (name, statistic)
+
+
+def test_statistics_of_cameras_are_per_channel(folder: Path) -> None:
+    stats = json.loads((folder / "meta/stats.json").read_text())["observation.images.front"]
+    episodes, source = pq.read_table(folder / "meta/episodes/chunk-000/file-000.parquet").to_pylist(), Frames()
+    images = [source.advance()[0].frames[("observation", "image", "front")][0].numpy() for _ in LENGTHS]
+    for found, values in [(stats, np.concatenate(images))] + [
+        ({name: row[f"stats/observation.images.front/{name}"] for name in STATISTICS}, image)
+        for row, image in zip(episodes, images, strict=True)
+    ]:
+        expected = expected_statistics(values.reshape(-1, 3) / 255)
+        assert found["count"] == [len(values)]
+        for name in set(STATISTICS) - {"count"}:
+            assert np.shape(found[name]) == (3, 1, 1)
+            assert np.ravel(found[name]) == pytest.approx(expected[name], rel=1e-9)
+
+
+def test_a_standard_deviation_survives_a_large_mean() -> None:
+    statistics, rng = FeatureStatistics(is_camera=False), np.random.default_rng(0)
+    parts = [1e9 + rng.normal(size=(n, 2)) * 1e-3 for n in (50, 7, 300)]
+    for part in parts:
+        statistics.add(part)
+    assert statistics.result()["std"] == pytest.approx((np.concatenate(parts) - 1e9).std(0), rel=1e-3)
+
+
+def test_quantiles_of_many_numbers_are_those_of_an_even_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lerobot_statistics, "_KEPT_NUMBERS", 1000)
+    statistics = FeatureStatistics(is_camera=False)
+    values = np.arange(20_000.0)
+    for part in np.split(values, [1, 800, 801, 5000, 13_333]):
+        statistics.add(part)
+    result = statistics.result()
+    assert [result[name][0] for name in QUANTILES] == pytest.approx([q * 20_000 for q in QUANTILES.values()], abs=100)
+    assert len(np.concatenate(statistics._kept)) >= 500
+    assert len(np.unique(np.diff(np.concatenate(statistics._kept), axis=0))) == 1
+
+
+def test_one_number_is_a_scalar_as_in_lerobot(folder: Path) -> None:
+    """LeRobot reads a feature of shape [1] as a number, and a list of one number breaks it."""
+    info = json.loads((folder / "meta/info.json").read_text())
+    table = pq.read_table(folder / "data/chunk-000/file-000.parquet")
+    assert info["features"]["observation.held"]["shape"] == [1]
+    assert str(table.schema.field("observation.held").type) == "float"
+    assert LeRobotReader(folder).read(0).frames[("observation", "held")][0].shape == (7, 1)
+
+
+def append_like_lerobot(folder: Path, length: int) -> None:
+    """Append the last frames again, in files of their own, with as many columns as there are."""
+    data, episodes = (folder / f"{name}/chunk-000/file-000.parquet" for name in ("data", "meta/episodes"))
+    info = json.loads((folder / "meta/info.json").read_text())
+    count, frames = info["total_episodes"], info["total_frames"]
+    table = pq.read_table(data).slice(frames - length)
+    replaced = {
+        "episode_index": [count] * length,
+        "index": range(frames, frames + length),
+        "frame_index": range(length),
+    }
+    for name, values in replaced.items():
+        column = pyarrow.array(list(values), table.schema.field(name).type)
+        table = table.set_column(table.column_names.index(name), name, column)
+    pq.write_table(table, data.with_name("file-001.parquet"))
+    rows = pq.read_table(episodes)
+    row = rows.slice(rows.num_rows - 1).to_pylist()[0]
+    row |= {"episode_index": count, "length": length, "data/file_index": 1, "meta/episodes/file_index": 1}
+    row |= {"dataset_from_index": frames, "dataset_to_index": frames + length}
+    for camera in ("front", "odd"):
+        end = row[f"videos/observation.images.{camera}/to_timestamp"]
+        row[f"videos/observation.images.{camera}/from_timestamp"] = end - length / info["fps"]
+    pq.write_table(pyarrow.Table.from_pylist([row], rows.schema), episodes.with_name("file-001.parquet"))
+    info |= {"total_episodes": count + 1, "total_frames": frames + length}
+    (folder / "meta/info.json").write_text(json.dumps(info, indent=4))
+
+
+def test_what_others_append_is_read(folder: Path) -> None:
+    before = LeRobotReader(folder).read(2).frames
+    append_like_lerobot(folder, 5)
     reader = LeRobotReader(folder)
-    action = torch.cat([reader.read(index).frames[("action",)][0] for index in range(4)]).double()
-    assert stats["action"]["count"] == [sum(LENGTHS)]
-    for name, value in (("mean", action.mean(0)), ("std", action.std(0, correction=0)), ("min", action.amin(0))):
-        assert stats["action"][name] == pytest.approx(value.tolist(), rel=1e-6)
-    assert np.shape(stats["observation.images.front"]["mean"]) == (3, 1, 1)
-    assert 0 < stats["observation.images.front"]["mean"][0][0][0] < 1
+    assert len(reader) == 5
+    last = reader.read(4)
+    assert (last.length, last.seed, last.success, last.policy_version) == (5, -1, None, -1)
+    assert torch.equal(last.frames[("action",)][0][:4], before[("action",)][0][-4:])
+    image = ("observation", "image", "front")
+    assert torch.equal(last.frames[image][0][:4], before[image][0][-4:])
+    assert torch.equal(reader.read(2).frames[("action",)][0], before[("action",)][0])
+
+
+def test_a_folder_of_the_first_version_is_read(folder: Path) -> None:
+    own = json.loads((folder / "meta/embodichain.json").read_text())
+    (folder / "meta/embodichain.json").write_text(json.dumps({name: own[name] for name in ("layout", "episodes")}))
+    assert LeRobotReader(folder).read(1).seed == 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ([("observation", "image", "front"), ("observation", "front")], "observation/front cannot be called"),
+        ([("observation", "a", "b"), ("observation", "a.b")], "observation/a.b cannot be called"),
+        ([("index",)], "index cannot be called 'index', which is the name of the format"),
+        ([("observation", "../up")], "slash"),
+    ],
+)
+def test_names_that_a_folder_cannot_have_are_refused(tmp_path: Path, keys: list[Any], words: str) -> None:
+    shape = (16, 16, 3) if "front" in keys[0] else (2,)
+    leaves = [Leaf(key, torch.uint8, shape) for key in keys]
+    with pytest.raises(DatasetError, match=words):
+        LeRobotWriter(tmp_path / "set", FrameLayout((*leaves, *LAYOUT.leaves[-4:])), fps=20, task="push")
+
+
+def test_state_and_joints_have_names_of_their_own(tmp_path: Path) -> None:
+    leaves = [
+        Leaf(("observation", "robot", "qpos"), torch.float32, (2,)),
+        Leaf(("observation", "state"), torch.float32, (2,)),
+    ]
+    layout = FrameLayout((*leaves, *LAYOUT.leaves[-3:]))
+    with LeRobotWriter(tmp_path / "set", layout, fps=20, task="push") as writer:
+        frames = {leaf.key: (torch.full((3, *leaf.shape), i).to(leaf.dtype),) for i, leaf in enumerate(layout.leaves)}
+        writer.add(Episode(frames, 3))
+    read = LeRobotReader(tmp_path / "set").read(0).frames
+    assert all(torch.equal(read[key][0], value[0]) for key, value in frames.items())
 
 
 def test_full_files_are_followed_by_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lerobot, "_TABLE_MEGABYTES", 0)
-    monkeypatch.setattr(lerobot, "_VIDEO_MEGABYTES", 0)
+    monkeypatch.setattr(lerobot_writer, "_TABLE_MEGABYTES", 0)
+    monkeypatch.setattr(lerobot_writer, "_VIDEO_MEGABYTES", 0)
     with LeRobotWriter(tmp_path, LAYOUT, fps=20, task="push") as writer:
         traces = list(record(Frames(), writer, 6))
     assert len(list(tmp_path.glob("data/*/*.parquet"))) == 6

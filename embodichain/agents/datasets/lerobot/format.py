@@ -1,0 +1,301 @@
+"""The format of a LeRobotDataset v3 folder: paths, features, the JSON files in ``meta``, and their checks."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, Strict, StrictInt, ValidationError
+
+from embodichain.agents.datasets.frames import FrameLayout, Key, Leaf
+from embodichain.errors import DatasetError, EmbodiChainError
+
+CODEBASE_VERSION = "v3.0"
+DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
+VIDEO_PATH = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
+EPISODES_PATH = "meta/episodes/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
+TASKS_PATH = "meta/tasks.parquet"
+INFO_PATH = "meta/info.json"
+STATS_PATH = "meta/stats.json"
+OWN_PATH = "meta/embodichain.json"
+FILES_PER_CHUNK = 1000
+
+DONE = "next.done"
+BOOKKEEPING = {"timestamp": "float32"} | dict.fromkeys(("frame_index", "episode_index", "index", "task_index"), "int64")
+"""Columns every LeRobotDataset has."""
+_STATES: tuple[Key, ...] = (("observation", "state"), ("observation", "robot", "qpos"))
+"""What is called ``observation.state``: the first of these that exists."""
+_DTYPES = {
+    name: getattr(torch, name)
+    for name in ("float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
+}
+"""Types of numbers that are read."""
+_CHANNELS = 3
+
+_Size = Annotated[int, Strict(), Field(ge=1, lt=1 << 31)]
+_Count = Annotated[int, Strict(), Field(ge=0, lt=1 << 62)]
+_Rate = Annotated[float, Field(gt=0, le=1_000_000, allow_inf_nan=False)]
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One array of a frame and its name in the dataset."""
+
+    name: str
+    leaf: Leaf
+    channels_first: bool | None = None
+    """Order of a camera's pixels; None for what is no camera."""
+    in_table: bool = False
+    """Whether a camera's images are encoded in the table of numbers, instead of a video."""
+
+    @property
+    def is_camera(self) -> bool:
+        """Whether it is an image."""
+        return self.channels_first is not None
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width of a camera."""
+        height, width = self.leaf.shape[1:] if self.channels_first else self.leaf.shape[:2]
+        return height, width
+
+    @property
+    def pixel_format(self) -> str:
+        """How the pixels of a camera are stored: one colour for 2 x 2 of them, unless the size is odd."""
+        return "yuv444p" if self.size[0] % 2 or self.size[1] % 2 else "yuv420p"
+
+    def describe(self, fps: int) -> dict[str, Any]:
+        """Return the entry of this feature in ``info.json``."""
+        if not self.is_camera:
+            dtype = str(self.leaf.dtype).removeprefix("torch.")
+            return {"dtype": dtype, "shape": list(self.leaf.shape) or [1], "names": None}
+        height, width = self.size
+        video = {
+            "video.height": height,
+            "video.width": width,
+            "video.codec": "h264",
+            "video.pix_fmt": self.pixel_format,
+            "video.is_depth_map": False,
+            "video.fps": fps,
+            "video.channels": 3,
+            "has_audio": False,
+        }
+        return {"dtype": "video", "shape": [height, width, 3], "names": ["height", "width", "channels"], "info": video}
+
+
+def features_of(layout: FrameLayout) -> list[Feature]:
+    """Name every array of a frame; ``DatasetError`` for names that a folder cannot have."""
+    state = next((key for key in _STATES if layout.shape_of(*key) is not None), None)
+    renamed: dict[Key | None, str] = {(name,): f"next.{name}" for name in ("reward", "terminated", "truncated")}
+    renamed[state] = "observation.state"
+    features = []
+    for leaf in layout.leaves:
+        if leaf.dtype == torch.uint8 and len(leaf.shape) == 3 and _CHANNELS in (leaf.shape[0], leaf.shape[2]):
+            camera = leaf.key[2:] if len(leaf.key) > 2 and leaf.key[1] == "image" else leaf.key[1:]
+            name = ".".join(("observation.images", *camera))
+            features.append(Feature(name, leaf, channels_first=leaf.shape[2] != _CHANNELS))
+        else:
+            features.append(Feature(renamed.get(leaf.key, ".".join(leaf.key)), leaf))
+    taken = dict.fromkeys((*BOOKKEEPING, DONE), "the format itself")
+    for feature in features:
+        check_name(feature.name)
+        key = "/".join(feature.leaf.key)
+        if feature.name in taken:
+            raise DatasetError(f"{key} cannot be called {feature.name!r}, which is the name of {taken[feature.name]}")
+        taken[feature.name] = key
+    return features
+
+
+def check_name(name: str) -> None:
+    """Refuse names that could lead a path elsewhere; LeRobot refuses slashes, too."""
+    if not name or name in (".", "..") or any(sign in name for sign in "/\\\0"):
+        raise DatasetError(f"the feature {name!r} has a name with a slash, or none; rename it")
+
+
+class FeatureEntry(BaseModel):
+    """What ``info.json`` says about one feature."""
+
+    dtype: Annotated[str, Strict()]
+    shape: Annotated[list[_Size], Field(max_length=8)]
+
+
+class Info(BaseModel):
+    """What is needed of ``info.json``."""
+
+    fps: _Rate
+    total_episodes: _Count
+    total_frames: _Count
+    features: dict[str, FeatureEntry]
+
+
+class Checksum(BaseModel):
+    """Size and CRC-32 of a file."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    bytes: _Count
+    crc32: _Count
+
+
+class OwnEpisode(BaseModel):
+    """What an environment knows about an episode and the format has no place for."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    seed: StrictInt = -1
+    success: bool | None = None
+    policy_version: StrictInt = -1
+
+
+class Own(BaseModel):
+    """``embodichain.json``; version 1 had neither checksums nor a frame rate."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    version: Literal[1, 2] = 1
+    layout: list[tuple[Annotated[list[str], Field(min_length=1)], str, list[_Size]]]
+    episodes: list[OwnEpisode]
+    fps: _Rate | None = None
+    checksums: dict[str, Checksum] = {}
+    crc32: _Count | None = None
+
+    def frame_layout(self) -> FrameLayout:
+        """Return the layout of the frames that were recorded."""
+        leaves = [
+            Leaf(tuple(key), torch_dtype("/".join(key), dtype), tuple(shape)) for key, dtype, shape in self.layout
+        ]
+        return checked_layout(leaves)
+
+
+def torch_dtype(name: str, dtype: str) -> torch.dtype:
+    """Return the type of a feature's numbers."""
+    if dtype not in _DTYPES:
+        raise DatasetError(f"{name} is of type {dtype!r}, which is not read; expected one of {', '.join(_DTYPES)}")
+    return _DTYPES[dtype]
+
+
+def checked_layout(leaves: Sequence[Leaf]) -> FrameLayout:
+    """Return a layout in which no key is empty, occurs twice, or is inside of another."""
+    keys = {leaf.key for leaf in leaves}
+    inner = {key[:depth] for key in keys for depth in range(1, len(key))}
+    wrong = next((key for key in keys if not all(key) or key in inner), None)
+    if wrong is not None or len(keys) < len(leaves):
+        twice = wrong or next(leaf.key for i, leaf in enumerate(leaves) if leaf.key in {o.key for o in leaves[:i]})
+        raise DatasetError(f"{'/'.join(twice)}: this key is empty in part, occurs twice, or is inside of another one")
+    return FrameLayout(tuple(leaves))
+
+
+def foreign_features(entries: Mapping[str, FeatureEntry]) -> list[Feature]:
+    """Return what is read of a folder that another program wrote: observations, actions, and a reward if it has one.
+
+    Text and images that are not RGB, such as depth maps, are left out.
+    """
+    features = []
+    for name, entry in entries.items():
+        shape = tuple(entry.shape)
+        if entry.dtype in ("video", "image"):
+            if len(shape) != 3:
+                raise DatasetError(f"{name} is an image of shape {list(shape)}, expected height, width and channels")
+            if _CHANNELS not in (shape[0], shape[2]):
+                continue
+            check_name(name)
+            camera = name.removeprefix("observation.").removeprefix("images.").split(".")
+            leaf = Leaf(("observation", "image", *camera), torch.uint8, shape)
+            features.append(Feature(name, leaf, shape[2] != _CHANNELS, in_table=entry.dtype == "image"))
+        elif name == "next.reward":
+            features.append(Feature(name, Leaf(("reward",), torch.float32, ())))
+        elif (name == "action" or name.startswith("observation.")) and entry.dtype not in ("string", "language"):
+            features.append(Feature(name, Leaf(tuple(name.split(".")), torch_dtype(name, entry.dtype), shape)))
+    if not any(feature.name == "action" for feature in features):
+        raise DatasetError("there is no feature 'action' in meta/info.json")
+    return features
+
+
+def file_indices(number: int) -> dict[str, int]:
+    """Return the chunk, and the file in it, of the ``number``-th file of a kind."""
+    return {"chunk_index": number // FILES_PER_CHUNK, "file_index": number % FILES_PER_CHUNK}
+
+
+def checksum_of(file: Path) -> dict[str, int]:
+    """Return size and CRC-32 of a file."""
+    crc, size = 0, 0
+    with file.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            crc, size = zlib.crc32(block, crc), size + len(block)
+    return {"bytes": size, "crc32": crc}
+
+
+def data_checksum(data: Mapping[str, Any]) -> int:
+    """Return the CRC-32 of JSON data, whatever its own ``crc32`` says."""
+    content = {name: value for name, value in data.items() if name != "crc32"}
+    return zlib.crc32(json.dumps(content, separators=(",", ":")).encode())
+
+
+@contextmanager
+def reading(root: Path) -> Iterator[None]:
+    """Turn whatever a parser raises about a folder into one ``DatasetError``."""
+    try:
+        yield
+    except EmbodiChainError:
+        raise
+    except Exception as error:  # parsers of damaged files raise nearly anything
+        reason = (str(error).strip() or "no further message").splitlines()[0]
+        raise DatasetError(f"{root} cannot be read: {type(error).__name__}: {reason}") from error
+
+
+def find_inside(root: Path, name: str) -> Path:
+    """Return a file of a folder; links that lead out of it are refused, but for those of the Hugging Face cache."""
+    base, path = root.resolve(), (root / name).resolve()
+    blobs = base.parents[1] / "blobs" if base.parent.name == "snapshots" else base
+    if not path.is_relative_to(base) and not path.is_relative_to(blobs):
+        raise DatasetError(f"{root / name} lies outside of the folder")
+    if not path.is_file():
+        raise DatasetError(f"{root / name} is missing, or no file")
+    return path
+
+
+def read_json(root: Path, name: str) -> dict[str, Any]:
+    """Return the content of a JSON file that holds one object."""
+    if not (root / name).exists():
+        raise DatasetError(f"{root} is no LeRobotDataset: there is no {name}")
+    data = json.loads(find_inside(root, name).read_text(encoding="utf-8"))
+    if not isinstance(data, dict):
+        raise DatasetError(f"{root / name} cannot be read: expected an object, got {type(data).__name__}")
+    return data
+
+
+def checked(model: type[_Model], data: Mapping[str, Any], path: Path) -> _Model:
+    """Return checked data; ``DatasetError`` names the first wrong entry."""
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise DatasetError(f"{path}: {where}: {first['msg']}, got {first['input']!r:.80}") from None
+
+
+def read_info(root: Path) -> Info:
+    """Return what is needed of ``info.json``."""
+    data = read_json(root, INFO_PATH)
+    version = data.get("codebase_version")
+    if version != CODEBASE_VERSION:
+        raise DatasetError(f"{root} is a dataset of version {version}, expected {CODEBASE_VERSION}")
+    return checked(Info, data, root / INFO_PATH)
+
+
+def read_own(root: Path) -> Own | None:
+    """Return the content of ``embodichain.json``; None in a folder that another program wrote."""
+    if not (root / OWN_PATH).exists():
+        return None
+    data = read_json(root, OWN_PATH)
+    own = checked(Own, data, root / OWN_PATH)
+    if own.version > 1 and (own.fps is None or own.crc32 != data_checksum(data)):
+        raise DatasetError(f"{root / OWN_PATH} is damaged: its content does not match its checksum")
+    return own

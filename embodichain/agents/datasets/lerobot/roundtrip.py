@@ -1,0 +1,85 @@
+"""Recording from a source to a folder, and comparing the folder with what was written."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from embodichain.agents.datasets.frames import Episode, EpisodeSource, Key
+from embodichain.agents.datasets.lerobot.format import features_of
+from embodichain.agents.datasets.lerobot.reader import LeRobotReader
+from embodichain.agents.datasets.lerobot.writer import LeRobotWriter
+from embodichain.errors import DatasetError
+
+_KEPT_IMAGE_BYTES = 256 << 20
+"""Bytes of original images that are kept for the comparison."""
+MIN_PSNR = 25.0
+"""Decibels below which an image counts as another one; compression costs less."""
+
+
+@dataclass
+class Trace:
+    """What is kept of a recorded episode: checksums of its numbers, and its images while there is room."""
+
+    length: int
+    checksums: dict[Key, int]
+    images: dict[Key, Tensor]
+
+    @classmethod
+    def of(cls, episode: Episode, cameras: set[Key], keep: bool = True) -> Trace:
+        """Return the trace of an episode, with its images or without."""
+        frames = {key: torch.cat(pieces).contiguous() for key, pieces in episode.frames.items()}
+        numbers = {key: value.view(torch.uint8).numpy() for key, value in frames.items() if key not in cameras}
+        images = {key: value for key, value in frames.items() if key in cameras and keep}
+        return cls(episode.length, {key: zlib.crc32(value.tobytes()) for key, value in numbers.items()}, images)
+
+
+def record(source: EpisodeSource, writer: LeRobotWriter, episodes: int, only_success: bool = False) -> Iterator[Trace]:
+    """Write the next ``episodes`` episodes of a source; yield the trace of each."""
+    cameras = {feature.leaf.key for feature in features_of(source.layout) if feature.is_camera}
+    left, image_bytes = episodes, 0
+    while left:
+        for episode in source.advance()[:left]:
+            episode.check_finite()
+            if only_success and not episode.success:
+                continue
+            writer.add(episode)
+            trace = Trace.of(episode, cameras, keep=image_bytes < _KEPT_IMAGE_BYTES)
+            image_bytes += sum(image.nbytes for image in trace.images.values())
+            left -= 1
+            yield trace
+
+
+def read_back(root: Path, traces: list[Trace]) -> float | None:
+    """Compare a folder with what was written to it; raise DatasetError at the first difference.
+    Return the worst PSNR of an episode's images, in decibels; None without cameras."""
+    reader = LeRobotReader(root)
+    if len(reader) != len(traces):
+        raise DatasetError(f"{root} holds {len(reader)} episodes, but {len(traces)} were written")
+    worst: float | None = None
+    for index, trace in enumerate(traces):
+        episode = reader.read(index)
+        if episode.length != trace.length:
+            raise DatasetError(f"episode {index} has {episode.length} frames, but {trace.length} were written")
+        again = Trace.of(episode, set(trace.images))
+        for key, checksum in trace.checksums.items():
+            if again.checksums[key] != checksum:
+                raise DatasetError(f"{'/'.join(key)} of episode {index} is not what was written")
+        for key, image in trace.images.items():
+            likeness = psnr(again.images[key], image)
+            if likeness < MIN_PSNR:
+                raise DatasetError(f"{'/'.join(key)} of episode {index} looks different: {likeness:.1f} dB")
+            worst = likeness if worst is None else min(worst, likeness)
+    return worst
+
+
+def psnr(one: Tensor, other: Tensor) -> float:
+    """Return the likeness of two uint8 images in decibels: ``10 log10(255^2 / mean squared difference)``."""
+    error = float((one.float() - other.float()).square().mean())
+    return math.inf if error == 0 else 10 * math.log10(255**2 / error)

@@ -1,0 +1,252 @@
+"""Writes episodes as a LeRobotDataset v3 folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from embodichain.agents.datasets.frames import Episode, FrameLayout, Key
+from embodichain.agents.datasets.lerobot.format import (
+    BOOKKEEPING,
+    CODEBASE_VERSION,
+    DATA_PATH,
+    DONE,
+    EPISODES_PATH,
+    FILES_PER_CHUNK,
+    INFO_PATH,
+    OWN_PATH,
+    STATS_PATH,
+    TASKS_PATH,
+    VIDEO_PATH,
+    Feature,
+    checksum_of,
+    data_checksum,
+    features_of,
+    file_indices,
+)
+from embodichain.agents.datasets.lerobot.statistics import FeatureStatistics
+from embodichain.errors import DatasetError
+from embodichain.extras import require
+
+_TABLE_MEGABYTES, _VIDEO_MEGABYTES = 100, 200
+"""Sizes from which on a file counts as full, and the next one begins."""
+
+Images = NDArray[np.uint8]
+
+
+def to_column(values: NDArray[Any]) -> Any:
+    """Return an array ``[n, ...]`` as an Arrow column: numbers, or (nested) lists of fixed size; ``[n, 1]`` is numbers,
+    as LeRobot has it."""
+    arrow = require("pyarrow", extra="data")
+    column = arrow.array(np.ascontiguousarray(values).reshape(-1))
+    for size in reversed(values.shape[1:] if values.shape[1:] != (1,) else ()):
+        column = arrow.FixedSizeListArray.from_arrays(column, size)
+    return column
+
+
+class VideoFile:
+    """Writes images ``[n, height, width, 3]`` of many episodes, one after the other, to an mp4 file."""
+
+    def __init__(self, path: Path, feature: Feature, fps: int, quality: int) -> None:
+        self._av = require("av", extra="data")
+        self.frames = 0
+        self._container = self._av.open(str(path), "w")
+        # Two frames per group: any frame is found without decoding many others.
+        self._stream = self._container.add_stream("libx264", rate=fps, options={"crf": str(quality), "g": "2"})
+        self._stream.height, self._stream.width = feature.size
+        self._stream.pix_fmt = feature.pixel_format
+
+    def append(self, images: Images) -> None:
+        """Add images at the end."""
+        for image in images:
+            frame = self._av.VideoFrame.from_ndarray(np.ascontiguousarray(image), format="rgb24")
+            self._container.mux(self._stream.encode(frame))
+        self.frames += len(images)
+
+    def close(self) -> None:
+        """Finish the file."""
+        self._container.mux(self._stream.encode())
+        self._container.close()
+
+
+class LeRobotWriter:
+    """A new dataset folder; episodes are appended, and ``close`` writes what describes them."""
+
+    def __init__(
+        self,
+        root: Path | str,
+        layout: FrameLayout,
+        fps: int,
+        task: str,
+        robot_type: str | None = None,
+        quality: int = 18,
+    ) -> None:
+        self.root = Path(root)
+        if self.root.exists() and (not self.root.is_dir() or any(self.root.iterdir())):
+            raise DatasetError(f"{self.root} exists and is not an empty folder: choose another")
+        self._arrow, self._parquet = require("pyarrow", extra="data"), require("pyarrow.parquet", extra="data")
+        require("av", extra="data")
+        self.layout, self.fps, self.task = layout, fps, task
+        self._robot_type, self._quality = robot_type, quality
+        self._features = features_of(layout)
+        self._columns = dict(BOOKKEEPING)
+        """Columns beside the features, and their types."""
+        if {("terminated",), ("truncated",)} <= {leaf.key for leaf in layout.leaves}:
+            self._columns[DONE] = "bool"
+        self._statistics = {feature.name: FeatureStatistics(feature.is_camera) for feature in self._features}
+        self._statistics |= {name: FeatureStatistics(is_camera=False) for name in self._columns}
+        self._episodes: list[dict[str, Any]] = []
+        self._own: list[dict[str, Any]] = []
+        self._frames = 0
+        self._files: dict[str, tuple[int, Path, Any]] = {}
+        """The number, the path and the writer of the present file of every camera, and of the numbers ("")."""
+        self._written: list[Path] = []
+        self._closed = False
+
+    def add(self, episode: Episode) -> None:
+        """Append one episode."""
+        arrays = {key: torch.cat(pieces).cpu().numpy() for key, pieces in episode.frames.items()}
+        row = {
+            "episode_index": len(self._episodes),
+            "tasks": [self.task],
+            "length": episode.length,
+            "dataset_from_index": self._frames,
+            "dataset_to_index": self._frames + episode.length,
+        }
+        numbers = self._numbers(arrays, episode.length)
+        row |= self._write_numbers(numbers)
+        images = {}
+        for feature in (feature for feature in self._features if feature.is_camera):
+            values = arrays[feature.leaf.key]
+            images[feature.name] = np.moveaxis(values, 1, -1) if feature.channels_first else values
+            row |= self._write_images(feature, images[feature.name])
+        for name, values in (numbers | images).items():
+            entry = self._statistics[name].add(values)
+            row |= {f"stats/{name}/{statistic}": value for statistic, value in entry.items()}
+        self._episodes.append(row)
+        self._own.append({"seed": episode.seed, "success": episode.success, "policy_version": episode.policy_version})
+        self._frames += episode.length
+
+    def _numbers(self, arrays: dict[Key, NDArray[Any]], length: int) -> dict[str, NDArray[Any]]:
+        """Return the columns of one episode: the features that are no images, and what every dataset has."""
+        step = np.arange(length)
+        columns = {f.name: arrays[f.leaf.key] for f in self._features if not f.is_camera}
+        if DONE in self._columns:
+            columns[DONE] = arrays[("terminated",)] | arrays[("truncated",)]
+        return columns | {
+            "timestamp": (step / self.fps).astype(np.float32),
+            "frame_index": step,
+            "episode_index": np.full(length, len(self._episodes)),
+            "index": self._frames + step,
+            "task_index": np.zeros(length, np.int64),
+        }
+
+    def _write_numbers(self, columns: dict[str, NDArray[Any]]) -> dict[str, Any]:
+        """Append the rows of one episode to the present Parquet file, or to a new one if that is full."""
+        table = self._arrow.table({name: to_column(values) for name, values in columns.items()})
+
+        def make(path: Path) -> Any:
+            return self._parquet.ParquetWriter(path, table.schema, write_page_checksum=True)
+
+        file, indices = self._file("", DATA_PATH, _TABLE_MEGABYTES, make)
+        file.write_table(table)
+        return {f"data/{name}": value for name, value in indices.items()}
+
+    def _write_images(self, feature: Feature, images: Images) -> dict[str, Any]:
+        """Append the images of one episode to the camera's present file, or to a new one if that is full."""
+        video, indices = self._file(
+            feature.name, VIDEO_PATH, _VIDEO_MEGABYTES, lambda path: VideoFile(path, feature, self.fps, self._quality)
+        )
+        start = video.frames / self.fps
+        video.append(images)
+        entry = {**indices, "from_timestamp": start, "to_timestamp": video.frames / self.fps}
+        return {f"videos/{feature.name}/{name}": value for name, value in entry.items()}
+
+    def _file(self, camera: str, path: str, megabytes: int, make: Callable[[Path], Any]) -> tuple[Any, dict[str, int]]:
+        """Return the present file of a camera, or a new one if that is full, and its indices."""
+        number, present, file = self._files.get(camera, (0, self.root, None))
+        if file is not None and present.exists() and present.stat().st_size > megabytes << 20:
+            file.close()
+            number, file = number + 1, None
+        if file is None:
+            present = self.root / path.format(video_key=camera, **file_indices(number))
+            present.parent.mkdir(parents=True, exist_ok=True)
+            file = make(present)
+            self._written.append(present)
+            self._files[camera] = (number, present, file)
+        return file, file_indices(number)
+
+    def close(self) -> None:
+        """Finish all files; calling it twice is fine."""
+        if self._closed:
+            return
+        self._closed = True
+        for _, _, file in self._files.values():
+            file.close()
+        if not self._episodes:
+            return
+        self._write_episodes()
+        self._write_tasks()
+        # LeRobot rewrites the other files of meta/ when it appends; these it leaves as they are.
+        checksums = {path.relative_to(self.root).as_posix(): checksum_of(path) for path in self._written}
+        own = {"version": 2, "fps": self.fps, "layout": self.layout.to_json(), "episodes": self._own}
+        own["checksums"] = checksums
+        descriptions = {
+            INFO_PATH: self._info(),
+            STATS_PATH: {name: value.result() for name, value in self._statistics.items()},
+            OWN_PATH: {**own, "crc32": data_checksum(own)},
+        }
+        for name, data in descriptions.items():
+            (self.root / name).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+
+    def _write_episodes(self) -> None:
+        """Write where each episode begins and ends, and its statistics."""
+        indices = {f"meta/episodes/{name}": value for name, value in file_indices(0).items()}
+        path = self.root / EPISODES_PATH.format(**file_indices(0))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._write_table(self._arrow.Table.from_pylist([{**row, **indices} for row in self._episodes]), path)
+        self._written.append(path)
+
+    def _write_table(self, table: Any, path: Path) -> None:
+        self._parquet.write_table(table, path, write_page_checksum=True)
+
+    def _info(self) -> dict[str, Any]:
+        features = {feature.name: feature.describe(self.fps) for feature in self._features}
+        features |= {name: {"dtype": dtype, "shape": [1], "names": None} for name, dtype in self._columns.items()}
+        return {
+            "codebase_version": CODEBASE_VERSION,
+            "robot_type": self._robot_type,
+            "total_episodes": len(self._episodes),
+            "total_frames": self._frames,
+            "total_tasks": 1,
+            "chunks_size": FILES_PER_CHUNK,
+            "data_files_size_in_mb": _TABLE_MEGABYTES,
+            "video_files_size_in_mb": _VIDEO_MEGABYTES,
+            "fps": self.fps,
+            "splits": {"train": f"0:{len(self._episodes)}"},
+            "data_path": DATA_PATH,
+            "video_path": VIDEO_PATH if any(self._files) else None,
+            "features": features,
+        }
+
+    def _write_tasks(self) -> None:
+        """Write the only task; the metadata tell pandas, with which LeRobot reads it, that its name is the index."""
+        columns = [
+            {"name": name, "field_name": name, "pandas_type": kind, "numpy_type": numpy_kind, "metadata": None}
+            for name, kind, numpy_kind in (("task_index", "int64", "int64"), ("task", "unicode", "object"))
+        ]
+        index = {"index_columns": ["task"], "column_indexes": [], "columns": columns, "pandas_version": "2.0.0"}
+        table = self._arrow.table({"task_index": self._arrow.array([0]), "task": self._arrow.array([self.task])})
+        self._write_table(table.replace_schema_metadata({"pandas": json.dumps(index)}), self.root / TASKS_PATH)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
