@@ -105,6 +105,10 @@ class CheckpointError(EmbodiChainError, RuntimeError):
     """A checkpoint is damaged, of a newer format, or of another architecture."""
 
 
+class CheckpointVersionError(CheckpointError):
+    """A checkpoint is intact, but a newer version of this package wrote it."""
+
+
 class NotFiniteError(EmbodiChainError, ArithmeticError):
     """Training met NaN or infinity; the message says where, and where the failing batch was saved."""
 

@@ -99,7 +99,8 @@ class OnlineDataEngineCfg(Config):
     seed: Annotated[int, Field(ge=0, lt=2**62)] = 0
     """Seed of the simulation and of the draws."""
     max_restarts: Annotated[int, Field(ge=0)] = 3
-    """How often each worker is replaced after a crash, a hang or a NaN before the engine gives up."""
+    """How often each worker is replaced after a crash, a hang or a NaN before the engine gives up;
+    ten minutes without a fault give the budget back."""
     start_timeout: Positive = 120.0
     """Seconds a worker may take to build its environment, and then to deliver its first episode."""
     worker_timeout: Positive = 60.0

@@ -200,7 +200,8 @@ class Supervisor(threading.Thread):
         self._cfg = cfg
         self.workers: dict[int, WorkerHandle] = {}
         """The workers by index; one that is being replaced is missing."""
-        self.restarts = Restarts("simulation worker {}", cfg.num_workers, cfg.max_restarts)
+        silence = max(cfg.start_timeout, cfg.worker_timeout)
+        self.restarts = Restarts("simulation worker {}", cfg.num_workers, cfg.max_restarts, silence)
         self._pool = RayPool(cfg) if cfg.workers == "ray" else LocalPool(cfg)
         self._stopping = threading.Event()
         self._progress = (0, 0.0)

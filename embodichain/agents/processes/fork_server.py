@@ -113,7 +113,8 @@ def _kill_group(pid: int) -> None:
 
 def main() -> None:
     """Serve; in a worker, do its job and end the process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the program's to handle
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):  # Ctrl-C and the like are the program's to handle
+        signal.signal(number, signal.SIG_IGN)
     program, control, modules, sys.path[:] = json.loads(sys.argv[1])
     server = ForkServer(socket.socket(fileno=control), program)
     for name in (_POOL, *modules):

@@ -45,6 +45,8 @@ _WAITING_SECONDS = 5.0
 FIRST_STEPS = 2
 """Steps that may take as long as a start, because something is loaded or compiled in them."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
+_HEALTHY_SECONDS = 600.0
+"""A worker that has done its work for so long has its former faults forgotten."""
 
 
 class Heartbeat:
@@ -281,11 +283,18 @@ def restart_delay(faults: int) -> float:
 
 
 class Restarts:
-    """Decides when workers are started: all of them at first, and those that failed again, as often as allowed."""
+    """Decides when workers are started: all of them at first, and those that failed again, as often as allowed.
 
-    def __init__(self, name: str, num_workers: int, max_restarts: int) -> None:
+    Faults that are long past do not count: a budget is spent by a worker that keeps failing, not by a long run.
+    """
+
+    def __init__(self, name: str, num_workers: int, max_restarts: int, silence: float = 0.0) -> None:
+        """Plan the first start of all workers; ``silence`` is for how long one may show no sign before it has hung."""
         self._name, self._max = name, max_restarts
+        self._healthy = _HEALTHY_SECONDS + silence
+        self._last_fault = [0.0] * num_workers
         self.faults = [0] * num_workers
+        """How often each worker failed without working well for long in between."""
         self.replaced = [0] * num_workers
         """How often each worker was replaced, for whatever reason."""
         self.planned: dict[int, tuple[float, int]] = dict.fromkeys(range(num_workers), (0.0, 0))
@@ -307,6 +316,10 @@ class Restarts:
         """Plan another worker in place of one that failed; tell whether it may be."""
         index, count, pause = report.worker, "", 0.0
         if not report.lost:  # a machine that is gone is nobody's fault
+            now = time.monotonic()
+            if now - self._last_fault[index] > self._healthy:
+                self.faults[index] = 0
+            self._last_fault[index] = now
             if self.faults[index] >= self._max:
                 return False
             self.faults[index] += 1

@@ -10,9 +10,11 @@ A run's checkpoints hold ``config`` (the resolved config), ``spaces``, ``policy`
 ``random`` are the first rank's, and ``other_ranks`` lists those of the others.
 """
 
+import contextlib
 import json
 import math
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Collection, Iterable, Mapping
@@ -29,13 +31,15 @@ from embodichain.agents.rl.models import build_policy
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils.tensordicts import space_from_data
 from embodichain.envs.vec_env import VecEnv
-from embodichain.errors import CheckpointError, NotFiniteError, OutputError
+from embodichain.errors import CheckpointError, CheckpointVersionError, NotFiniteError, OutputError
 from embodichain.extras import check_trusted, import_trusted
 from embodichain.utils.tensor_tree import flatten, unflatten
 
 FORMAT, VERSION = "embodichain-checkpoint", 1
 STATE_FILE, TENSOR_FILE = "state.json", "tensors.safetensors"
 CHECKPOINTS, BEST = "checkpoints", "best"
+_STEP = re.compile("step_([0-9]+)")
+_COPY = re.compile(r"\.(step_[0-9]+)\.[0-9]+\.partial")
 _FORMER = ".former"
 """How the name of a checkpoint ends while another one takes its place."""
 
@@ -87,10 +91,10 @@ def load_checkpoint(path: PathLike) -> dict[str, Any]:
 def find_checkpoint(path: PathLike, which: Literal["best", "latest"] = "latest") -> Path:
     """Return a checkpoint's folder, given that folder or the folder of a run; without a best one, it is the latest."""
     given = Path(path)
-    if (given / STATE_FILE).is_file():
+    if is_checkpoint(given):
         return given
     folder = given / CHECKPOINTS
-    if which == "best" and (folder / BEST / STATE_FILE).is_file():
+    if which == "best" and is_checkpoint(folder / BEST):
         return folder / BEST
     steps = list_checkpoints(folder)
     if not steps:
@@ -98,11 +102,27 @@ def find_checkpoint(path: PathLike, which: Literal["best", "latest"] = "latest")
     return steps[-1]
 
 
-def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the complete checkpoints ``step_000000001234`` of a folder, also those being overwritten, oldest first."""
-    former = {_final_name(file.parent): file.parent for file in folder.glob(f".step_*{_FORMER}/{STATE_FILE}")}
-    found = former | {file.parent.name: file.parent for file in folder.glob(f"step_*/{STATE_FILE}")}
-    return [found[name] for name in sorted(found)]
+def is_checkpoint(path: Path) -> bool:
+    """Tell whether there is something to load in a folder; ``load_checkpoint`` finds out whether it is intact."""
+    return os.path.isfile(path / STATE_FILE)
+
+
+def list_checkpoints(folder: Path, damaged: bool = False) -> list[Path]:
+    """Return the complete checkpoints ``step_000000001234`` of a folder, also those being overwritten, oldest first.
+
+    ``damaged`` adds folders of that name without ``state.json``. Anything with another name is the user's own.
+    """
+    try:
+        names = sorted(os.listdir(folder))  # .step_... comes before step_..., which counts more
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except (OSError, ValueError) as error:  # a NUL in the name
+        raise CheckpointError(f"{str(folder)!r} cannot be read: {error}") from None
+    found: dict[int, Path] = {}
+    for path in map(folder.joinpath, names):
+        if _STEP.fullmatch(_final_name(path)) and (is_checkpoint(path) or (damaged and os.path.isdir(path))):
+            found[checkpoint_step(path)] = path
+    return [found[step] for step in sorted(found)]
 
 
 def checkpoint_step(checkpoint: Path) -> int:
@@ -111,7 +131,17 @@ def checkpoint_step(checkpoint: Path) -> int:
 
 
 def restore_former(folder: Path) -> None:
-    """Give checkpoints that were being overwritten their names back; no process may be writing to the folder."""
+    """Name checkpoints whose process was killed before it could; no other one may be writing to the folder.
+
+    A complete copy takes the name that it was written for if no checkpoint has it. Otherwise one that was about to be
+    overwritten gets it back.
+    """
+    copies = [copy for copy in folder.glob(".step_*.partial") if _COPY.fullmatch(copy.name) and is_checkpoint(copy)]
+    for copy in sorted(copies, key=lambda copy: (copy / STATE_FILE).stat().st_mtime_ns, reverse=True):
+        target = copy.with_name(copy.name.split(".")[1])
+        with contextlib.suppress(CheckpointError):  # it was not complete
+            if not target.exists() and load_checkpoint(copy):
+                copy.rename(target)
     for former in folder.glob(f".*{_FORMER}"):
         target = former.with_name(_final_name(former))
         if target.exists():
@@ -121,7 +151,8 @@ def restore_former(folder: Path) -> None:
 
 
 def _final_name(checkpoint: Path) -> str:
-    return checkpoint.name.removeprefix(".").removesuffix(_FORMER)
+    former = checkpoint.name.startswith(".") and checkpoint.name.endswith(_FORMER)
+    return checkpoint.name[1 : -len(_FORMER)] if former else checkpoint.name
 
 
 def load_weights(module: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
@@ -176,7 +207,7 @@ def _read_document(file: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file} is no checkpoint of this package")
     version = document.get("version")
     if not isinstance(version, int) or version > VERSION:
-        raise CheckpointError(
+        raise CheckpointVersionError(
             f"{file} has format version {version}; this version of the package reads up to {VERSION}. Upgrade it."
         )
     if not isinstance(document.get("tensors"), dict) or _data_crc(document.get("state")) != document.get("crc32"):

@@ -14,155 +14,54 @@ The folder of a run::
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import json
 import logging
 import math
 import os
+import re
 import shutil
 import signal
-import socket
 import threading
 import time
-import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
 
 from embodichain.agents.rl.checkpoint import (
     BEST,
     CHECKPOINTS,
-    STATE_FILE,
     checkpoint_step,
+    is_checkpoint,
     list_checkpoints,
+    load_checkpoint,
     restore_former,
     save_checkpoint,
 )
 from embodichain.agents.rl.config import TrainCfg, TrainerCfg
+from embodichain.agents.rl.run_lock import RunLock, unwritable
 from embodichain.agents.rl.utils.distributed import Ranks, is_launched, is_torchrun, local_count
 from embodichain.config import save_config
-from embodichain.errors import CheckpointError, ConfigError, OutputError, RankError, TrainingStateError
+from embodichain.errors import (
+    CheckpointError,
+    CheckpointVersionError,
+    ConfigError,
+    OutputError,
+    RankError,
+    TrainingStateError,
+)
 from embodichain.extras import require
 
 CONFIG_FILE = "train_config.json"
-LOCK_FILE = "run.lock"
 LATEST = "latest"
 WANDB_FILE = "wandb_run.txt"
-_LOCK_BYTES = 4096
+_UNFINISHED = re.compile(rf"\.step_[0-9]+\.[0-9]+\.partial|\.({LATEST}|{BEST})\.[0-9]+")
+"""Names of checkpoints and links that were being written when their process was killed."""
 _STDERR = 2
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Ctrl-C, and what schedulers send before they end a job: Slurm, for one, SIGTERM, or what ``--signal`` asks for."""
 _LOG = logging.getLogger(__name__)
-
-
-class RunLock:
-    """Keeps other processes out of the folder of a run, until it is released or its process ends, however it does.
-
-    The operating system holds the lock (``flock``), so that a killed process leaves none behind; the file says who has
-    it. Children do not inherit it.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / LOCK_FILE
-        self._file: BinaryIO | None = None
-        _locks.add(self)
-
-    def acquire(self) -> None:
-        """Take the lock; ``TrainingStateError`` says who has it. Taking it twice is fine."""
-        if self._file is not None:
-            return
-        folder = self._path.parent
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            file = self._open()
-            former, holder = _read_holder(file), {"host": socket.gethostname(), "pid": os.getpid()}
-            self._write(file, json.dumps(holder | {"since": time.strftime("%Y-%m-%d %H:%M:%S %z")}) + "\n")
-        except OSError as error:
-            raise _no_folder(folder, error) from error
-        self._file = file
-        if former and former["host"] != holder["host"]:
-            _LOG.warning(
-                "%s was left by process %s on %s, which has not ended in an orderly way. If it still runs, stop it: "
-                "not all file systems that machines share lock files for all of them",
-                folder,
-                former["pid"],
-                former["host"],
-            )
-
-    def release(self) -> None:
-        """Give the lock back; releasing it twice is fine."""
-        if self._file is not None:
-            with contextlib.suppress(OSError):  # the disk is full or gone: the file says less, but is free
-                self._write(self._file, "")
-            self.forget()
-
-    def forget(self) -> None:
-        """Close the file, as a forked child does: the lock stays with the parent."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def _open(self) -> BinaryIO:
-        """Return the file, locked."""
-        while True:
-            file = os.fdopen(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0)
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                if error.errno not in _NO_LOCKS:
-                    with file:
-                        self._refuse(_read_holder(file))
-                _LOG.warning(
-                    "the file system of %s has no locks (%s): make sure that no other process trains in this folder",
-                    self._path.parent,
-                    error.strerror,
-                )
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(file.fileno()), os.stat(self._path)):
-                    return file
-            file.close()  # somebody removed the folder meanwhile
-
-    def _refuse(self, holder: dict[str, Any] | None) -> None:
-        """Raise the error that says who has the lock."""
-        who, how = "another process", "stop it"
-        if holder is not None:
-            own = " (this one)" if (holder["host"], holder["pid"]) == (socket.gethostname(), os.getpid()) else ""
-            who = f"process {holder['pid']} on {holder['host']}{own}, since {holder['since']}"
-            how = f"stop it there with 'kill {holder['pid']}', which saves a checkpoint"
-        folder = self._path.parent
-        raise TrainingStateError(
-            f"{folder} is in use by {who}: wait until it has ended, or {how}; then continue with --resume {folder}"
-        )
-
-    @staticmethod
-    def _write(file: BinaryIO, text: str) -> None:
-        file.truncate(0)
-        file.seek(0)
-        file.write(text.encode())
-
-
-_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
-"""What file systems answer that cannot lock files."""
-_locks: weakref.WeakSet[RunLock] = weakref.WeakSet()
-
-
-def _forget_locks() -> None:
-    for lock in _locks:
-        lock.forget()
-
-
-os.register_at_fork(after_in_child=_forget_locks)
-
-
-def _read_holder(file: BinaryIO) -> dict[str, Any] | None:
-    """Return who wrote a lock file and has not emptied it, if that can be read."""
-    file.seek(0)
-    with contextlib.suppress(ValueError):
-        holder = json.loads(file.read(_LOCK_BYTES))
-        if isinstance(holder, dict) and {"host", "pid", "since"} <= holder.keys():
-            return holder
-    return None
 
 
 class RunFolder:
@@ -203,6 +102,7 @@ class RunFolder:
         self.configure(cfg)
         for old in (self.metrics, *self.path.glob("events.out.tfevents.*")):
             old.unlink(missing_ok=True)
+        self._forget_unfinished()
 
     def configure(self, cfg: TrainCfg) -> None:
         """Write the config into the folder, and keep as many checkpoints as it says."""
@@ -210,31 +110,71 @@ class RunFolder:
         try:
             save_config(cfg, self.path / CONFIG_FILE)
         except OSError as error:
-            raise _no_folder(self.path, error) from error
+            raise unwritable(self.path, error) from error
 
     def save(self, step: int, state: Mapping[str, Any], best: bool = False) -> Path:
         """Write a checkpoint, let ``latest`` (and ``best``) point at it, and remove those that nothing points at."""
         saved = save_checkpoint(self.checkpoints / f"step_{step:012d}", state)
-        for name in (LATEST, BEST) if best else (LATEST,):  # at any time a link points at the old one or the new one
-            fresh = self.checkpoints / f".{name}.{os.getpid()}"
-            fresh.unlink(missing_ok=True)
-            fresh.symlink_to(saved.name)
-            os.replace(fresh, self.checkpoints / name)
+        for name in (LATEST, BEST) if best else (LATEST,):
+            self._link(name, saved)
         kept = (self.checkpoints / BEST).resolve()
         for old in list_checkpoints(self.checkpoints)[: -self.keep]:
             if old.resolve() != kept:
                 _remove(old)
         return saved
 
+    def load_latest(self) -> tuple[Path, dict[str, Any]] | None:
+        """Return the newest intact checkpoint and its content; ``None`` if there is none at all.
+
+        Later ones that are damaged make way for those that are made again, but are kept under another name.
+        """
+        damaged: dict[Path, CheckpointError] = {}
+        for checkpoint in reversed(list_checkpoints(self.checkpoints, damaged=True)):
+            try:
+                state = load_checkpoint(checkpoint)
+            except CheckpointVersionError:
+                raise
+            except CheckpointError as error:
+                damaged[checkpoint] = error
+                continue
+            for path, problem in damaged.items():
+                _LOG.warning("%s; it is kept as %s, and the run continues from %s", problem, _put_by(path), checkpoint)
+            return checkpoint, state
+        if damaged:
+            problems = "; ".join(map(str, damaged.values()))
+            raise CheckpointError(
+                f"none of the {len(damaged)} checkpoints of {self.path} can be read: {problems}. Move the folder "
+                f"{CHECKPOINTS} away to begin anew"
+            )
+        return None
+
     def forget_after(self, step: int) -> None:
         """Remove what an interrupted run left unfinished, and checkpoints of steps that are about to be made again."""
         self.lock.acquire()
         restore_former(self.checkpoints)
-        for partial in self.checkpoints.glob(".step_*"):
-            _remove(partial)
+        self._forget_unfinished()
         for checkpoint in list_checkpoints(self.checkpoints):
             if checkpoint_step(checkpoint) > step:
                 _remove(checkpoint)
+            elif checkpoint_step(checkpoint) == step:
+                self._link(LATEST, checkpoint)
+
+    def _forget_unfinished(self) -> None:
+        for unfinished in self.checkpoints.glob(".*"):
+            if _UNFINISHED.fullmatch(unfinished.name):
+                _remove(unfinished)
+
+    def _link(self, name: str, checkpoint: Path) -> None:
+        """Let a link point at a checkpoint; at any time it points at the old one or the new one."""
+        fresh, link = self.checkpoints / f".{name}.{os.getpid()}", self.checkpoints / name
+        try:
+            fresh.unlink(missing_ok=True)
+            fresh.symlink_to(checkpoint.name)
+            if link.is_dir() and not link.is_symlink():  # a copy that was made without links
+                shutil.rmtree(link)
+            fresh.replace(link)
+        except OSError as error:
+            raise OutputError(f"cannot write the link {link}: {error.strerror}") from error
 
 
 def _is_new(path: Path) -> bool:
@@ -244,19 +184,31 @@ def _is_new(path: Path) -> bool:
     except FileExistsError:
         return False
     except OSError as error:
-        raise _no_folder(path, error) from error
+        raise unwritable(path, error) from error
     return True
 
 
-def _no_folder(path: Path, error: OSError) -> OutputError:
-    return OutputError(f"cannot write to the folder {path}: {error.strerror}. Choose another one.")
-
-
 def _remove(checkpoint: Path) -> None:
-    """Remove a checkpoint that nobody needs; one that is gone, or cannot be removed, ends no training."""
-    shutil.rmtree(checkpoint, ignore_errors=True)
-    if checkpoint.exists():
+    """Remove a checkpoint (or the link to it) that nobody needs; one that cannot be removed ends no training."""
+    if checkpoint.is_symlink():
+        with contextlib.suppress(OSError):
+            checkpoint.unlink()
+    else:
+        shutil.rmtree(checkpoint, ignore_errors=True)
+    if os.path.lexists(checkpoint):
         _LOG.warning("%s is not needed any more, but cannot be removed", checkpoint)
+
+
+def _put_by(checkpoint: Path) -> Path:
+    """Give a damaged checkpoint a name that is not taken; return it."""
+    number, kept = 1, checkpoint.with_name(f"damaged_{checkpoint.name.lstrip('.')}")
+    while os.path.lexists(kept):
+        number += 1
+        kept = checkpoint.with_name(f"damaged_{checkpoint.name.lstrip('.')}-{number}")
+    try:
+        return checkpoint.rename(kept)
+    except OSError as error:
+        raise OutputError(f"cannot rename the damaged checkpoint {checkpoint}: {error.strerror}") from error
 
 
 @contextmanager
@@ -265,14 +217,10 @@ def locked_run(given: str | os.PathLike[str], ranks: Ranks) -> Iterator[RunFolde
     path = Path(given)
     with ranks.together("locking the folder of the run"):
         if ranks.is_first:
-            if (path / STATE_FILE).is_file() and (path := path.resolve()).parent.name != CHECKPOINTS:
-                raise TrainingStateError(f"{path} is not in the folder of a run, which is needed to continue it")
-            if (path / STATE_FILE).is_file():
-                path = path.parent.parent
-            if not (path / CHECKPOINTS).is_dir() and not (path / CONFIG_FILE).is_file():
-                raise CheckpointError(f"{path}: expected a checkpoint or a run with a checkpoint in it, found neither")
+            path = _run_of(path)
             folder = RunFolder(path)
             folder.lock.acquire()
+            restore_former(folder.checkpoints)
     path = Path(ranks.from_first(str(path)))
     folder = folder if ranks.is_first else RunFolder(path)
     try:
@@ -281,13 +229,30 @@ def locked_run(given: str | os.PathLike[str], ranks: Ranks) -> Iterator[RunFolde
         folder.lock.release()
 
 
-def open_folder(cfg: TrainCfg, folder: RunFolder | None, ranks: Ranks) -> RunFolder:
-    """Return the folder of a run, which the first rank makes; the others may be on machines that do not have it."""
+def _run_of(path: Path) -> Path:
+    """Return the folder of a run, given that or the folder of one of its checkpoints."""
+    if os.path.isdir(path / CHECKPOINTS) or os.path.isfile(path / CONFIG_FILE):
+        return path
+    for place in (path, path.resolve()):
+        if place.parent.name == CHECKPOINTS and os.path.isdir(place.parent):
+            return place.parent.parent
+    if is_checkpoint(path):
+        raise TrainingStateError(f"{path} is not in the folder of a run, which is needed to continue it")
+    raise CheckpointError(f"{path}: expected a checkpoint or a run with a checkpoint in it, found neither")
+
+
+def open_folder(cfg: TrainCfg, folder: RunFolder | None, ranks: Ranks, anew: bool = False) -> RunFolder:
+    """Return the folder of a run, which the first rank makes; the others may be on machines that do not have it.
+
+    ``anew`` begins the run again in a folder that is given.
+    """
     made = ""
     with ranks.together("making the folder of the run"):
         if ranks.is_first:
             if folder is None:
                 folder = RunFolder.create(cfg)
+            elif anew:
+                folder.begin(cfg)
             else:
                 folder.configure(cfg)
             made = str(folder.path)
@@ -331,11 +296,12 @@ def resume_command(run: Path) -> str:
 class RunLog:
     """Writes scalars to TensorBoard, to a file with one JSON object per line, and to Weights & Biases if asked to."""
 
-    def __init__(self, run: RunFolder, cfg: TrainCfg, resumed_at: int | None = None) -> None:
+    def __init__(self, run: RunFolder, cfg: TrainCfg, resumed_at: int | None = None, evaluated: bool = True) -> None:
+        """Continue the log at step ``resumed_at``; ``evaluated`` tells whether the evaluation there is over."""
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
         if resumed_at is not None:
-            _cut(run.metrics, resumed_at)
+            _cut(run.metrics, resumed_at, evaluated)
         self._file = run.metrics
         self._lines = run.metrics.open("a", encoding="utf-8")
         purge = None if resumed_at is None else resumed_at + 1
@@ -395,10 +361,11 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1] if line]  # what follows the last line break was not finished
 
 
-def _cut(file: Path, step: int) -> None:
-    """Drop lines of later steps, which are logged again."""
+def _cut(file: Path, step: int, evaluated: bool) -> None:
+    """Drop lines that are logged again: those of later steps, and of an evaluation that was not saved."""
     try:
         kept = [line for line in read_metrics(file) if line["step"] <= step]
+        kept = [line for line in kept if evaluated or line["step"] < step or "eval/return" not in line]
     except (ValueError, KeyError, TypeError) as error:
         raise TrainingStateError(f"{file} is damaged: {error!r}. Move it away to resume without it.") from None
     partial = file.with_name(f".{file.name}.{os.getpid()}")
@@ -417,7 +384,10 @@ def _start_wandb(run: RunFolder, cfg: TrainCfg) -> Any:
 
 
 class StopSignals:
-    """While active, the first Ctrl-C (or SIGTERM) asks the loop to stop; the second one interrupts it at once."""
+    """While active, the first Ctrl-C (or signal of a scheduler) asks the loop to stop; another Ctrl-C interrupts it.
+
+    Schedulers and launchers may send their signals more than once, and different ones: only the first counts.
+    """
 
     def __init__(self, aloud: bool = True) -> None:
         """``aloud`` prints at once that a signal has come."""
@@ -428,8 +398,9 @@ class StopSignals:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # Python handles signals nowhere else
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._former[number] = signal.signal(number, self._receive)
+            for number in _STOP_SIGNALS:
+                if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup asks for
+                    self._former[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -439,9 +410,11 @@ class StopSignals:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None:
-            raise KeyboardInterrupt
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
+            return
         self.received = number
         if self._aloud:  # by no stream or lock, as the signal may interrupt a write to one
             with contextlib.suppress(OSError):
                 clear = "\r\x1b[2K" if os.isatty(_STDERR) else ""
-                os.write(_STDERR, f"{clear}stopping after this iteration; a second signal stops at once\n".encode())
+                os.write(_STDERR, f"{clear}stopping after this iteration; Ctrl-C stops at once\n".encode())

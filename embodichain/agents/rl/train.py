@@ -35,15 +35,15 @@ from embodichain.agents.rl.config import (
     warn_about_config,
 )
 from embodichain.agents.rl.models import build_policy
-from embodichain.agents.rl.runs import RunFolder, locked_run, open_folder, resume_command, run_to_continue
+from embodichain.agents.rl.runs import CONFIG_FILE, RunFolder, locked_run, open_folder, resume_command, run_to_continue
 from embodichain.agents.rl.trainer import Trainer, TrainingResult
 from embodichain.agents.rl.utils.distributed import Ranks, global_rank, is_launched, is_torchrun, joined_ranks
-from embodichain.config import merge
+from embodichain.config import load_config, merge
 from embodichain.envs.physics.mujoco_cpu import available_cores
 from embodichain.envs.registration import make, make_to_watch
 from embodichain.envs.vec_env import VecEnv
 from embodichain.envs.wrappers import GroupedEnv, arrange, chunked, make_grouped
-from embodichain.errors import ConfigError, EmbodiChainError
+from embodichain.errors import CheckpointError, ConfigError, EmbodiChainError
 from embodichain.extras import import_trusted, module_folders, module_name
 from embodichain.utils.console import shown_messages
 from embodichain.utils.torch_runtime import seed_everything
@@ -146,7 +146,7 @@ def train_from_config(
 def resume_training(
     run: PathLike, overrides: Sequence[str] = (), trusted_modules: Collection[str] = (), console: Console | None = None
 ) -> TrainingResult:
-    """Continue a run from its latest checkpoint (or from the checkpoint given), as if it had never stopped."""
+    """Continue a run from its latest intact checkpoint (or from the checkpoint given), as if it had never stopped."""
     with joined_ranks() as ranks:
         return _continue(run, overrides, trusted_modules, console, ranks)
 
@@ -155,22 +155,35 @@ def _continue(
     run: PathLike, overrides: Sequence[str], trusted_modules: Collection[str], console: Console | None, ranks: Ranks
 ) -> TrainingResult:
     with locked_run(run, ranks) as folder:
-        cfg, state = _read_run(run, overrides, trusted_modules, ranks)
+        cfg, state = _read_run(run, folder, overrides, trusted_modules, ranks)
         with opened_trainer(cfg, folder, state, trusted_modules, console, ranks) as trainer:
             return trainer.train()
 
 
 def _read_run(
-    run: PathLike, overrides: Sequence[str], trusted_modules: Collection[str], ranks: Ranks
-) -> tuple[TrainCfg, dict[str, Any]]:
-    """Return config and checkpoint of a run to continue; the first rank reads them for all."""
-    saved: tuple[str, dict[str, Any]] | None = None
+    run: PathLike, folder: RunFolder, overrides: Sequence[str], trusted_modules: Collection[str], ranks: Ranks
+) -> tuple[TrainCfg, dict[str, Any] | None]:
+    """Return config and checkpoint of a run to continue; the first rank reads them for all.
+
+    There is no checkpoint if the run was killed before its first one.
+    """
+    saved: tuple[str, dict[str, Any], dict[str, Any] | None] | None = None
     with ranks.together("reading the checkpoint"):
         if ranks.is_first:
-            checkpoint = find_checkpoint(run, "latest").resolve()
-            saved = str(checkpoint), load_checkpoint(checkpoint)
-    source, state = ranks.from_first(saved)
-    cfg = complete(TrainCfg.from_dict(state["config"], source=source), trusted_modules, source)
+            is_named = folder.path != Path(run)
+            found = (Path(run), load_checkpoint(run)) if is_named else folder.load_latest()
+            file = folder.path / CONFIG_FILE
+            if found is not None:
+                saved = str(found[0]), found[1]["config"], found[1]
+            elif file.is_file():
+                saved = str(file), load_config(file), None
+            else:
+                raise CheckpointError(
+                    f"{folder.path} holds neither a checkpoint nor {CONFIG_FILE}: begin the run with embodichain train "
+                    f"CONFIG --trainer.run_dir {folder.path}"
+                )
+    source, config, state = ranks.from_first(saved)
+    cfg = complete(TrainCfg.from_dict(config, source=source), trusted_modules, source)
     return override(cfg, list(overrides)), state
 
 
@@ -187,7 +200,7 @@ def opened_trainer(
     with ranks.together("looking for its device"):
         check_devices(cfg)
     check_same_config(cfg, ranks)
-    folder = open_folder(cfg, folder, ranks)
+    folder = open_folder(cfg, folder, ranks, anew=state is None)
     console = console if ranks.is_first else Console(stderr=True, quiet=True)
     with ExitStack() as stack:
         stack.callback(folder.lock.release)

@@ -74,6 +74,8 @@ class Counters:
     """Score of the best evaluation."""
     evaluated_at: int = -1
     """Step of the last evaluation."""
+    evaluated: tuple[float, float | None] | None = None
+    """Mean return of the last evaluation, and its success rate if it is known."""
     recent: deque[tuple[int, float, float | None]] = field(default_factory=deque)
     """Of recent rollouts: number of episodes that ended, their mean return, and their success rate if it is known."""
 
@@ -147,7 +149,8 @@ class Trainer:
     def log(self) -> RunLog:
         """Where the first rank writes scalars; opened when it is first used."""
         if self._log is None:
-            self._log = RunLog(self.folder, self.cfg, self._resumed_at)
+            evaluated = self.counters.evaluated_at == self._resumed_at
+            self._log = RunLog(self.folder, self.cfg, self._resumed_at, evaluated)
         return self._log
 
     def train(self) -> TrainingResult:
@@ -210,11 +213,11 @@ class Trainer:
         if settings.max_seconds is not None and now.seconds >= settings.max_seconds:
             return "max_seconds"
         wanted_return, wanted_success = settings.target_return, settings.target_success
-        if self.evaluation is None or (wanted_return is None and wanted_success is None):
+        if now.evaluated is None or (wanted_return is None and wanted_success is None):
             return None
-        summary = self.evaluation.summary
-        enough = wanted_return is None or summary.mean_return >= wanted_return
-        return "target" if enough and (summary.success_rate or 0.0) >= (wanted_success or 0.0) else None
+        mean_return, success_rate = now.evaluated
+        enough = wanted_return is None or mean_return >= wanted_return
+        return "target" if enough and (success_rate or 0.0) >= (wanted_success or 0.0) else None
 
     def _progress(self) -> float:
         """Return the share of the training that is over: by the clock only if nothing else ends it."""
@@ -276,6 +279,7 @@ class Trainer:
                 )
                 result = evaluate(self.policy, self.eval_env, settings.num_eval_episodes, settings.eval_seed, video)
                 self.evaluation = result
+                now.evaluated = result.summary.mean_return, result.summary.success_rate
                 self.log.write(self.global_step, result.scalars() | {"time/total_seconds": self._update_clock()})
                 for file in result.files:
                     self.log.video(self.global_step, file)
@@ -288,6 +292,7 @@ class Trainer:
         is_best = self.ranks.from_first(is_best)
         if is_best is not None:
             now.evaluated_at = self.global_step
+            self._saved_at = -1  # what was saved at this step does not know of it
         if is_best:
             self.save_checkpoint(best=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -256,6 +257,23 @@ def test_without_its_server_workers_end_and_new_ones_can_be_started() -> None:
     assert ends_soon(second.pid)
 
 
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
+def test_signals_that_make_a_program_save_end_no_worker(number: signal.Signals) -> None:
+    """A scheduler sends them to all processes of a job."""
+    pool = WorkerPool(fail, lambda *_: ("run",), start_timeout=100.0, step_timeout=100.0)
+    worker = pool.start()
+    first_event(pool, "helper")
+    server = int(Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()[1])
+    for pid in (worker.pid, server):
+        ignored = re.search(r"SigIgn:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+        assert ignored is not None
+        assert int(ignored[1], 16) & (1 << (number - 1))
+        os.kill(pid, number)
+    assert list(pool.poll(0.1)) == []
+    assert is_alive(worker.pid)
+    pool.stop()
+
+
 # --- watching -------------------------------------------------------------------------------------------------------
 
 
@@ -312,6 +330,27 @@ def test_workers_are_replaced_after_longer_and_longer_pauses_until_the_budget_is
     assert not restarts.replace(FailureReport(1, "died"), 3)
     assert restarts.replace(FailureReport(1, "is gone with its node", lost=True), 3)  # nobody's fault
     assert restarts.replaced == [0, 4]
+
+
+def test_budget_and_pauses_recover_while_workers_do_their_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    restarts = Restarts("worker {}", num_workers=2, max_restarts=2, silence=100.0)
+    restarts.due()
+    for day in range(50):  # a fault every day ends no run, and is answered at once
+        now = 86_400.0 * (day + 1)
+        assert restarts.replace(FailureReport(0, "died"), day)
+        assert restarts.planned[0] == (now, day + 1)
+    assert restarts.replaced == [50, 0]
+    now += 90_000.0
+    pauses = []
+    for _ in range(2):
+        assert restarts.replace(FailureReport(0, "hung", hung=True), 50)
+        pauses.append(restarts.planned[0][0] - now)
+        now += 699.0  # of which it was silent for 100 seconds: it has not worked for long
+    assert pauses == [0.0, 0.5]
+    assert not restarts.replace(FailureReport(0, "hung", hung=True), 52)
+    assert restarts.replace(FailureReport(1, "died"), 0)  # the budget of another worker is its own
 
 
 def test_an_error_tells_what_the_worker_did() -> None:

@@ -146,7 +146,7 @@ def test_overwriting_a_checkpoint_leaves_an_intact_one_at_any_time(tmp_path, mon
     assert [checkpoint_step(found) for found in list_checkpoints(folder.checkpoints)] == [128]
     folder.forget_after(128)
     assert sorted(entry.name for entry in folder.checkpoints.iterdir()) == ["latest", path.name]
-    assert load_checkpoint(path) == {"value": 1}
+    assert load_checkpoint(path) == {"value": 2 if error is KeyboardInterrupt else 1}  # the new one was complete
     assert load_checkpoint(folder.save(128, {"value": 3})) == {"value": 3}
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,9 +15,11 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from embodichain.agents.rl.checkpoint import find_checkpoint, list_checkpoints, load_checkpoint
+from embodichain.agents.rl.checkpoint import find_checkpoint, list_checkpoints, load_checkpoint, save_checkpoint
 from embodichain.agents.rl.collector.config import AsyncCfg
-from embodichain.agents.rl.runs import read_metrics
+from embodichain.agents.rl.config import TrainCfg, complete, override
+from embodichain.agents.rl.evaluation import Evaluation
+from embodichain.agents.rl.runs import RunFolder, read_metrics
 from embodichain.agents.rl.train import resume_training, train_from_config
 from embodichain.agents.rl.trainer import Trainer, resume_message
 from embodichain.errors import CheckpointError, TrainingStateError
@@ -250,3 +255,252 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path):
     train_from_config(config)
     with pytest.raises(TrainingStateError, match="holds a run already: continue it with --resume"):
         train_from_config(config)
+
+
+# --- restarts without a person ------------------------------------------------------------------------------------
+
+
+def compare(run, straight):
+    """Check that two runs ended in the same state and have logged the same."""
+    expected, actual = (load_checkpoint(find_checkpoint(path)) for path in (straight, run))
+    for part in ("policy", "algorithm", "collector", "env", "random"):
+        assert same(actual[part], expected[part]), part
+    expected["trainer"]["seconds"] = actual["trainer"]["seconds"] = 0.0
+    assert same(actual["trainer"], expected["trainer"])
+    assert without_times(read_metrics(run / "metrics.jsonl")) == without_times(read_metrics(straight / "metrics.jsonl"))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The folder of a run of four iterations with all its checkpoints."""
+    folder, threads = tmp_path_factory.mktemp("finished"), torch.get_num_threads()
+    torch.set_num_threads(1)
+    train_from_config(write_config(folder / "c.json", folder / "run", trainer={"keep_checkpoints": 9}))
+    torch.set_num_threads(threads)
+    return folder / "run"
+
+
+@pytest.mark.parametrize("logged", [False, True])
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(tmp_path, finished, caplog, logged):
+    run = tmp_path / "run"
+    cfg = override(complete(TrainCfg.from_dict(train_config(run, trainer={"keep_checkpoints": 9}))), [])
+    RunFolder.create(cfg)  # what a new run does first
+    if logged:
+        (run / "metrics.jsonl").write_text('{"step": 1, "update/policy_loss": 0.5}\n{"step": 2, "upd')
+        (run / "checkpoints" / ".step_000000000000.77.partial").mkdir(parents=True)
+    with caplog.at_level(logging.WARNING):
+        assert resume_training(run).iteration == 4
+    assert f"{run} holds a run without a checkpoint: the run begins anew" in caplog.text
+    compare(run, finished)
+    assert not list((run / "checkpoints").glob(".*"))
+
+
+def test_options_hold_for_a_run_that_begins_anew(tmp_path):
+    run = tmp_path / "run"
+    cfg = override(complete(TrainCfg.from_dict(train_config(run, trainer={"run_dir": None}))), [])
+    RunFolder(run).configure(cfg)
+    result = resume_training(run, ["--trainer.iterations", "1", "--trainer.enable_eval", "false"])
+    assert (result.run_dir, result.iteration) == (run, 1)
+
+
+def test_a_folder_without_config_and_checkpoint_cannot_be_resumed(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(CheckpointError, match=r"neither a checkpoint nor train_config\.json.*embodichain train CONFIG"):
+        resume_training(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) in (["checkpoints"], ["checkpoints", "run.lock"])
+
+
+def flip_bit(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+
+
+DAMAGES = {
+    "tensors cut": lambda folder: os.truncate(folder / "tensors.safetensors", 100),
+    "a bit of the tensors": lambda folder: flip_bit(folder / "tensors.safetensors"),
+    "a bit of the state": lambda folder: flip_bit(folder / "state.json"),
+    "empty state": lambda folder: os.truncate(folder / "state.json", 0),
+    "no tensors": lambda folder: (folder / "tensors.safetensors").unlink(),
+    "no state": lambda folder: (folder / "state.json").unlink(),
+    "nothing": lambda folder: [file.unlink() for file in folder.iterdir()],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_gives_way_to_the_one_before_it(tmp_path, finished, caplog, damage):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run, symlinks=True)
+    *_, third, fourth, last = list_checkpoints(run / "checkpoints")
+    for broken in (fourth, last):
+        DAMAGES[damage](broken)
+    with caplog.at_level(logging.WARNING):
+        assert resume_training(run).iteration == 4
+    for broken in (fourth, last):
+        kept = broken.with_name(f"damaged_{broken.name}")
+        assert kept.is_dir()
+        message = next(record.getMessage() for record in caplog.records if str(broken) in record.getMessage())
+        assert f"kept as {kept}" in message
+        assert f"the run continues from {third}" in message
+    compare(run, finished)
+    assert (run / "checkpoints" / "latest").resolve() == last
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_left_alone(tmp_path, finished):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run, symlinks=True)
+    for checkpoint in list_checkpoints(run / "checkpoints"):
+        flip_bit(checkpoint / "tensors.safetensors")
+    before = (run / "metrics.jsonl").read_text()
+    expected = r"none of the 5 checkpoints of .*/run can be read: .*step_000000000512.* does not match its checksum"
+    with pytest.raises(CheckpointError, match=expected):
+        resume_training(run)
+    assert len(list_checkpoints(run / "checkpoints")) == 5
+    assert (run / "metrics.jsonl").read_text() == before
+
+
+def test_a_checkpoint_of_a_newer_version_is_not_passed_over(tmp_path, finished):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run, symlinks=True)
+    file = list_checkpoints(run / "checkpoints")[-1] / "state.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"version": 99}))
+    with pytest.raises(CheckpointError, match="Upgrade it"):
+        resume_training(run)
+    assert file.exists()
+
+
+@pytest.mark.parametrize("former", [False, True])
+@pytest.mark.parametrize("complete_copy", [False, True])
+def test_a_complete_copy_is_adopted_after_a_crash_between_renames(tmp_path, finished, former, complete_copy):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run, symlinks=True)
+    last = list_checkpoints(run / "checkpoints")[-1]
+    copy = last.with_name(f".{last.name}.4711.partial")
+    shutil.copytree(last, copy)
+    if not complete_copy:
+        os.truncate(copy / "tensors.safetensors", 50)
+    if former:
+        last.rename(last.with_name(f".{last.name}.former"))
+    else:
+        shutil.rmtree(last)
+    resume_training(run)
+    compare(run, finished)
+    assert not list((run / "checkpoints").glob(".*"))
+
+
+def test_a_copy_is_adopted_and_not_made_again(tmp_path, finished):
+    """The last iteration is in the copy alone."""
+    run = tmp_path / "run"
+    shutil.copytree(finished, run, symlinks=True)
+    last = list_checkpoints(run / "checkpoints")[-1]
+    inode = (last / "state.json").stat().st_ino
+    last.rename(last.with_name(f".{last.name}.4711.partial"))
+    resume_training(run)
+    assert (last / "state.json").stat().st_ino == inode
+
+
+def test_a_checkpoint_that_was_being_overwritten_can_be_named(tmp_path, finished):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run, symlinks=True)
+    second = list_checkpoints(run / "checkpoints")[2]
+    second.rename(second.with_name(f".{second.name}.former"))
+    resume_training(second)
+    compare(run, finished)
+
+
+def test_a_checkpoint_that_is_named_is_the_one_or_none(tmp_path, finished):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run, symlinks=True)
+    for name in ("step_000000000999", "nothing"):
+        with pytest.raises(CheckpointError, match=f"{name} is no checkpoint"):
+            resume_training(run / "checkpoints" / name)
+    flip_bit(run / "checkpoints" / "latest" / "tensors.safetensors")
+    with pytest.raises(CheckpointError, match="does not match its checksum"):
+        resume_training(run / "checkpoints" / "latest")
+
+
+def test_a_finished_run_that_is_resumed_logs_and_changes_nothing(tmp_path, monkeypatch):
+    """Its last evaluation was not the best one, and came after the last checkpoint in the loop."""
+    scores = iter(range(0, -100, -1))
+    monkeypatch.setattr(Evaluation, "score", property(lambda _: (0.0, next(scores))))
+    run = tmp_path / "run"
+    train_from_config(write_config(tmp_path / "c.json", run, trainer={"iterations": 3, "eval_freq": 256}))
+    before = (run / "metrics.jsonl").read_text()
+    assert sum("eval/return" in line for line in before.splitlines()) == 2
+    result = resume_training(run)
+    assert (result.iteration, result.reason) == (3, "iterations")
+    assert (run / "metrics.jsonl").read_text() == before
+
+
+def test_an_evaluation_that_was_logged_and_not_saved_is_logged_once(tmp_path, finished):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run, symlinks=True)
+    last = list_checkpoints(run / "checkpoints")[-1]
+    state = load_checkpoint(last)
+    state["trainer"]["evaluated_at"] = 256  # as it was saved before the evaluation
+    save_checkpoint(last, state)
+    resume_training(run)
+    assert without_times(read_metrics(run / "metrics.jsonl")) == without_times(read_metrics(finished / "metrics.jsonl"))
+
+
+def test_a_run_that_has_reached_its_target_stays_ended(tmp_path):
+    settings = {"iterations": 9, "eval_freq": 128, "target_return": 1.0}
+    run = tmp_path / "run"
+    first = train_from_config(write_config(tmp_path / "c.json", run, trainer=settings))
+    again = resume_training(run)
+    assert (first.reason, first.iteration) == (again.reason, again.iteration) == ("target", 1)
+    further = resume_training(run, ["--trainer.target_return", "1e9", "--trainer.iterations", "3"])
+    assert (further.reason, further.iteration) == ("iterations", 3)
+
+
+# Forks a training that goes on from whatever is in the folder, as often as it is killed; imports are shared.
+KILLED_OFTEN = """
+import os, random, signal, sys, time
+import torch
+from torch.utils.tensorboard import SummaryWriter
+from embodichain.cli.main import main
+
+torch.set_num_threads(1)
+config, run, kills, seed = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+random.seed(seed)
+
+
+def train(words, seconds):
+    child = os.fork()
+    if child == 0:
+        os._exit(main(["train", *words]))
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if os.waitpid(child, os.WNOHANG)[0]:
+            return True
+        time.sleep(0.002)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return False
+
+
+began = time.monotonic()
+assert train([config, "--trainer.run_dir", run + "_timed"], 600)
+whole, killed = time.monotonic() - began, 0
+while killed < kills:
+    known = os.path.exists(os.path.join(run, "train_config.json"))
+    words = ["--resume", run] if known else [config]
+    if train(words, random.uniform(0.0, whole)):
+        break
+    killed += 1
+else:
+    assert train(["--resume", run] if os.path.exists(run + "/train_config.json") else [config], 600)
+print("killed", killed)
+"""
+
+
+@pytest.mark.timeout(300)
+def test_a_run_that_is_killed_at_random_moments_ends_as_if_it_had_not_been(tmp_path):
+    settings = {"iterations": ITERATIONS, "save_freq": 128, "eval_freq": 256}
+    config = write_config(tmp_path / "c.json", tmp_path / "run", trainer=settings)
+    command = [sys.executable, "-c", KILLED_OFTEN, str(config), str(tmp_path / "run"), "8", "3"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=290)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[-1]) >= 2  # it may be done before it was killed so often
+    compare(tmp_path / "run", tmp_path / "run_timed")

@@ -17,7 +17,8 @@ import time
 import pytest
 
 from embodichain.agents.rl.checkpoint import list_checkpoints, save_checkpoint
-from embodichain.agents.rl.runs import LOCK_FILE, RunFolder, read_metrics
+from embodichain.agents.rl.run_lock import LOCK_FILE
+from embodichain.agents.rl.runs import RunFolder, read_metrics
 from embodichain.agents.rl.train import resume_training, train_from_config
 from embodichain.cli.main import main
 from embodichain.errors import OutputError, TrainingStateError

@@ -20,7 +20,7 @@ from embodichain.agents.rl.algo.base import BaseAlgorithm
 from embodichain.agents.rl.checkpoint import find_checkpoint, list_checkpoints, load_checkpoint
 from embodichain.agents.rl.collector.sync_collector import SyncCollector
 from embodichain.agents.rl.config import TrainCfg, complete, override
-from embodichain.agents.rl.runs import RunFolder, RunLog, read_metrics
+from embodichain.agents.rl.runs import RunFolder, RunLog, StopSignals, read_metrics
 from embodichain.agents.rl.train import build_trainer, resume_training, train_from_config
 from embodichain.agents.rl.trainer import Counters, Trainer, crossed
 from embodichain.envs.registration import load_gym_config, make
@@ -254,7 +254,7 @@ def test_an_error_says_how_to_continue(tmp_path, monkeypatch):
     assert told.value.__notes__ == [f"continue with: embodichain train --resume {tmp_path / 'run'}"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_interruption_saves_and_ends_cleanly(tmp_path, number):
     settings = {"iterations": 100_000, "save_freq": 0, "eval_freq": 0}
     config = write_config(tmp_path / "c.json", tmp_path / "run", trainer=settings)
@@ -273,6 +273,27 @@ def test_interruption_saves_and_ends_cleanly(tmp_path, number):
     assert state["trainer"]["iteration"] == len(lines) >= 3
     result = resume_training(tmp_path / "run", ["--trainer.iterations", str(len(lines) + 1)])
     assert result.iteration == len(lines) + 1
+
+
+def test_signals_that_come_again_leave_the_saving_alone_but_for_ctrl_c():
+    before = [signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)]
+    with StopSignals(aloud=False) as signals:
+        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            os.kill(os.getpid(), number)  # as Slurm and torchrun may do, one after the other
+        assert signals.received == signal.SIGUSR1
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert [signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)] == before
+
+
+def test_nohup_still_holds():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals(aloud=False) as signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signals.received is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_evaluation_does_not_change_training(tmp_path):

@@ -89,7 +89,7 @@ class ProcessBackend(SupervisedBackend):
         self._requests: dict[int, RolloutRequest] = {}
         self._command: Command = "resume"
         self._process: WorkerProcess | None = None
-        self._restarts = Restarts(_NAME, 1, cfg.max_restarts)
+        self._restarts = Restarts(_NAME, 1, cfg.max_restarts, max(cfg.start_timeout, cfg.step_timeout))
         job = (self._spec.for_another_process(), str(self._spec.policy.device))
         self._pool = WorkerPool(collect, lambda *_: job, cfg.start_timeout, cfg.step_timeout)
 

@@ -130,7 +130,8 @@ class RayBackend(SupervisedBackend):
         except BaseException:
             self._pool.stop()
             raise
-        self._restarts = Restarts("worker {}", cfg.num_workers, cfg.max_restarts)
+        silence = max(cfg.start_timeout, cfg.step_timeout)
+        self._restarts = Restarts("worker {}", cfg.num_workers, cfg.max_restarts, silence)
         self._rollouts = RolloutQueue()
         self._stored: tuple[int, Any] | None = None
         """The snapshot that was sent last: it is put into the object store once, and every node fetches it once."""

@@ -1,0 +1,135 @@
+"""The lock on the folder of a run: one process at a time trains in it, and another one is told which."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+import time
+import weakref
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from embodichain.errors import OutputError, TrainingStateError
+
+LOCK_FILE = "run.lock"
+_LOCK_BYTES = 4096
+_LOG = logging.getLogger(__name__)
+
+
+def unwritable(folder: Path, error: OSError) -> OutputError:
+    """Return the error of a folder that cannot be written."""
+    return OutputError(f"cannot write to the folder {folder}: {error.strerror}. Choose another one.")
+
+
+class RunLock:
+    """Keeps other processes out of the folder of a run, until it is released or its process ends, however it does.
+
+    The operating system holds the lock (``flock``), so that a killed process leaves none behind; the file says who has
+    it. Children do not inherit it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / LOCK_FILE
+        self._file: BinaryIO | None = None
+        _locks.add(self)
+
+    def acquire(self) -> None:
+        """Take the lock; ``TrainingStateError`` says who has it. Taking it twice is fine."""
+        if self._file is not None:
+            return
+        folder = self._path.parent
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            file = self._open()
+            former, holder = _read_holder(file), {"host": socket.gethostname(), "pid": os.getpid()}
+            self._write(file, json.dumps(holder | {"since": time.strftime("%Y-%m-%d %H:%M:%S %z")}) + "\n")
+        except OSError as error:
+            raise unwritable(folder, error) from error
+        self._file = file
+        if former and former["host"] != holder["host"]:
+            _LOG.warning(
+                "%s was left by process %s on %s, which has not ended in an orderly way. If it still runs, stop it: "
+                "not all file systems that machines share lock files for all of them",
+                folder,
+                former["pid"],
+                former["host"],
+            )
+
+    def release(self) -> None:
+        """Give the lock back; releasing it twice is fine."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # the disk is full or gone: the file says less, but is free
+                self._write(self._file, "")
+            self.forget()
+
+    def forget(self) -> None:
+        """Close the file, as a forked child does: the lock stays with the parent."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _open(self) -> BinaryIO:
+        """Return the file, locked."""
+        while True:
+            file = os.fdopen(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    with file:
+                        self._refuse(_read_holder(file))
+                _LOG.warning(
+                    "the file system of %s has no locks (%s): make sure that no other process trains in this folder",
+                    self._path.parent,
+                    error.strerror,
+                )
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file.fileno()), os.stat(self._path)):
+                    return file
+            file.close()  # somebody removed the folder meanwhile
+
+    def _refuse(self, holder: dict[str, Any] | None) -> None:
+        """Raise the error that says who has the lock."""
+        who, how = "another process", "stop it"
+        if holder is not None:
+            own = " (this one)" if (holder["host"], holder["pid"]) == (socket.gethostname(), os.getpid()) else ""
+            who = f"process {holder['pid']} on {holder['host']}{own}, since {holder['since']}"
+            how = f"stop it there with 'kill {holder['pid']}', which saves a checkpoint"
+        folder = self._path.parent
+        raise TrainingStateError(
+            f"{folder} is in use by {who}: wait until it has ended, or {how}; then continue with --resume {folder}"
+        )
+
+    @staticmethod
+    def _write(file: BinaryIO, text: str) -> None:
+        file.truncate(0)
+        file.seek(0)
+        file.write(text.encode())
+
+
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
+"""What file systems answer that cannot lock files."""
+_locks: weakref.WeakSet[RunLock] = weakref.WeakSet()
+
+
+def _forget_locks() -> None:
+    for lock in _locks:
+        lock.forget()
+
+
+os.register_at_fork(after_in_child=_forget_locks)
+
+
+def _read_holder(file: BinaryIO) -> dict[str, Any] | None:
+    """Return who wrote a lock file and has not emptied it, if that can be read."""
+    file.seek(0)
+    with contextlib.suppress(ValueError):
+        holder = json.loads(file.read(_LOCK_BYTES))
+        if isinstance(holder, dict) and {"host", "pid", "since"} <= holder.keys():
+            return holder
+    return None
