@@ -83,6 +83,8 @@ class TrainerCfg(Config):
     """Environments that share these episodes."""
     eval_seed: Seed = 1_000_003
     """Seed of the evaluation episodes, which are the same every time."""
+    eval_deterministic: bool = True
+    """Whether evaluations take the most likely actions; false samples them, as training does."""
     eval_video: bool = True
     """Whether one episode of each evaluation is filmed."""
     save_freq: Steps = 200_000

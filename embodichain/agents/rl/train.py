@@ -250,9 +250,22 @@ def build_trainer(
         env, maker = in_chunks(env, policy.chunk_size), replace(maker, chunk_size=policy.chunk_size)
         algorithm = build_algo(cfg.algorithm.name, algorithm_settings(cfg), policy)
         eval_env = make_eval_env(cfg, trusted_modules) if settings.enable_eval and ranks.is_first else None
+    if ranks.is_first and algorithm.start_rollout is not None:
+        warn_about_length(settings.buffer_size, env.max_episode_steps, type(algorithm).__name__)
     algorithm.join(ranks)
     collector = build_collector(settings, env, maker, algorithm)
     return Trainer(given, env, algorithm, collector, folder, eval_env, console)
+
+
+def warn_about_length(buffer_size: int, limit: int | None, algorithm: str) -> None:
+    """Warn of rollouts that begin with new episodes and end before these have reached their time limit."""
+    if limit is not None and buffer_size < limit:
+        _LOG.warning(
+            "trainer.buffer_size is %d, an episode has up to %d steps: %s begins every rollout with new episodes, so "
+            "it never learns from what comes later, and logs episodes as they are when the rollout cuts them. Add "
+            "--trainer.buffer_size %d to train on whole ones",
+            *(buffer_size, limit, algorithm, limit),
+        )
 
 
 @dataclass(frozen=True)

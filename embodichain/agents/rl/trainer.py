@@ -277,7 +277,8 @@ class Trainer:
                 video = (
                     self.folder.path / "videos" / f"step_{self.global_step:012d}.mp4" if settings.eval_video else None
                 )
-                result = evaluate(self.policy, self.eval_env, settings.num_eval_episodes, settings.eval_seed, video)
+                episodes, seed, best = settings.num_eval_episodes, settings.eval_seed, settings.eval_deterministic
+                result = evaluate(self.policy, self.eval_env, episodes, seed, video, deterministic=best)
                 self.evaluation = result
                 now.evaluated = result.summary.mean_return, result.summary.success_rate
                 self.log.write(self.global_step, result.scalars() | {"time/total_seconds": self._update_clock()})

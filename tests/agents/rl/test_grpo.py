@@ -14,9 +14,17 @@ from torch import nn
 from embodichain.agents.rl.algo import GRPO, GRPOCfg
 from embodichain.agents.rl.algo.grpo import group_advantage, until_first_done
 from embodichain.agents.rl.buffer.rollout_buffer import evaluate_rollout
+from embodichain.agents.rl.checkpoint import load_policy
 from embodichain.agents.rl.collector import SyncCollector
+from embodichain.agents.rl.config import TrainCfg, load_train_config
+from embodichain.agents.rl.evaluation import PolicyActor, evaluate
+from embodichain.agents.rl.train import train_from_config
+from embodichain.envs.recording import Summary, roll
+from embodichain.envs.registration import make
 from embodichain.errors import ConfigError, RolloutError
 from tests.agents.rl.helpers import ScriptedEnv, make_policy
+from tests.agents.rl.training_cases import GRPO as TINY
+from tests.agents.rl.training_cases import train_config, write_config
 
 
 def setup(num_steps: int = 6, cfg: GRPOCfg | None = None, **settings):
@@ -45,9 +53,69 @@ def test_groups_start_from_the_same_state_every_rollout(supports_state: bool) ->
     assert (rollout["action"][0] != rollout["action"][1]).any()
 
 
-def test_without_reset_rollouts_go_on() -> None:
-    _, _, _, collector, _ = setup(cfg=GRPOCfg(group_size=4, reset_every_rollout=False))
-    assert (collector.collect(2)["observation", "object", "step"][2, :, 0] == torch.tensor([6.0, 7.0])).all()
+def test_groups_of_unrelated_states_are_refused() -> None:
+    """Without a common start, or without anybody to compare with, there is no baseline."""
+    with pytest.raises(ConfigError, match=r"reset_every_rollout: expected true, .*same state.*got False"):
+        GRPOCfg(reset_every_rollout=False)
+    with pytest.raises(ConfigError, match=r"reset_every_rollout: expected true"):
+        GRPOCfg.from_dict({"reset_every_rollout": False}, source="algorithm.cfg")
+    with pytest.raises(ConfigError, match=r"group_size: expected greater than or equal to 2, got 1"):
+        GRPOCfg(group_size=1)
+
+
+def test_the_first_episode_of_every_env_counts_whoever_ended_it() -> None:
+    """A rollout that begins with a reset and ends in the middle of episodes is no excuse for counting survivors."""
+    _, _, _, collector, rollout = setup()
+    lengths = [3, 4, 6, 6, 6, 2, 6, 6]  # of the eight envs, three end by themselves and the rollout cuts the others
+    returns = [float(rollout["reward"][env, :length].double().sum()) for env, length in enumerate(lengths)]
+    stats = collector.statistics()
+    assert stats["episode/count"] == 8.0
+    assert stats["episode/success"] == pytest.approx(3 / 8)
+    assert stats["episode/length"] == pytest.approx(sum(lengths) / 8)
+    assert stats["episode/return"] == pytest.approx(sum(returns) / 8)
+    assert sorted(collector.episodes["length"].tolist()) == sorted(lengths)
+    # steps count as before: ends of later episodes are among them
+    assert stats["metrics/success"] == pytest.approx(float(rollout["terminated"].float().mean()))
+    assert stats["rewards/pos"] == pytest.approx(float(rollout["reward"].mean()), rel=1e-5)
+
+
+def test_logged_episodes_are_those_of_an_evaluation() -> None:
+    """The same policy in the same episodes, cut after 20 steps by the rollout here and by the time limit there."""
+    task = {"success_threshold": 0.22, "terminate_on_success": True}  # where many succeed at once
+    settings = {"id": "PushCubeRL", "num_envs": 16, "num_threads": 1, "env": task}
+    with make(settings | {"max_episode_steps": 30}) as env, make(settings | {"max_episode_steps": 20}) as shorter:
+        policy = make_policy(env, "actor_only", distribution={"init_log_std": -12.0})  # as good as deterministic
+        collector = SyncCollector(env, policy, start_rollout=GRPO(GRPOCfg(group_size=2), policy).start_rollout)
+        env.reset(seed=4)
+        first = collector.collect(20)["observation"][:, 0]
+        logged = collector.statistics()
+        env.reset(seed=4)
+        seeds = env.reset()[1]["episode_seed"].view(-1, 2)[:, :1].expand(-1, 2).reshape(-1)
+        steps = list(roll(shorter, PolicyActor(policy, shorter), 16, seeds))
+    assert bool((steps[0].obs == first).all())
+    evaluated = Summary.of([episode for step in steps for episode in step.ended])
+    assert 0.2 < evaluated.success_rate < 0.8
+    assert logged["episode/count"] == evaluated.episodes == 16
+    assert logged["episode/success"] == pytest.approx(evaluated.success_rate)
+    assert logged["episode/return"] == pytest.approx(evaluated.mean_return, rel=1e-3)
+    assert logged["episode/length"] == pytest.approx(evaluated.mean_length)
+
+
+def test_the_shipped_config_trains_on_whole_episodes() -> None:
+    cfg = load_train_config("configs/agents/rl/push_cube/train_config_grpo.json")
+    assert cfg.trainer.buffer_size == cfg.trainer.environment["max_episode_steps"]
+
+
+@pytest.mark.parametrize(("buffer_size", "warns"), [(19, True), (20, False)])
+def test_a_rollout_shorter_than_an_episode_is_warned_of(tmp_path, caplog, buffer_size: int, warns: bool) -> None:
+    trainer = {"buffer_size": buffer_size, "iterations": 1, "enable_eval": False}
+    with caplog.at_level("WARNING"):
+        train_from_config(write_config(tmp_path / "c.json", tmp_path / "run", algorithm=TINY, trainer=trainer))
+    found = [record.getMessage() for record in caplog.records if "buffer_size" in record.getMessage()]
+    assert len(found) == warns
+    if warns:
+        assert "trainer.buffer_size is 19, an episode has up to 20 steps" in found[0]
+        assert "--trainer.buffer_size 20" in found[0]
 
 
 def test_transitions_until_the_first_done() -> None:
@@ -61,13 +129,31 @@ def test_group_advantage_by_hand() -> None:
     advantage, spread = group_advantage(returns, valid, GRPOCfg(group_size=2))
     assert torch.allclose(advantage, torch.tensor([[1.0, -1.0], [-1.0, 1.0], [0.0, 0.0], [0.0, 0.0]]))
     assert spread.tolist() == [True, False]
-    # steps after the end take no part: at the second step there is nobody to compare with
+    # means are those of a step, the unit is the group's: deviations 3, 3, 1, 1 have a root mean square of sqrt(5)
+    uneven = torch.tensor([[9.0, 4.0], [3.0, 2.0]])
+    advantage, _ = group_advantage(uneven, torch.ones(2, 2, dtype=torch.bool), GRPOCfg(group_size=2))
+    assert torch.allclose(advantage, torch.tensor([[3.0, 1.0], [-3.0, -1.0]]) / 5.0**0.5)
+    # steps after the end take no part: at the second step there is nobody to compare with; deviations are 1, 1 and 0
     valid[1, 1] = False
     advantage, _ = group_advantage(returns, valid, GRPOCfg(group_size=2))
-    assert torch.allclose(advantage[:2], torch.tensor([[1.0, 0.0], [-1.0, 0.0]]))
+    assert torch.allclose(advantage[:2], torch.tensor([[1.0, 0.0], [-1.0, 0.0]]) * 1.5**0.5)
     # whole trajectories: the return of the first step, for every valid step
     advantage, _ = group_advantage(returns, valid, GRPOCfg(group_size=2, advantage="trajectory"))
     assert torch.allclose(advantage[:2], torch.tensor([[1.0, 1.0], [-1.0, 0.0]]))
+
+
+def test_the_last_steps_of_a_cut_rollout_weigh_what_they_decide() -> None:
+    """One reward is left to the last step, and 0.01 of it differs: a thousandth of what the first step decides."""
+    _, _, algorithm, _, rollout = setup(cfg=GRPOCfg(group_size=4, n_epochs=1, gamma=1.0))
+    rollout["done"][:] = rollout["terminated"][:] = False
+    rollout["reward"][:] = 0.0
+    rollout["reward"][0, 0], rollout["reward"][0, 5] = 9.99, 0.01
+    algorithm.update(rollout)
+    deviation = torch.tensor([7.5] + [0.0075] * 5)  # of env 0: returns 10, 0.01, ... less their mean over four envs
+    others = torch.tensor([2.5] + [0.0025] * 5)
+    unit = ((deviation.square().sum() + 3 * others.square().sum()) / 24).sqrt()
+    assert torch.allclose(rollout["advantage"][0], deviation / unit, rtol=1e-4)
+    assert torch.allclose(rollout["advantage"][1:4], -others.expand(3, 6) / unit, rtol=1e-4)
 
 
 def test_rounding_is_no_spread() -> None:
@@ -89,14 +175,16 @@ def reference_update(policy, frozen, rollout, cfg: GRPOCfg) -> None:
         for t in reversed(range(lengths[env])):
             later = returns[env, t + 1] if t + 1 < lengths[env] else 0.0
             returns[env, t] = rollout["reward"][env, t] + cfg.gamma * later
-    for env in range(num_envs):
-        group = [g for g in range(num_envs) if g // cfg.group_size == env // cfg.group_size]
-        for t in range(lengths[env]):
-            alive = torch.stack([returns[g, t] for g in group if t < lengths[g]])
-            std = alive.std(correction=0)
-            rows.append((env, t))
-            advantages.append((returns[env, t] - alive.mean()) / (std + cfg.eps) if std > 1e-6 else torch.tensor(0.0))
-    advantage = torch.stack(advantages)
+    for first in range(0, num_envs, cfg.group_size):
+        group = range(first, first + cfg.group_size)
+        deviations = []
+        for env in group:
+            for t in range(lengths[env]):
+                alive = torch.stack([returns[g, t] for g in group if t < lengths[g]])
+                rows.append((env, t))
+                deviations.append(returns[env, t] - alive.mean())
+        advantages.append(torch.stack(deviations) / (torch.stack(deviations).square().mean().sqrt() + cfg.eps))
+    advantage = torch.cat(advantages)
     envs, steps = torch.tensor(rows).unbind(-1)
     data = rollout[envs, steps]
     optimizer = torch.optim.Adam(policy.parameters(), lr=cfg.learning_rate, eps=1e-5)
@@ -204,9 +292,9 @@ def test_the_documented_interface() -> None:
     info = algorithm.collect_rollout(env, policy, env.reset()[0], 5)
     assert info["episode/count"] > 0
     assert algorithm.update()["transitions_used"] > 0
-    cfg = GRPOCfg("cpu", 1e-4, 32, 0.9, 0.8, 1.0, 3, 0.1, 0.01, 0.02, 8, 1e-6, False, False)
+    cfg = GRPOCfg("cpu", 1e-4, 32, 0.9, 0.8, 1.0, 3, 0.1, 0.01, 0.02, 8, 1e-6, True, False)
     assert (cfg.kl_coef, cfg.group_size, cfg.eps) == (0.02, 8, 1e-6)
-    assert not cfg.reset_every_rollout
+    assert cfg.reset_every_rollout
     assert not cfg.truncate_at_first_done
 
 
@@ -228,3 +316,17 @@ def test_unchanged_weights_have_no_divergence_in_any_precision(precision: str, c
     assert metrics["approx_kl"] < 1e-6
     assert metrics["clip_fraction"] == 0.0
     assert metrics["reference_kl"] < 1e-6
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_evaluations_act_as_told(tmp_path, deterministic: bool) -> None:
+    """Sampled actions of a wide distribution keep a pole up for less long than its mean, which does nothing."""
+    trainer = {"iterations": 1, "eval_deterministic": deterministic, "eval_freq": 0, "num_eval_episodes": 8}
+    policy = {"name": "actor_only", "normalize_obs": False, "distribution": {"init_log_std": 1.0}}
+    data = train_config(tmp_path / "run", algorithm=TINY, trainer=trainer)
+    result = train_from_config(TrainCfg.from_dict(data | {"policy": policy}))
+    saved = load_policy(tmp_path / "run", which="latest")
+    with make(data["trainer"]["gym_config"] | {"num_envs": 8}) as env:
+        expected = evaluate(saved, env, 8, 1_000_003, deterministic=deterministic)
+        other = evaluate(saved, env, 8, 1_000_003, deterministic=not deterministic)
+    assert result.evaluation.summary == expected.summary != other.summary

@@ -2,9 +2,10 @@
 
 import copy
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
+from pydantic import AfterValidator, Field
 from tensordict import TensorDictBase
 from torch import Tensor
 
@@ -25,7 +26,7 @@ from embodichain.agents.rl.utils.ratios import (
     per_decision,
 )
 from embodichain.agents.rl.utils.tensordicts import Observation
-from embodichain.config.classes import Count, NotNegative, Positive, configclass
+from embodichain.config.classes import NotNegative, Positive, configclass
 from embodichain.envs.vec_env import VecEnv
 from embodichain.errors import CheckpointError, ConfigError
 
@@ -34,22 +35,29 @@ LOSS_KEYS = ("observation", "action", "sample_log_prob", "advantage", "num_actio
 """The last one is there for chunks only."""
 
 
+def _needs_common_start(reset: bool) -> bool:
+    if not reset:
+        raise ValueError("expected true, as members of a group are compared and have to begin in the same state")
+    return reset
+
+
 @configclass
 class GRPOCfg(MinibatchCfg):
     """Configuration for GRPO."""
 
     kl_coef: NotNegative = 0.0
     """Weight of the KL divergence to the policy as it was at first; 0 needs no such reference."""
-    group_size: Count = 4
+    group_size: Annotated[int, Field(ge=2)] = 4
     """Envs that begin in the same state and are compared with each other; num_envs is a multiple of it."""
     eps: Positive = 1e-8
     """Added to the standard deviation that returns are divided by."""
-    reset_every_rollout: bool = True
-    """Whether each rollout begins with new episodes, the same one in all envs of a group."""
+    reset_every_rollout: Annotated[bool, AfterValidator(_needs_common_start)] = True
+    """Each rollout begins with new episodes, the same one in all envs of a group; there is no other way."""
     truncate_at_first_done: bool = True
     """Whether what follows the first end of an episode in a rollout is left out."""
     advantage: Literal["step", "trajectory"] = "step"
-    """Compare, in a group, the returns that follow each step, or those of whole trajectories."""
+    """Compare, in a group, the returns that follow each step, or those of whole trajectories. The unit is the spread
+    in the whole group either way, so a step that decides little counts little."""
 
 
 class GRPO(MinibatchAlgorithm):
@@ -64,7 +72,7 @@ class GRPO(MinibatchAlgorithm):
         super().__init__(cfg, policy)
         self.reference = copy.deepcopy(policy).eval().requires_grad_(False) if cfg.kl_coef > 0.0 else None
         """The policy as it was at first, which the trained one is kept near."""
-        self.start_rollout = GroupReset(cfg.group_size) if cfg.reset_every_rollout else None
+        self.start_rollout = GroupReset(cfg.group_size)
 
     def join(self, ranks: Ranks) -> None:
         """Train the policy together with other processes; a group is always of one rank."""
@@ -86,7 +94,7 @@ class GRPO(MinibatchAlgorithm):
         nothing = torch.zeros_like(reward)
         rollout["return"] = compute_gae(reward, nothing, nothing, done, done, gamma, 1.0)[1]
 
-        # A_t = (R_t - mean R) / (std R + eps) over a group; a group without any spread of returns teaches nothing
+        # A_t = (R_t - mean R_t) / (std R + eps) over a group; a group without any spread of returns teaches nothing
         valid = until_first_done(done) if cfg.truncate_at_first_done else torch.ones_like(done)
         rollout["advantage"], spread = group_advantage(rollout["return"], valid, cfg)
         valid = valid & spread.repeat_interleave(cfg.group_size).unsqueeze(1)
@@ -194,17 +202,18 @@ def until_first_done(done: Tensor) -> Tensor:
 def group_advantage(returns: Tensor, valid: Tensor, cfg: GRPOCfg) -> tuple[Tensor, Tensor]:
     """Return advantages ``[num_envs, num_steps]`` and which groups ``[num_groups]`` have any spread of returns.
 
-    ``A = (R - mean R) / (std R + eps)`` over valid members of the group: of each step's return, or the trajectory's.
+    ``A_t = (R_t - mean R_t) / (std R + eps)`` for the valid members of a group: of each step's return, or, the same for
+    all steps, of the trajectory's. The mean is that of a step, the baseline of whoever got there. The standard
+    deviation is that of all steps of the group: one for each step would give those at the end of a rollout, where
+    hardly any reward is left to differ, and those that few reach, the weight of the others.
     """
-    if cfg.advantage == "trajectory":
-        returns = returns[:, :1].expand_as(returns)
     grouped = returns.unflatten(0, (-1, cfg.group_size))
     weight = valid.unflatten(0, (-1, cfg.group_size)).float()
-    if cfg.advantage == "trajectory":
-        weight = torch.ones_like(weight)  # the return of a whole trajectory counts however short it was
-    count = weight.sum(1, keepdim=True).clamp(min=1.0)
-    mean = (grouped * weight).sum(1, keepdim=True) / count
-    std = ((grouped - mean).square() * weight).sum(1, keepdim=True).div(count).sqrt()
-    differs = std > 1e-6 * (1.0 + mean.abs())  # less than that is rounding
+    if cfg.advantage == "trajectory":  # the return of a whole trajectory counts however short it was
+        grouped, weight = grouped[..., :1], torch.ones_like(weight[..., :1])
+    mean = (grouped * weight).sum(1, keepdim=True) / weight.sum(1, keepdim=True).clamp(min=1.0)
+    squares = (grouped - mean).square() * weight
+    std = (squares.sum((1, 2), keepdim=True) / weight.sum((1, 2), keepdim=True)).sqrt()
+    differs = std > 1e-6 * (1.0 + mean.abs().amax(2, keepdim=True))  # less than that is rounding
     advantage = torch.where(differs, (grouped - mean) / (std + cfg.eps), 0.0)
-    return advantage.flatten(0, 1) * valid, differs.flatten(1).any(1)
+    return advantage.expand(-1, -1, valid.shape[1]).flatten(0, 1) * valid, differs.flatten()

@@ -84,8 +84,11 @@ class EpisodeTracker:
         self.episode_return.zero_()
         self.episode_length.zero_()
 
-    def update(self, reward: Tensor, done: Tensor, num_actions: Tensor | None = None) -> None:
-        """Take in a rollout's ``[num_steps, num_envs]``; lengths count actions: one per step, or ``num_actions``."""
+    def update(self, reward: Tensor, done: Tensor, num_actions: Tensor | None = None, first_only: bool = False) -> None:
+        """Take in a rollout's ``[num_steps, num_envs]``; lengths count actions: one per step, or ``num_actions``.
+
+        ``first_only`` is for rollouts that begin with new episodes: see ``counted_ends``.
+        """
         counted = torch.arange(1, reward.shape[0] + 1, device=reward.device).unsqueeze(1)
         returns = reward.double().cumsum(0) + self.episode_return
         lengths = self.episode_length + (counted if num_actions is None else num_actions.cumsum(0))
@@ -93,16 +96,29 @@ class EpisodeTracker:
         row, has_ended = (last - 1).clamp_min(0), last > 0
         self.episode_return = returns[-1] - torch.where(has_ended, returns.gather(0, row), 0.0)[0]
         self.episode_length = lengths[-1] - torch.where(has_ended, lengths.gather(0, row), 0)[0]
-        self._sums, self._ended = (returns, lengths, done.clone()), None
+        self._sums, self._ended = (returns, lengths, counted_ends(done, first_only)), None
 
     @property
     def ended(self) -> TensorDict:
-        """``return`` and ``length`` of the last rollout's ended episodes, in order; this waits for the device once."""
+        """``return`` and ``length`` of the last rollout's episodes, in order; this waits for the device once."""
         if self._ended is None:
             none = TensorDict({"return": torch.zeros(0), "length": torch.zeros(0)}, batch_size=[0])
             self._ended = none if self._sums is None else _ended_episodes(*self._sums)
             self._sums = None
         return self._ended
+
+
+def counted_ends(done: Tensor, first_only: bool) -> Tensor:
+    """Return where ``[num_steps, num_envs]`` the episodes end that statistics count: where ``done``.
+
+    Where every rollout begins with new episodes, those that it cuts never end, and to count the others would favour
+    short ones. So the first episode of each env counts, as in an evaluation, and ends with the rollout at the latest.
+    """
+    if not first_only:
+        return done.clone()
+    ends = done & (done.long().cumsum(0) == 1)
+    ends[-1] |= ~done.any(0)
+    return ends
 
 
 def _ended_episodes(returns: Tensor, lengths: Tensor, done: Tensor) -> TensorDict:
@@ -119,7 +135,9 @@ def _ended_episodes(returns: Tensor, lengths: Tensor, done: Tensor) -> TensorDic
 class InfoAverages:
     """Averages ``info["rewards"]`` and ``info["metrics"]`` over a rollout: once, when asked, not in every step."""
 
-    def __init__(self) -> None:
+    def __init__(self, first_only: bool = False) -> None:
+        """Begin a rollout; ``first_only`` if it begins with new episodes: see ``counted_ends``."""
+        self._first_only = first_only
         self._infos: list[tuple[Mapping[str, Tensor], Mapping[str, Tensor], Tensor]] = []
 
     def add(self, info: Mapping[str, Any], done: Tensor) -> None:
@@ -127,27 +145,30 @@ class InfoAverages:
         self._infos.append((info.get("rewards", {}), info.get("metrics", {}), done))
 
     def means(self) -> dict[str, Tensor]:
-        """Return the mean of every part over steps and envs, and of every metric at the end of finished episodes."""
+        """Return the mean of every part over steps and envs, and of every metric at the end of counted episodes."""
+        if not self._infos:
+            return {}
         rewards: dict[str, list[Tensor]] = defaultdict(list)
         metrics: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
-        for reward_parts, measures, done in self._infos:
+        ends = counted_ends(torch.stack([done for *_, done in self._infos]), self._first_only)
+        for (reward_parts, measures, _), end in zip(self._infos, ends, strict=True):
             for name, part in reward_parts.items():
                 rewards[name].append(part)
             for name, part in measures.items():
-                metrics[name].append((part, done))
-        count = len(self._infos) * self._infos[0][2].numel() if self._infos else 1
+                metrics[name].append((part, end))
+        count = ends.numel()
         means = {f"rewards/{name}": torch.cat(parts).sum() / count for name, parts in rewards.items()}
-        ended = [done for _, measures, done in self._infos if measures]
+        ended = [end for (_, measures, _), end in zip(self._infos, ends, strict=True) if measures]
         episodes = torch.cat(ended).sum() if ended else 0
         for name, pairs in metrics.items():
-            measured, done = (torch.cat(column) for column in zip(*pairs, strict=True))
+            measured, end = (torch.cat(column) for column in zip(*pairs, strict=True))
             means[f"metrics/{name}"] = measured.sum() / count
-            means[f"episode/{name}"] = torch.where(done, measured, 0).sum() / episodes
+            means[f"episode/{name}"] = torch.where(end, measured, 0).sum() / episodes
         return means
 
 
 def summarize(averages: InfoAverages, episodes: TensorDict) -> dict[str, float]:
-    """Return the averages of a rollout and of the episodes that ended in it; this waits for the device once."""
+    """Return the averages of a rollout and of its episodes; this waits for the device once."""
     means = averages.means()  # where the simulation is
     if len(episodes):
         means["episode/return"] = episodes["return"].mean()

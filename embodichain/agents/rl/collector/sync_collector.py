@@ -71,6 +71,7 @@ class SyncCollector(BaseCollector):
         """Called before every decision, when the policy may change or collection may be broken off."""
         self._pipeline = None if pipeline_stages == 1 else Pipeline(env, self.device, pipeline_stages)
         self._averages = InfoAverages()
+        self._begins_anew = False
         self.policy = policy
 
     @property
@@ -114,19 +115,22 @@ class SyncCollector(BaseCollector):
             self.obs = obs
             self._values.finish(buffer, obs, self.state)
             storage = buffer.full_storage("collect()")
-            self.tracker.update(storage["reward"], storage["done"], storage.get("num_actions", None))
+            num_actions = storage.get("num_actions", None)
+            self.tracker.update(storage["reward"], storage["done"], num_actions, self._begins_anew)
             return buffer.get()
 
     @property
     def episodes(self) -> TensorDict:
-        """``return`` and ``length`` of the episodes that ended in the last rollout, in the order of their ends."""
+        """``return`` and ``length`` of the last rollout's episodes, in the order of their ends; see ``statistics``."""
         return self.tracker.ended
 
     def statistics(self) -> dict[str, float]:
-        """Return the last rollout's averages: reward parts, metrics, and returns and lengths of finished episodes.
+        """Return the last rollout's averages: reward parts, metrics, and returns and lengths of episodes.
 
         ``rewards/x`` and ``metrics/x`` are means over all steps; ``episode/x`` is the mean over finished episodes, of a
-        metric in their last step. There is no ``episode/...`` when none finished, except ``episode/count``.
+        metric in their last step. There is no ``episode/...`` when none finished, except ``episode/count``. Where
+        ``start_rollout`` resets the environment, the first episode of each env counts, and no other: until it is done,
+        or until the rollout cuts it.
         """
         return summarize(self._averages, self.episodes)
 
@@ -170,7 +174,8 @@ class SyncCollector(BaseCollector):
             self.begin(fresh)
         elif self.obs is None:
             self.reset()
-        self._averages = InfoAverages()
+        self._begins_anew = fresh is not None
+        self._averages = InfoAverages(self._begins_anew)
         self._values.begin()
         self._decider.refresh()
         if self.buffer is not None and len(self.buffer):  # of the last rollout, or of one that an error broke off
