@@ -19,6 +19,7 @@ from rich.text import Text
 
 from embodichain.agents.engine.config import OnlineDataEngineCfg
 from embodichain.config import load_config, parse_overrides
+from embodichain.config.files import find_config
 from embodichain.envs import MUJOCO_SUITE
 from embodichain.envs.registration import list_envs, load_gym_config
 
@@ -82,16 +83,16 @@ def load_stream_config(source: str | os.PathLike[str]) -> OnlineDataEngineCfg:
         return _for_environment({"id": str(source), "num_envs": _ENVS})
     data = load_config(path)
     if "id" in data:
-        return _for_environment(data)
+        return _for_environment(data, path)
     nested = data.get("gym_config")
     if isinstance(nested, str):
-        data["gym_config"] = load_config(path.parent / nested)
+        data["gym_config"] = load_config(find_config(nested, path.parent))
     return OnlineDataEngineCfg.from_dict(data, source=str(source))
 
 
-def _for_environment(gym_config: dict[str, Any]) -> OnlineDataEngineCfg:
-    """Return settings for an environment: rows as long as its episodes, and a few for each env."""
-    cfg = load_gym_config(gym_config)
+def _for_environment(gym_config: dict[str, Any], path: Path | None = None) -> OnlineDataEngineCfg:
+    """Return settings for an environment (of a file): rows as long as its episodes, and a few for each env."""
+    cfg = load_gym_config(gym_config if path is None else path)
     settings: dict[str, Any] = {"gym_config": gym_config, "buffer_size": max(16, _ROWS_PER_ENV * cfg.num_envs)}
     if cfg.id in {spec.id for spec in list_envs()} - MUJOCO_SUITE.keys():
         settings["max_episode_steps"] = cfg.max_episode_steps

@@ -45,6 +45,7 @@ Fraction = Annotated[float, pydantic.Field(ge=0.0, le=1.0)]
 
 _T = TypeVar("_T")
 _SETTINGS = ConfigDict(extra="forbid", allow_inf_nan=False, validate_default=True, validate_assignment=True)
+_UNKNOWN = ("unexpected_keyword_argument", "no_such_attribute")
 _SHAREABLE_DEFAULTS = (bool, int, float, complex, str, bytes, type(None), dataclasses.Field, property)
 
 
@@ -241,6 +242,7 @@ def describe(cls: type[Any], error: pydantic.ValidationError) -> list[str]:
     """Return one line per problem: the dotted path, what was expected, what came, and the nearest valid name."""
     expected: dict[str, list[str]] = {}
     got: dict[str, str] = {}
+    listed: set[str] = set()
     for entry in error.errors(include_url=False):
         path, owner = _locate(cls, entry["loc"])
         cause = entry.get("ctx", {}).get("error")
@@ -248,7 +250,12 @@ def describe(cls: type[Any], error: pydantic.ValidationError) -> list[str]:
             for problem in cause.problems:
                 expected.setdefault(f"{path}.{problem}" if path else problem, [])
             continue
-        wanted, got[path or cls.__name__] = _explain(entry, owner)
+        wanted, came = _explain(entry, owner)
+        if entry["type"] in _UNKNOWN:  # the valid names stand in the first line about the same block
+            block = path.rpartition(".")[0]
+            came = came.split(" Valid:")[0] if block in listed else came
+            listed.add(block)
+        got[path or cls.__name__] = came
         others = expected.setdefault(path or cls.__name__, [])
         if wanted not in others:
             others.append(wanted.removeprefix("expected ") if others else wanted)
@@ -259,7 +266,7 @@ def _explain(entry: Any, owner: Any) -> tuple[str, str]:
     """Return what was expected, and what came with the nearest valid name."""
     kind, value = entry["type"], entry["input"]
     came = f", got {shorten(value)} ({type(value).__name__})"
-    if kind in ("unexpected_keyword_argument", "no_such_attribute"):
+    if kind in _UNKNOWN:
         name = str(entry["loc"][-1])
         return f"unknown key{came}", "." + nearest(name, owner.__pydantic_fields__) if is_config_class(owner) else ""
     if kind == "missing":

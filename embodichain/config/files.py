@@ -105,6 +105,16 @@ def load_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     return data
 
 
+def find_config(name: str, folder: Path) -> Path:
+    """Return the file that another one in ``folder`` names: as seen from there, or from the working directory; else a
+    file of that name beside it."""
+    places = dict.fromkeys((folder / name, Path.cwd() / name, folder / Path(name).name))
+    for file in places:
+        if file.is_file():
+            return file
+    raise ConfigError(f"no such file (looked for {', '.join(str(file.absolute()) for file in places)})", name)
+
+
 def save_config(cfg: Any, path: str | os.PathLike[str]) -> Path:
     """Write a config or a mapping as JSON or YAML, whole or not at all; missing folders are made."""
     file, is_yaml = _format(path)

@@ -12,6 +12,7 @@ from typing import Any
 import gymnasium as gym
 
 from embodichain.config import load_config, merge
+from embodichain.config.compat import translate_gym_config
 from embodichain.envs import MUJOCO_SUITE, TASKS, register_with_gymnasium
 from embodichain.envs.env_cfg import GymCfg
 from embodichain.envs.gymnasium_env import make_gymnasium
@@ -76,11 +77,12 @@ def load_gym_config(config: GymCfg | Mapping[str, Any] | str | os.PathLike[str],
     """Return the full config for an id, the path of a file, or what was read from one, over the task's defaults."""
     if isinstance(config, GymCfg):
         return load_gym_config(config.to_dict(), **overrides) if overrides else config
+    source = "gym_config"
     if isinstance(config, str | os.PathLike):
         path = Path(config)
-        given: Mapping[str, Any] = (
-            load_config(path) if path.suffix in (".json", ".yaml", ".yml") else {"id": str(config)}
-        )
+        is_file = path.suffix in (".json", ".yaml", ".yml")
+        given: Mapping[str, Any] = load_config(path) if is_file else {"id": str(config)}
+        source = str(config)
     elif isinstance(config, Mapping):
         given = config
     else:
@@ -91,8 +93,29 @@ def load_gym_config(config: GymCfg | Mapping[str, Any] | str | os.PathLike[str],
         raise ConfigError(f"id: expected the name of an environment, got {name!r}")
     if name not in gym.registry:
         name = same_name(name, _TASKS) or name
+    takes = "takes the task of that name with the scene, robot, observations and rewards that it has here"
+    hint = f'"gym_config": "{name}", or --trainer.gym_config {name}, {takes}'
+    given, problems = translate_gym_config(given, source, hint if name in _TASKS else "")
     base = _TASKS[name].task.default_cfg().to_dict() if name in _TASKS else {"id": name}
-    return GymCfg.from_dict(_lay_over(base, given) | {"id": name})
+    try:
+        cfg = GymCfg.from_dict(_lay_over(base, given) | {"id": name}, source)
+    except ConfigError as error:
+        problems += error.problems
+    if problems and (unknown := _unknown_id(name)):
+        problems.append(f"id: {unknown}")
+    if problems:
+        raise ConfigError(problems, source)
+    return cfg
+
+
+def _unknown_id(name: str) -> str | None:
+    """Return what is wrong with an id that nobody registered; those of modules that are to be imported may be right."""
+    if ":" in name or name in _TASKS or name in gym.registry:
+        return None
+    names = [*_TASKS, *(name for name in gym.registry if not name.startswith(("phys2d/", "tabular/")))]
+    close = nearest(name, names).split(" Valid:")[0]
+    tasks = ", ".join(sorted(_TASKS.keys() - MUJOCO_SUITE.keys()))
+    return f"unknown environment {name!r}.{close} Tasks: {tasks}; or any Gymnasium id."
 
 
 def _lay_over(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,12 +143,8 @@ def make(
         from embodichain.envs.physics.mujoco_warp import MujocoWarpPhysics  # an extra
 
         return TaskEnv(cfg, task, MujocoWarpPhysics(model, cfg.num_envs, cfg.device, task.outputs))
-    if ":" not in cfg.id and cfg.id not in gym.registry:
-        names = [*_TASKS, *(name for name in gym.registry if not name.startswith(("phys2d/", "tabular/")))]
-        close = nearest(cfg.id, names).split(" Valid:")[0]
-        raise UnknownNameError(
-            f"unknown environment {cfg.id!r}.{close} Tasks: {', '.join(sorted(_TASKS.keys() - MUJOCO_SUITE.keys()))}; or any Gymnasium id."
-        )
+    if unknown := _unknown_id(cfg.id):
+        raise UnknownNameError(unknown)
     return make_gymnasium(
         cfg.id,
         cfg.num_envs,

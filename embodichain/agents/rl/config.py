@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 
@@ -26,11 +26,14 @@ from embodichain.config import (
     load_config,
     parse_overrides,
 )
+from embodichain.config.compat import translate_train_config
+from embodichain.config.files import find_config
 from embodichain.envs.physics.mujoco_cpu import available_cores
 from embodichain.envs.registration import list_envs, load_gym_config
-from embodichain.errors import ConfigError
+from embodichain.errors import ConfigError, EmbodiChainError, UnknownNameError
 from embodichain.extras import check_trusted, import_trusted
 
+_T = TypeVar("_T")
 Steps = Annotated[int, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
 _FILE_SUFFIXES = (".json", ".yaml", ".yml")
@@ -148,11 +151,51 @@ class TrainCfg(Config):
     """Name and settings of the algorithm."""
 
 
-def load_train_config(path: str | os.PathLike[str], trusted_modules: Collection[str] = ()) -> TrainCfg:
-    """Read a training config, put its environment's settings into it, and add the defaults of its algorithm."""
+def load_train_config(
+    path: str | os.PathLike[str], trusted_modules: Collection[str] = (), gym_config: str | None = None
+) -> TrainCfg:
+    """Read a training config, put its environment's settings into it, and add the defaults of its algorithm.
+    ``gym_config`` takes the place of the file's, which is not read then."""
     file = Path(path)
-    cfg = TrainCfg.from_dict(load_config(file), source=str(file))
+    data, problems = translate_train_config(load_config(file), str(file))
+    if gym_config is not None and isinstance(data.get("trainer"), dict):
+        data["trainer"]["gym_config"] = gym_config
+    try:
+        cfg = TrainCfg.from_dict(data, source=str(file))
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError(problems + _problems_below(data, file.parent), str(file))
     return complete(cfg, trusted_modules, str(file), file.parent)
+
+
+def _problems_below(data: Mapping[str, Any], folder: Path) -> list[str]:
+    """Return what is wrong with the environment and the algorithm of a config that is wrong anyway."""
+    errors: list[EmbodiChainError] = []
+    trainer, algorithm = (
+        data[name] if isinstance(data.get(name), Mapping) else {} for name in ("trainer", "algorithm")
+    )
+    if isinstance(given := trainer.get("gym_config"), str | Mapping):
+        _attempt(errors, lambda: _environment(given, folder))
+    if not trainer.get("import_modules"):  # they may register the names
+        name, settings = algorithm.get("name", "ppo"), algorithm.get("cfg", {})
+        _attempt(errors, lambda: get_algo_class(str(name)).cfg_type.from_dict(settings, source="algorithm.cfg"))
+    return [line for error in errors for line in _lines(error)]
+
+
+def _attempt(errors: list[EmbodiChainError], call: Callable[[], _T]) -> _T | None:
+    """Return what a call returns; keep its error for a report of all of them."""
+    try:
+        return call()
+    except (ConfigError, UnknownNameError) as error:
+        errors.append(error)
+        return None
+
+
+def _lines(error: EmbodiChainError) -> list[str]:
+    return (
+        [f"{error.source}: {problem}" for problem in error.problems] if isinstance(error, ConfigError) else [str(error)]
+    )
 
 
 def complete(
@@ -164,9 +207,15 @@ def complete(
     import_trusted(trusted_modules, [folder, Path.cwd()])
     if cfg.validate():
         raise ConfigError([f"{name}: expected a value, got none" for name in cfg.validate()], source)
-    trainer = cfg.trainer.with_mode().replace(gym_config=_environment(cfg.trainer.gym_config, folder))
-    settings = {"device": trainer.device, **cfg.algorithm.cfg}
-    checked = get_algo_class(cfg.algorithm.name).cfg_type.from_dict(settings, source=f"{source}: algorithm.cfg")
+    errors: list[EmbodiChainError] = []
+    environment = _attempt(errors, lambda: _environment(cfg.trainer.gym_config, folder))
+    name, settings = cfg.algorithm.name, {"device": cfg.trainer.device, **cfg.algorithm.cfg}
+    checked = _attempt(
+        errors, lambda: get_algo_class(name).cfg_type.from_dict(settings, source=f"{source}: algorithm.cfg")
+    )
+    if environment is None or checked is None:
+        raise errors[0] if len(errors) == 1 else ConfigError([line for e in errors for line in _lines(e)], source)
+    trainer = cfg.trainer.with_mode().replace(gym_config=environment)
     return cfg.replace(trainer=trainer, algorithm=cfg.algorithm.replace(cfg=checked.to_dict()))
 
 
@@ -251,9 +300,11 @@ def num_iterations(trainer: TrainerCfg, ranks: int = 1, iteration: int = 0, glob
 
 def _environment(given: str | Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Return an environment's settings as a mapping; those of our own tasks complete with all defaults."""
+    source: str | Path | Mapping[str, Any] = given
     if isinstance(given, str):
-        given = load_config(folder / given) if given.endswith(_FILE_SUFFIXES) else {"id": given}
-    checked = load_gym_config(given)
+        source = find_config(given, folder) if given.endswith(_FILE_SUFFIXES) else given
+        given = load_config(source) if isinstance(source, Path) else {"id": given}
+    checked = load_gym_config(source)
     # A Gymnasium id has defaults of its own, such as its time limit: only what was given is passed on.
     return checked.to_dict() if checked.id in {spec.id for spec in list_envs()} else dict(given)
 

@@ -133,7 +133,7 @@ def train_from_config(
     if isinstance(config_path, TrainCfg):
         cfg = complete(config_path, trusted_modules)
     else:
-        cfg = load_train_config(config_path, trusted_modules)
+        cfg = load_train_config(config_path, trusted_modules, _given_environment(overrides))
     cfg = override(cfg, list(overrides))
     with joined_ranks() as ranks:
         run = run_to_continue(cfg.trainer, ranks)
@@ -141,6 +141,16 @@ def train_from_config(
             return _continue(run, overrides, trusted_modules, console, ranks)
         with opened_trainer(cfg, None, None, trusted_modules, console, ranks) as trainer:
             return trainer.train()
+
+
+def _given_environment(overrides: Sequence[str]) -> str | None:
+    """Return the value of ``--trainer.gym_config`` that names an environment in place of the config's own."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--trainer.gym_config", dest="given")
+    with suppress(argparse.ArgumentError):  # what is wrong with it is told when all flags are parsed
+        given: str | None = parser.parse_known_args(list(overrides))[0].given
+        return None if given is None or given.lstrip().startswith("{") else given
+    return None
 
 
 def resume_training(

@@ -1,0 +1,150 @@
+"""Configs in the form of DexForce's EmbodiChain: what has another name here, and what means nothing here.
+
+Only what has no influence on learning is ignored. Other entries that cannot be said here are problems, in one error.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+_LOG = logging.getLogger(__name__)
+_RUNTIME = ("distributed", "enable_rt", "gpu_id", "headless", "renderer")
+"""Settings of another simulator and of its windows; torchrun decides what is distributed."""
+_TRAINER = {"rollout_steps": "buffer_size", "wandb_project_name": "wandb_project"}
+_SCENE = ("articulation", "background", "light", "rigid_object", "rigid_object_group", "sensor")
+_ROBOT = ("control_parts", "drive_pros", "fpath", "init_pos", "init_rot", "robot_type", "solver_cfg", "urdf_cfg")
+_TERMS = {"delta_qpos": "DeltaQposTerm"}
+"""Action terms that are the same here, and what they are called there."""
+
+
+@dataclass
+class _Translation:
+    """A config on its way: entries are taken out of it and put where they belong."""
+
+    data: dict[str, Any]
+    ignored: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def block(self, *path: str) -> dict[str, Any]:
+        """Return a copy of the mapping at a path, which replaces it; an empty one of its own if there is none."""
+        here = self.data
+        for key in path:
+            below = here.get(key)
+            if not isinstance(below, Mapping):
+                return {}
+            here[key] = here = dict(below)
+        return here
+
+    def ignore(self, block: dict[str, Any], names: tuple[str, ...], prefix: str) -> None:
+        """Take out entries that mean nothing here."""
+        for name in names:
+            if name in block:
+                del block[name]
+                self.ignored.append(f"{prefix}{name}")
+
+    def rename(self, block: dict[str, Any], old: str, new: str, prefix: str) -> None:
+        """Give an entry the name that it has here."""
+        if old in block and new in block:
+            self.problems.append(f"{prefix}{old}: is called {new} here, and both are given")
+        if old in block:
+            block.setdefault(new, block.pop(old))
+
+    def finish(self, source: str, hint: str = "") -> tuple[dict[str, Any], list[str]]:
+        """Return the translated data and all that is wrong, after one warning for all that is ignored."""
+        if self.unknown:
+            what = f"{', '.join(self.unknown)}: not understood, as they describe things to another simulator"
+            self.problems.append(f"{what}; {hint}" if hint else what)
+        if self.ignored:
+            _LOG.warning("%s: ignored %s, which mean nothing here", source, ", ".join(self.ignored))
+        return self.data, self.problems
+
+
+def translate_train_config(given: Mapping[str, Any], source: str) -> tuple[dict[str, Any], list[str]]:
+    """Return a training config with the names that its entries have here, and what cannot be said here."""
+    work = _Translation(dict(given))
+    trainer = work.block("trainer")
+    work.ignore(trainer, _RUNTIME, "trainer.")
+    for old, new in _TRAINER.items():
+        work.rename(trainer, old, new, "trainer.")
+    _translate_events(work, trainer)
+    policy = work.block("policy")
+    if "initial_log_std" in policy:
+        distribution = policy["distribution"] = dict(policy.get("distribution") or {})
+        distribution.setdefault("init_log_std", policy.pop("initial_log_std"))
+    for network in ("actor", "critic"):  # weights are always made orthogonal
+        work.ignore(
+            work.block("policy", network, "network_cfg"), ("orthogonal_init",), f"policy.{network}.network_cfg."
+        )
+    _translate_optimizer(work, work.block("algorithm", "cfg"))
+    return work.finish(source)
+
+
+def _translate_events(work: _Translation, trainer: dict[str, Any]) -> None:
+    """A camera that records evaluations is ``eval_video``, which looks through the task's own."""
+    events = trainer.pop("events", None)
+    for phase, entries in (events if isinstance(events, Mapping) else {}).items():
+        for name, entry in (entries if isinstance(entries, Mapping) else {}).items():
+            key = f"trainer.events.{phase}.{name}"
+            if phase == "eval" and _function(entry).startswith("record_camera"):
+                trainer.setdefault("eval_video", True)
+                work.ignored.append(f"{key}.params")
+            else:
+                work.unknown.append(key)
+
+
+def _translate_optimizer(work: _Translation, settings: dict[str, Any]) -> None:
+    """The blocks ``optimizer`` and ``lr_scheduler`` are single settings."""
+    optimizer = settings.pop("optimizer", None)
+    if isinstance(optimizer, Mapping):
+        for key, value in optimizer.items():
+            if key == "learning_rate":
+                settings.setdefault("learning_rate", value)
+            elif key != "name" or str(value).lower() != "adam":
+                work.problems.append(f"algorithm.cfg.optimizer.{key}: expected Adam as it is, got {value!r}")
+    scheduler = settings.pop("lr_scheduler", None)
+    if isinstance(scheduler, Mapping):
+        end = scheduler.get("kwargs", {}).get("end_factor", 0.0)
+        if scheduler.get("name") in ("constant", "linear") and not end:
+            settings.setdefault("lr_schedule", scheduler["name"])
+        else:
+            expected = "expected constant, or linear, which falls to zero (set lr_schedule)"
+            work.problems.append(f"algorithm.cfg.lr_scheduler: {expected}, got {dict(scheduler)!r}")
+
+
+def translate_gym_config(given: Mapping[str, Any], source: str, hint: str) -> tuple[dict[str, Any], list[str]]:
+    """Return an environment's config with the names that its entries have here, and what cannot be said here.
+    ``hint`` says what to do about that."""
+    work = _Translation(dict(given))
+    work.ignore(work.data, (*_RUNTIME, "max_episodes"), "")
+    for name in _SCENE:
+        if work.data.pop(name, None):
+            work.unknown.append(name)
+    if any(name in work.block("robot") for name in _ROBOT):
+        del work.data["robot"]
+        work.unknown.append("robot")
+    env = work.block("env")
+    work.ignore(env, ("dataset",), "env.")  # recording is a command
+    extensions = env.pop("extensions", None)
+    for name, value in (extensions if isinstance(extensions, Mapping) else {}).items():
+        if name == "success_threshold":
+            env.setdefault(name, value)
+        else:
+            work.unknown.append(f"env.extensions.{name}")
+    for section in ("events", "observations", "rewards", "actions"):
+        entries = work.block("env", section)
+        for name, entry in list(entries.items()):
+            function = _function(entry)
+            if section == "actions" and function and function == _TERMS.get(name):
+                entries[name] = dict(entry.get("params") or {})
+            elif function:
+                del entries[name]
+                record = function.startswith("record_camera")
+                (work.ignored if record else work.unknown).append(f"env.{section}.{name}")
+    return work.finish(source, hint)
+
+
+def _function(entry: Any) -> str:
+    """Return the name of the function that an entry calls; empty if it calls none."""
+    return str(entry["func"]) if isinstance(entry, Mapping) and "func" in entry else ""
