@@ -19,7 +19,7 @@ EXTRAS = {
     "data": ("pyarrow", "av"),
     "export": ("onnx", "onnxscript", "onnxruntime"),
     "vla": ("transformers", "peft"),
-    "peers": ("torchrl",),
+    "peers": ("torchrl", "stable_baselines3"),
 }
 """What a test marked ``extra(NAME)`` imports."""
 

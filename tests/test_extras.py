@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from embodichain.errors import MissingExtraError
 from embodichain.extras import DISTRIBUTION, available, require
@@ -34,6 +35,13 @@ def test_the_distribution_is_the_one_we_build():
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
     assert project["name"] == DISTRIBUTION
     assert set(project["optional-dependencies"]) == {"dev", "vla", "data", "ray", "track", "export", "gpu", "peers"}
+
+
+def test_mujoco_is_as_old_as_it_may_be():
+    """3.17 is the first with ``mujoco.batch``; dm_control 1.0.50 needs at least that, and does not work with 4."""
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    allowed = {Requirement(text).name: Requirement(text).specifier for text in project["dependencies"]}["mujoco"]
+    assert [v for v in ("3.16.0", "3.17.0", "4.0.0", "4.9", "5.0") if v in allowed] == ["3.17.0", "4.0.0", "4.9"]
 
 
 def test_every_extra_that_is_asked_for_exists():

@@ -13,6 +13,8 @@ TASKS = {
     "ReachRL": "embodichain.envs.tasks.reach:Reach",
 }
 """The tasks of this package: id and entry point, which is imported when the task is made."""
+_EPISODE_STEPS = {"CartPoleRL": 500, "PickCubeRL": 150, "PushCubeLanguageRL": 100, "PushCubeRL": 100, "ReachRL": 100}
+"""Their time limits, which are stated before a task is imported."""
 
 MUJOCO_SUITE = {
     f"{name}-v5": f"embodichain.envs.tasks.mujoco_suite:{name}"
@@ -33,17 +35,21 @@ MUJOCO_SUITE = {
 """Environments of Gymnasium that are simulated here, batched: id and entry point."""
 
 
-def register_with_gymnasium(task_id: str) -> None:
-    """Make a task available as ``embodichain/<task id>-v0``; nothing heavy is imported before it is made."""
-    name = f"embodichain/{task_id}-v0"
-    if name not in gym.registry:
-        gym.register(
-            name,
-            entry_point="embodichain.envs.gymnasium_env:TaskGymnasiumEnv",
-            vector_entry_point="embodichain.envs.gymnasium_env:TaskGymnasiumVectorEnv",
-            kwargs={"config": task_id},
-        )
+def register_with_gymnasium(task_id: str, max_episode_steps: int | None = None) -> None:
+    """Make a task available as ``embodichain/<task id>-v0``; nothing heavy is imported before it is made.
+
+    Where the time limit is not known yet, the task's own ends episodes, and not a wrapper of Gymnasium's.
+    """
+    name, kind = f"embodichain/{task_id}-v0", "TaskGymnasiumEnv" if max_episode_steps is None else "RegisteredTaskEnv"
+    gym.registry.pop(name, None)
+    gym.register(
+        name,
+        entry_point=f"embodichain.envs.gymnasium_env:{kind}",
+        vector_entry_point="embodichain.envs.gymnasium_env:TaskGymnasiumVectorEnv",
+        max_episode_steps=max_episode_steps,
+        kwargs={"config": task_id},
+    )
 
 
 for _task in TASKS:
-    register_with_gymnasium(_task)
+    register_with_gymnasium(_task, _EPISODE_STEPS[_task])

@@ -55,7 +55,7 @@ _TASKS: dict[str, EnvSpec] = {id: EnvSpec(id, entry_point) for id, entry_point i
 def register_task(id: str, task: type[Task] | str) -> None:
     """Register a task, or its entry point ``"module:Class"``, under an id; a second one replaces the first."""
     _TASKS[id] = EnvSpec(id, task)
-    register_with_gymnasium(id)
+    register_with_gymnasium(id, None if isinstance(task, str) else task.default_cfg().max_episode_steps)
 
 
 def list_envs() -> list[EnvSpec]:

@@ -10,6 +10,7 @@ The result goes into ``MUJOCO_GL``, which MuJoCo's C library and every child pro
 from __future__ import annotations
 
 import atexit
+import contextlib
 import copy
 import ctypes
 import importlib
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal, Self
 
 import mujoco
@@ -225,7 +226,7 @@ class Renderer:
             if not _has_rendered:  # after the driver registered its own clean-up, so that ours comes first
                 atexit.register(_close_all)
                 _has_rendered = True
-            with self._context.as_current():
+            with _current(self._context):
                 self._drawing = mujoco.MjrContext(shaped, int(mujoco.mjtFontScale.mjFONTSCALE_50))
                 mujoco.mjr_setBuffer(int(mujoco.mjtFramebuffer.mjFB_OFFSCREEN), self._drawing)
         except (RuntimeError, ImportError, mujoco.FatalError) as error:
@@ -246,7 +247,7 @@ class Renderer:
         with self._turn:
             if self._context is None:
                 raise RenderingError("this renderer was closed: make a new one")
-            with self._context.as_current():  # at the end no context is current, so that another thread may render
+            with _current(self._context):  # at the end no context is current, so that another thread may render
                 for image, env in zip(out, ids, strict=True):
                     load(self._data, env)
                     self._update_scene(view, fovy)
@@ -282,7 +283,7 @@ class Renderer:
             if self._context is None:
                 return
             if self._drawing is not None:
-                with self._context.as_current():
+                with _current(self._context):
                     self._drawing.free()
             self._context.free()
             self._context = self._drawing = None
@@ -295,6 +296,27 @@ class Renderer:
 
     def __del__(self) -> None:
         self.close()
+
+
+@contextlib.contextmanager
+def _current(context: Any) -> Iterator[None]:
+    """Make a GL context this thread's, and none afterwards, so that another thread may render."""
+    if hasattr(context, "as_current"):  # since MuJoCo 4
+        with context.as_current():
+            yield
+        return
+    module: Any = sys.modules[type(context).__module__]
+    context.make_current()
+    try:
+        yield
+    finally:
+        if module.__name__ == "mujoco.egl":
+            none = module.EGL.EGL_NO_SURFACE
+            module.EGL.eglMakeCurrent(module.EGL_DISPLAY, none, none, module.EGL.EGL_NO_CONTEXT)
+        elif module.__name__ == "mujoco.osmesa":
+            module.osmesa.OSMesaMakeCurrent(None, None, module.GL.GL_FLOAT, 0, 0)
+        elif module.__name__ == "mujoco.glfw":
+            module.glfw.make_context_current(None)
 
 
 def _refuse_inherited() -> None:
@@ -322,6 +344,7 @@ def _disown() -> None:
     egl = sys.modules.get("mujoco.egl")
     if egl is not None:
         setattr(egl, "EGL_DISPLAY", None)  # noqa: B010 - its clean-up at exit then has nothing to do
+        atexit.unregister(egl.EGL.eglTerminate)  # which MuJoCo 3 registers with the display itself
 
 
 if sys.platform != "win32":

@@ -21,6 +21,6 @@ step's info from Gymnasium; ``is_success`` or ``success`` in it becomes ``info["
 """
 
 from embodichain.envs.gymnasium_env.adapter import GymnasiumVecEnv, make_gymnasium
-from embodichain.envs.gymnasium_env.tasks import TaskGymnasiumEnv, TaskGymnasiumVectorEnv
+from embodichain.envs.gymnasium_env.tasks import RegisteredTaskEnv, TaskGymnasiumEnv, TaskGymnasiumVectorEnv
 
-__all__ = ["GymnasiumVecEnv", "TaskGymnasiumEnv", "TaskGymnasiumVectorEnv", "make_gymnasium"]
+__all__ = ["GymnasiumVecEnv", "RegisteredTaskEnv", "TaskGymnasiumEnv", "TaskGymnasiumVectorEnv", "make_gymnasium"]
