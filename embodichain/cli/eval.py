@@ -39,7 +39,13 @@ def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     args = tyro.cli(EvalArgs, args=list(argv), prog="embodichain eval")
 
-    from embodichain.agents.rl.checkpoint import find_checkpoint, load_checkpoint, load_policy
+    from embodichain.agents.rl.checkpoint import (
+        check_parts,
+        find_checkpoint,
+        load_checkpoint,
+        load_policy,
+        reading_checkpoint,
+    )
     from embodichain.agents.rl.config import TrainCfg, complete
     from embodichain.agents.rl.evaluation import evaluate
     from embodichain.agents.rl.train import make_eval_env
@@ -48,10 +54,12 @@ def main(argv: Sequence[str]) -> int:
     check_counts({"--episodes": args.episodes, "--num-envs": args.num_envs})
     folder = find_checkpoint(args.run, args.checkpoint).resolve()
     state = load_checkpoint(folder)
+    check_parts(state, folder, "config", "trainer")
     cfg = complete(TrainCfg.from_dict(state["config"], source=str(folder)), args.trust, str(folder))
     settings = cfg.trainer.replace(num_eval_episodes=args.episodes, eval_video=args.video)
     num_envs = min(args.num_envs or settings.num_eval_envs, args.episodes)
-    step = state["trainer"]["global_step"]
+    with reading_checkpoint(str(folder)):
+        step = int(state["trainer"]["global_step"])
     film = folder.parent.parent / "videos" / f"eval_step_{step:012d}.mp4" if args.video else None
     with make_eval_env(cfg.replace(trainer=settings), args.trust, num_envs=num_envs, seed=args.seed) as env:
         policy = load_policy(folder, env, settings.device, trusted_modules=args.trust)

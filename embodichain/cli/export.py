@@ -31,8 +31,8 @@ def main(argv: Sequence[str]) -> int:
     from embodichain.agents.rl.utils.tensordicts import space_from_data
 
     folder = find_checkpoint(args.run, args.checkpoint)
-    spaces = load_checkpoint(folder)["spaces"]
-    policy = load_policy(folder, trusted_modules=args.trust)
-    observation_space, action_space = (space_from_data(spaces[name]) for name in ("observation", "action"))
+    state = load_checkpoint(folder)
+    policy = load_policy(folder, trusted_modules=args.trust)  # and so the spaces are what they should be
+    observation_space, action_space = (space_from_data(state["spaces"][name]) for name in ("observation", "action"))
     print(export_onnx(policy, observation_space, action_space, args.onnx))
     return 0

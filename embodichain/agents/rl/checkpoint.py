@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,7 +31,7 @@ from embodichain.agents.rl.models import build_policy
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils.tensordicts import space_from_data
 from embodichain.envs.vec_env import VecEnv
-from embodichain.errors import CheckpointError, CheckpointVersionError, NotFiniteError, OutputError
+from embodichain.errors import CheckpointError, CheckpointVersionError, EmbodiChainError, NotFiniteError, OutputError
 from embodichain.extras import check_trusted, import_trusted
 from embodichain.utils.tensor_tree import flatten, unflatten
 
@@ -70,22 +70,43 @@ def save_checkpoint(path: PathLike, state: Mapping[str, Any]) -> Path:
 def load_checkpoint(path: PathLike) -> dict[str, Any]:
     """Read a checkpoint folder, tensors on the CPU; ``CheckpointError`` if anything in it is not as it was written."""
     folder = Path(path)
-    document = _read_document(folder / STATE_FILE)
-    about, file = document["tensors"], folder / TENSOR_FILE
-    try:
+    with reading_checkpoint(str(folder)):
+        document = _read_document(folder / STATE_FILE)
+        about, file = document["tensors"], folder / TENSOR_FILE
+        if not os.path.isfile(file):
+            raise CheckpointError(f"{file} cannot be read: it is missing, or no file")
         size = file.stat().st_size
         if size != about.get("bytes"):
             raise CheckpointError(f"{file} is truncated: expected {about.get('bytes')} bytes, found {size}")
         if _file_crc(file) != about.get("crc32"):
             raise CheckpointError(f"{file} is damaged: its content does not match its checksum")
         tensors = load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from None
-    try:
-        state: dict[str, Any] = unflatten(document["state"], tensors)
-    except (KeyError, ValueError) as error:
-        raise CheckpointError(f"{folder}: {STATE_FILE} and {TENSOR_FILE} do not belong together: {error}") from None
+        try:
+            state = unflatten(document["state"], tensors)
+        except (KeyError, ValueError) as error:
+            raise CheckpointError(f"{folder}: {STATE_FILE} and {TENSOR_FILE} do not belong together: {error}") from None
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{folder / STATE_FILE}: state: expected a mapping, got {type(state).__name__}")
     return state
+
+
+@contextlib.contextmanager
+def reading_checkpoint(source: str) -> Iterator[None]:
+    """Turn whatever is raised by content that nobody would have saved into one ``CheckpointError``."""
+    try:
+        yield
+    except EmbodiChainError:
+        raise
+    except Exception as error:  # content of the wrong kind may make anything of what it is given to fail
+        reason = (str(error).strip() or "no further message").splitlines()[0]
+        raise CheckpointError(f"{source} cannot be read: {type(error).__name__}: {reason}") from error
+
+
+def check_parts(state: Mapping[str, Any], source: PathLike, *parts: str) -> None:
+    """Raise ``CheckpointError`` if a checkpoint lacks one of these parts of a run."""
+    for part in parts:
+        if not isinstance(state.get(part), Mapping):
+            raise CheckpointError(f"{source} is no checkpoint of a run: expected a mapping {part!r} in it")
 
 
 def find_checkpoint(path: PathLike, which: Literal["best", "latest"] = "latest") -> Path:
@@ -185,28 +206,33 @@ def load_policy(
     """
     folder = find_checkpoint(path, which)
     state = load_checkpoint(folder)
-    named = state["config"]["trainer"].get("import_modules", [])
-    check_trusted(named, trusted_modules, str(folder))
+    check_parts(state, folder, "config", "spaces", "policy")
+    with reading_checkpoint(str(folder)):
+        named = state["config"]["trainer"].get("import_modules", [])
+        check_trusted(named, trusted_modules, str(folder))
     import_trusted(trusted_modules, [Path.cwd()])
-    spaces = state["spaces"]
-    observation_space = env.observation_space if env is not None else space_from_data(spaces["observation"])
-    action_space = env.action_space if env is not None else space_from_data(spaces["action"])
-    policy = build_policy(state["config"]["policy"], observation_space, action_space, device)
-    load_weights(policy, state["policy"], str(folder))
+    with reading_checkpoint(str(folder)):
+        spaces = state["spaces"]
+        observation_space = env.observation_space if env is not None else space_from_data(spaces["observation"])
+        action_space = env.action_space if env is not None else space_from_data(spaces["action"])
+        policy = build_policy(state["config"]["policy"], observation_space, action_space, device)
+        load_weights(policy, state["policy"], str(folder))
     return policy.eval()
 
 
 def _read_document(file: Path) -> dict[str, Any]:
+    if not os.path.isfile(file):
+        raise CheckpointError(f"{file.parent} is no checkpoint: there is no {file.name} in it")
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{file.parent} is no checkpoint: there is no {file.name} in it") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is damaged or truncated: {error}") from None
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise CheckpointError(f"{file} is no checkpoint of this package")
     version = document.get("version")
-    if not isinstance(version, int) or version > VERSION:
+    if type(version) is not int or version < 1:
+        raise CheckpointError(f"{file} is damaged: it has format version {version!r}, expected {VERSION}")
+    if version > VERSION:
         raise CheckpointVersionError(
             f"{file} has format version {version}; this version of the package reads up to {VERSION}. Upgrade it."
         )

@@ -19,7 +19,7 @@ from rich.console import Console
 from embodichain.agents.rl.algo import build_algo
 from embodichain.agents.rl.algo.base import BaseAlgorithm
 from embodichain.agents.rl.buffer.vla_buffer import VLABuffer
-from embodichain.agents.rl.checkpoint import find_checkpoint, load_checkpoint
+from embodichain.agents.rl.checkpoint import check_parts, find_checkpoint, load_checkpoint
 from embodichain.agents.rl.collector.async_collector import AsyncCollector
 from embodichain.agents.rl.collector.remote_env import START_TIMEOUT, STEP_TIMEOUT, RemoteEnv
 from embodichain.agents.rl.collector.sync_collector import SyncCollector
@@ -184,6 +184,7 @@ def _read_run(
             found = (Path(run), load_checkpoint(run)) if is_named else folder.load_latest()
             file = folder.path / CONFIG_FILE
             if found is not None:
+                check_parts(found[1], found[0], "config", "trainer", "policy", "algorithm")
                 saved = str(found[0]), found[1]["config"], found[1]
             elif file.is_file():
                 saved = str(file), load_config(file), None

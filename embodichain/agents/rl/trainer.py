@@ -14,7 +14,7 @@ from tensordict import TensorDictBase
 
 from embodichain.agents.rl.algo.base import BaseAlgorithm
 from embodichain.agents.rl.buffer.rollout_buffer import count_transitions
-from embodichain.agents.rl.checkpoint import NanGuard, load_weights
+from embodichain.agents.rl.checkpoint import NanGuard, load_weights, reading_checkpoint
 from embodichain.agents.rl.collector.async_collector import AsyncCollector
 from embodichain.agents.rl.collector.config import AsyncCfg
 from embodichain.agents.rl.collector.sync_collector import SyncCollector
@@ -105,7 +105,12 @@ class Counters:
     @staticmethod
     def from_data(data: Mapping[str, Any]) -> Counters:
         """Return the counters that ``to_data`` was called on."""
-        return Counters(**{**data, "recent": deque(data["recent"])})
+        counters = Counters(**{**data, "recent": deque(data["recent"])})
+        whole = {name: getattr(counters, name) for name in ("global_step", "iteration", "evaluated_at")}
+        wrong = next((name for name, value in whole.items() if type(value) is not int or value < -1), None)
+        if wrong is not None or not isinstance(counters.seconds, float | int):
+            raise CheckpointError(f"the checkpoint has no proper {wrong or 'seconds'} in 'trainer': {dict(data)}")
+        return counters
 
 
 class Trainer:
@@ -314,7 +319,7 @@ class Trainer:
         An environment that cannot be saved begins new episodes, and so do all if the number of ranks is another one.
         The random generators come last, as everything else may draw from them.
         """
-        with self.ranks.together("resuming"):
+        with self.ranks.together("resuming"), reading_checkpoint("the checkpoint"):
             ranks, self.counters = self.ranks, Counters.from_data(state["trainer"])
             same_ranks = saved_ranks(state) == ranks.count
             own = state if ranks.is_first or not same_ranks else state["other_ranks"][ranks.rank - 1]

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
+import shutil
+import zlib
 from pathlib import Path
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -13,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from tensordict import TensorDict
 
 from embodichain.agents.rl.checkpoint import (
@@ -24,12 +29,17 @@ from embodichain.agents.rl.checkpoint import (
     load_weights,
     save_checkpoint,
 )
+from embodichain.agents.rl.config import TrainCfg, complete
 from embodichain.agents.rl.models import build_policy
 from embodichain.agents.rl.runs import RunFolder
+from embodichain.agents.rl.train import opened_trainer, train_from_config
+from embodichain.agents.rl.utils.distributed import Ranks
 from embodichain.agents.rl.utils.tensordicts import space_from_data, space_to_data
-from embodichain.errors import CheckpointError, OutputError, UntrustedModuleError
+from embodichain.cli.main import main
+from embodichain.errors import CheckpointError, EmbodiChainError, OutputError, UntrustedModuleError
 from embodichain.utils.tensor_tree import flatten, unflatten
 from embodichain.utils.torch_runtime import get_random_state, seed_everything, set_random_state
+from tests.agents.rl.training_cases import train_config
 
 OBS = gym.spaces.Dict(
     {
@@ -263,3 +273,124 @@ def test_random_state_is_continued(tmp_path):
     seed_everything(4)
     set_random_state(load_checkpoint(tmp_path / "x"))
     assert draw() == expected
+
+
+ODD: tuple[Any, ...] = (
+    *(None, True, 0, -1, 2**70, 1e308, "", "x", "../x", [], {}, [[]], {"a": None}),
+    *({"$tensor": 7}, {"$tensor": "x"}, {"$tensor": []}, {"$array": None}, {"$float": "x"}, {"$float": []}, {"$x": 1}),
+    *({"$tuple": 3}, {"$items": 3}, {"$items": [[1]]}, {"$items": [[[], 1]]}, {"$batch": [3]}, {"$tensordict": {}}),
+    *({"$tensordict": [], "$batch": [1]}, {"$tensordict": {}, "$batch": "x"}, {"$tensordict": {"a": 1}, "$batch": [2]}),
+)
+
+
+@pytest.fixture(scope="module")
+def saved_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one iteration with one checkpoint."""
+    folder = tmp_path_factory.mktemp("hostile") / "run"
+    trainer = {"iterations": 1, "enable_eval": False, "num_envs": 2, "buffer_size": 8}
+    cfg = train_config(folder, trainer=trainer, algorithm={"cfg": {"batch_size": 8}})
+    train_from_config(TrainCfg.from_dict(cfg))
+    return folder
+
+
+def signed(checkpoint: Path, document: dict[str, Any]) -> None:
+    """Write a document with the checksums that it should have: whoever means harm can calculate, too."""
+    tensors = (checkpoint / "tensors.safetensors").read_bytes()
+    document["tensors"] = {"bytes": len(tensors), "crc32": zlib.crc32(tensors)}
+    document["crc32"] = zlib.crc32(json.dumps(document["state"], separators=(",", ":")).encode())
+    (checkpoint / "state.json").write_text(json.dumps(document))
+
+
+def make_hostile(generator: random.Random, checkpoint: Path) -> str:
+    """Change one thing of a checkpoint, and its checksums with it; return what."""
+    document = json.loads((checkpoint / "state.json").read_text())
+    if generator.random() < 0.2:
+        file = checkpoint / "tensors.safetensors"
+        tensors = load_file(file)
+        name = generator.choice(sorted(tensors))
+        new = [torch.zeros(0), torch.zeros(3, 3), tensors[name].to(torch.uint8), tensors[name].flatten()[:1]]
+        tensors[name] = generator.choice(new).clone()
+        if generator.random() < 0.3:
+            del tensors[name]
+        save_file(tensors, file)
+        signed(checkpoint, document)
+        return f"tensor {name}"
+    path, node = [], document["state"]
+    while True:
+        key = generator.choice(list(node) if isinstance(node, dict) else range(len(node)))
+        path.append(str(key))
+        if isinstance(node[key], dict | list) and node[key] and generator.random() < 0.75:
+            node = node[key]
+            continue
+        if generator.random() < 0.2:
+            del node[key]
+        else:
+            node[key] = generator.choice(ODD)
+        signed(checkpoint, document)
+        return f"{'/'.join(path)} is {node.get(key, 'gone') if isinstance(node, dict) else 'changed'}"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_hostile_checkpoints_are_errors_of_this_package(saved_run: Path, tmp_path: Path, seed: int):
+    """Checksums fit, and what they protect does not: reading, rebuilding and resuming end in a message, or succeed."""
+    trainer = {"iterations": 1, "enable_eval": False, "num_envs": 2, "buffer_size": 8}
+    cfg = complete(TrainCfg.from_dict(train_config(tmp_path / "run", trainer=trainer)), ())
+    refused = 0
+    with opened_trainer(cfg, None, None, (), None, Ranks()) as resumed:
+        for case in range(40):
+            generator = random.Random(1000 * seed + case)
+            checkpoint = Path(shutil.copytree(find_checkpoint(saved_run).resolve(), tmp_path / str(case)))
+            what = make_hostile(generator, checkpoint)
+            try:
+                state = load_checkpoint(checkpoint)
+                load_policy(checkpoint)
+                resumed.restore(state)
+            except EmbodiChainError:
+                refused += 1
+            except Exception as error:
+                raise AssertionError(f"seed {seed}, case {case}: {what}") from error
+    assert refused >= 10
+
+
+def test_documents_of_any_kind_are_refused(tmp_path: Path):
+    checkpoint = save_checkpoint(tmp_path / "x", {"value": 1})
+    file = checkpoint / "state.json"
+    document = json.loads(file.read_text())
+    changes: list[Any] = [{"version": value} for value in (True, 0, -1, 1.0, "1", None)]
+    changes += [{"tensors": value} for value in (None, {}, {"bytes": "x"}, {"bytes": 1e308, "crc32": {}})]
+    for change in changes:
+        file.write_text(json.dumps(document | change))
+        with pytest.raises(CheckpointError):
+            load_checkpoint(checkpoint)
+    for state in ([], "x", 7, None, {"$tuple": [1]}):
+        signed(checkpoint, document | {"state": state})
+        with pytest.raises(CheckpointError, match="expected"):
+            load_checkpoint(checkpoint)
+    nested = "[" * 100_000 + "]" * 100_000
+    for text in (nested, f'{{"state": {nested}}}', "9" * 5000, "\0", '{"a": NaN', '"\\ud800"'):
+        file.write_text(text)
+        with pytest.raises(CheckpointError):
+            load_checkpoint(checkpoint)
+    for name in ("state.json", "tensors.safetensors"):
+        other = save_checkpoint(tmp_path / name, {"value": torch.ones(1)})
+        (other / name).unlink()
+        os.mkfifo(other / name)  # whoever opens it waits for ever
+        with pytest.raises(CheckpointError, match=name):
+            load_checkpoint(other)
+
+
+def test_spaces_beyond_all_memory_are_refused(tmp_path: Path):
+    data = {"type": "box", "shape": [10**7, 10**7], "dtype": "float32", "low": 0.0, "high": 1.0}
+    with pytest.raises(CheckpointError, match="numbers"):
+        space_from_data(data)
+
+
+@pytest.mark.parametrize("command", [["eval"], ["export", "--onnx", "x.onnx"], ["train", "--resume"]])
+@pytest.mark.parametrize("state", [{}, {"config": 3}, {"config": {}, "spaces": {}, "policy": {}, "trainer": {}}])
+def test_commands_say_what_a_checkpoint_lacks(tmp_path, monkeypatch, capsys, command: list[str], state: dict[str, Any]):
+    monkeypatch.chdir(tmp_path)
+    save_checkpoint(tmp_path / "run" / "checkpoints" / "step_000000000128", state)
+    assert main([*command, "run"] if command[0] != "export" else ["export", "run", *command[1:]]) == 2
+    error = capsys.readouterr().err
+    assert "checkpoint" in error or "config" in error
+    assert "Traceback" not in error

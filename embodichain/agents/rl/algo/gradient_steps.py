@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from embodichain.agents.rl.buffer.rollout_buffer import Minibatches, shaped
 from embodichain.agents.rl.utils import Precision
 from embodichain.agents.rl.utils.tensordicts import sorted_leaves
+from embodichain.errors import CheckpointError
 from embodichain.utils.cuda_graphs import Recorded, Recorder, record
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -155,7 +156,10 @@ class PolicyOptimizer:
         self.scaler.load_state_dict(state["scaler"])
         for group in self.adam.param_groups:
             group.update(own)  # these belong to the device, not to the training
-        for values in self.adam.state.values():
+        for parameter, values in self.adam.state.items():
+            shapes = {name: value.shape for name, value in values.items()}
+            if shapes != {"step": (), "exp_avg": parameter.shape, "exp_avg_sq": parameter.shape}:
+                raise CheckpointError(f"Adam's state of a parameter {list(parameter.shape)} has the shapes {shapes}")
             values["step"] = values["step"].to(self.parameters[0].device, torch.float32)
         if self._rate is not None:
             self._rate.fill_(self.learning_rate)

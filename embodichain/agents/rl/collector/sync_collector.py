@@ -23,7 +23,7 @@ from embodichain.agents.rl.collector.pipeline import Pipeline
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils.tensordicts import Observation, zeros_in
 from embodichain.envs.vec_env import ActionBounds, StepResult, VecEnv
-from embodichain.errors import RolloutError
+from embodichain.errors import CheckpointError, RolloutError
 from embodichain.utils.torch_runtime import torch_threads
 
 RolloutStart = Callable[[VecEnv], Observation | None]
@@ -154,6 +154,9 @@ class SyncCollector(BaseCollector):
         if not state:
             self.obs = None
             return
+        wrong = [name for name in ("episode_return", "episode_length") if state[name].shape != (self.env.num_envs,)]
+        if wrong:
+            raise CheckpointError(f"{wrong[0]}: expected [{self.env.num_envs}], got {list(state[wrong[0]].shape)}")
         self.tracker.episode_return = state["episode_return"].to(self.device, copy=True)
         self.tracker.episode_length = state["episode_length"].to(self.device, copy=True)
         self.state = state["hidden"].to(self.device, copy=True) if "hidden" in state else None

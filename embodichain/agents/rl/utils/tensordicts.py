@@ -1,5 +1,6 @@
 """Observations as nested TensorDicts and as flat tensors, and spaces as plain data: a policy is saved with them."""
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,6 +15,8 @@ from embodichain.errors import CheckpointError, ObservationError
 
 Observation = Tensor | TensorDictBase
 """A flat tensor ``[batch, dim]`` or a nested TensorDict of batch size ``[batch]``."""
+_MAX_NUMBERS = 1 << 28
+"""No space that was saved has more of them; its bounds are as large."""
 
 
 def sorted_leaves(
@@ -97,6 +100,8 @@ def space_from_data(data: Mapping[str, Any]) -> gym.Space[Any]:
         return gym.spaces.MultiBinary(data["n"])
     if kind == "box":
         shape, dtype = tuple(data["shape"]), np.dtype(data["dtype"])
+        if math.prod(shape) > _MAX_NUMBERS:
+            raise CheckpointError(f"a space of shape {list(shape)} has more than {_MAX_NUMBERS} numbers")
         low, high = (np.broadcast_to(data[name], shape).astype(dtype) for name in ("low", "high"))
         return gym.spaces.Box(low, high, shape, dtype.type)
     raise CheckpointError(f"unknown kind of space {kind!r}")
