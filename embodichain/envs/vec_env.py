@@ -291,6 +291,9 @@ class StepsInHalves(VecEnv):
         self.begin_step(action)
         return self.finish_step()
 
+    def restart(self) -> None:
+        """Replace what simulates wherever it failed; ``reset`` has to follow."""
+
 
 @runtime_checkable
 class HasExpert(Protocol):

@@ -315,6 +315,10 @@ class RemoteGroups(StepsInHalves, GroupedEnv):
             self._settle()
         return self.join(results)
 
+    def restart(self) -> None:
+        for group in self.groups:
+            group.restart()
+
     def _settle(self) -> None:
         """Leave no group in the middle of its step after something went wrong."""
         while self._under_way:

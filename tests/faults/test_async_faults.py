@@ -13,6 +13,9 @@ from functools import partial
 import pytest
 import torch
 
+from embodichain.agents.rl.buffer import VLABuffer
+from embodichain.agents.rl.collector import AsyncCollector
+from embodichain.envs.wrappers import GroupedEnv
 from embodichain.errors import CollectorError, ConfigError, EnvironmentHungError
 from tests.agents.rl.async_cases import NUM_ENVS, NUM_STEPS, Env, make_collector, make_env, make_learner
 
@@ -44,8 +47,11 @@ def collect_some(collector, count):
         collector.collect()
 
 
-@pytest.mark.parametrize(("trouble", "settings"), [("kill", {}), ("hang", {"step_timeout": 0.5}), ("exit", {})])
-def test_a_simulator_that_dies_or_hangs_mid_rollout_is_replaced(trouble, settings, tmp_path):
+TROUBLE = [("kill", {}), ("hang", {"step_timeout": 0.5}), ("exit", {}), ("raise", {})]
+
+
+@pytest.mark.parametrize(("trouble", "settings"), TROUBLE)
+def test_a_simulator_that_dies_hangs_or_raises_mid_rollout_is_replaced(trouble, settings, tmp_path, caplog):
     """Its first process fails in the second step of its second rollout. Afterwards all goes on with new episodes."""
     algorithm = make_learner(n_epochs=1)
     make = make_env(trouble=trouble, mark=str(tmp_path / "happened"))
@@ -61,6 +67,10 @@ def test_a_simulator_that_dies_or_hangs_mid_rollout_is_replaced(trouble, setting
         assert child_of(collector) != first
         assert not is_alive(first)
     assert (tmp_path / "happened").exists()
+    if trouble == "raise":
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert "process raised ValueError: the gripper fell off in step 7; replacing it (1 of 3)" in caplog.text
+        assert "in make_trouble" in caplog.text
     versions = torch.stack([rollout["policy_version"] for rollout in seen])
     lags = torch.arange(6).view(-1, 1, 1) - versions
     assert lags.min() >= 0
@@ -148,15 +158,131 @@ def test_one_that_hangs_again_and_again_is_given_up():
         collect_some(collector, 9)
 
 
-def test_what_a_process_raises_comes_out_with_its_traceback():
+@pytest.mark.parametrize("worker", ["process", "thread"])
+def test_what_an_environment_keeps_raising_comes_out_with_its_traceback(worker):
     algorithm = make_learner()
     with (
-        make_collector(algorithm, make_env(trouble="raise"), worker="process") as collector,
-        pytest.raises(CollectorError, match="the gripper fell off in step 7") as caught,
+        make_collector(algorithm, make_env(trouble="raise"), worker=worker, max_restarts=1) as collector,
+        pytest.raises(CollectorError, match="the gripper fell off in step 7, after 1 replacements") as caught,
     ):
         collect_some(collector, 9)
     assert "make_trouble" in str(caught.value)
     assert isinstance(caught.value.__cause__, ValueError)
+
+
+def raise_in_callback(*step: object) -> None:
+    raise KeyError("no such log")
+
+
+@pytest.mark.parametrize("worker", ["process", "thread"])
+def test_nobody_is_replaced_because_of_a_callback(worker, caplog):
+    policy, cfg = make_learner().policy, {"num_steps": NUM_STEPS, "worker": worker}
+    collector = AsyncCollector(make_env(), policy, VLABuffer(40), callback=raise_in_callback, cfg=cfg)
+    with collector, pytest.raises(CollectorError, match="no such log"):
+        collector.collect()
+    assert not caplog.records
+
+
+class Kept(Env):
+    """Notes every environment that is made, and which of them were closed."""
+
+    made: list[Env] = []
+    closed = False
+
+    def __init__(self, **settings: object) -> None:
+        super().__init__(ends=6, limit=4, **settings)
+        self.made.append(self)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize("given", ["function", "environment", "both"])
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("lag", [0, 2])
+def test_an_environment_that_raises_in_a_thread_is_replaced(given, stages, lag, tmp_path, caplog, monkeypatch):
+    """It is made again, or reset where nobody knows how. The rollout begins again; lockstep keeps its versions."""
+    monkeypatch.setattr(Kept, "made", [])
+    settings = {"trouble": "raise", "mark": str(tmp_path / "happened")}
+    make = partial(Kept, **settings)
+    if stages == 2:
+        make = partial(make_groups, settings)
+    algorithm = make_learner()
+    source, size = make if given == "function" else make(), NUM_ENVS * stages * NUM_STEPS
+    cfg = {"num_steps": NUM_STEPS, "max_policy_lag": lag, "adopt": "lockstep", "pipeline_stages": stages}
+    buffer, remake = VLABuffer((lag + 1) * size), make if given == "both" else None
+    stamps = []
+    collector = AsyncCollector(source, algorithm.policy, buffer, cfg=cfg, make_env=remake)
+    collector.reset(seed=5)
+    with collector:
+        for _ in range(8):
+            rollout = collector.collect()
+            steps = rollout["observation", "object", "step"][..., 0]
+            follows = ~rollout["done"][:, :-1]
+            assert torch.equal(steps[:, 1:][follows], steps[:, :-1][follows] + 1)
+            stamps.append(int(rollout["policy_version"].unique()))
+            algorithm.update(rollout)
+            collector.publish()
+        assert collector.statistics()["async/restarts"] == 1.0
+    collector.close()
+    assert stamps == [max(0, number - lag) for number in range(8)]
+    assert len(Kept.made) == stages * (1 if given == "environment" else 2)
+    assert all(env.closed == (given != "environment") for env in Kept.made)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "the environment raised ValueError: the gripper fell off in step 7; replacing it (1 of 3)" in caplog.text
+    assert "in make_trouble" in caplog.text
+
+
+def make_groups(settings: dict) -> GroupedEnv:
+    return GroupedEnv([Kept(), Kept(**settings)])
+
+
+def test_a_thread_waits_for_an_environment_that_cannot_be_made_at_once(caplog):
+    """Its second and third one fail before they are there; each counts as a replacement."""
+    made = []
+
+    def make() -> Env:
+        made.append(len(made))
+        if len(made) in (2, 3):
+            raise OSError(f"no simulator for number {len(made)}")
+        return Env(trouble="raise" if len(made) == 1 else "", ends=6, limit=4)
+
+    with make_collector(make_learner(), make) as collector:
+        collect_some(collector, 4)
+        assert collector.statistics()["async/restarts"] == 3.0
+    assert "no simulator for number 3; replacing it (3 of 3)" in caplog.text
+
+
+@pytest.mark.parametrize("worker", ["thread", "process"])
+def test_a_run_is_resumed_bit_by_bit_from_a_checkpoint_after_a_replacement(worker, tmp_path):
+    settings = {"max_policy_lag": 0, "worker": worker}
+
+    def train(algorithm, collector, iterations):
+        for _ in range(iterations):
+            algorithm.update(collector.collect())
+            collector.publish()
+
+    straight = make_learner()
+    collector = make_collector(straight, make_env(trouble="raise", mark=str(tmp_path / "happened")), **settings)
+    collector.reset(seed=5)
+    with collector:
+        train(straight, collector, 4)
+        assert collector.statistics()["async/restarts"] == 1.0
+        with collector.hold():
+            policy = {name: tensor.clone() for name, tensor in straight.policy.state_dict().items()}
+            adam, saved, env = _copied(straight.state_dict()), _copied(collector.state_dict()), collector.env_state()
+            random = torch.get_rng_state()
+        train(straight, collector, 3)
+    resumed = make_learner(seed=99)
+    collector = make_collector(resumed, **settings)
+    resumed.policy.load_state_dict(policy)
+    resumed.load_state_dict(adam)
+    collector.load_state_dict(saved, env)
+    torch.set_rng_state(random)
+    with collector:
+        train(resumed, collector, 3)
+    mine, other = straight.policy.state_dict(), resumed.policy.state_dict()
+    assert all(torch.equal(mine[name], other[name]) for name in mine)
 
 
 def broken_env() -> Env:

@@ -37,6 +37,8 @@ class FailureReport:
     """Whether the worker is alive, but shows no sign of life."""
     lost: bool = False
     """Whether the worker ended with its machine, which is no fault of its own."""
+    final: bool = False
+    """Whether another worker in its place would be no use."""
 
     def __post_init__(self) -> None:
         """Cut long texts."""

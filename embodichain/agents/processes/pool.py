@@ -61,6 +61,11 @@ class Heartbeat:
         self._words[0] = time.monotonic_ns()
         self._words[2] = busy
 
+    def begin_again(self) -> None:
+        """Tell that something is built again, so that this and the next steps may take as long as a start."""
+        self._words[1] = 0
+        self.beat()
+
     def copy(self, seconds_ago: float, steps: int, busy: bool) -> None:
         """Take over the last sign of a worker on another machine."""
         self._words[:] = (time.monotonic_ns() - int(1e9 * seconds_ago), steps, busy)

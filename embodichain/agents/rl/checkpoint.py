@@ -31,7 +31,15 @@ from embodichain.agents.rl.models import build_policy
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils.tensordicts import space_from_data
 from embodichain.envs.vec_env import VecEnv
-from embodichain.errors import CheckpointError, CheckpointVersionError, EmbodiChainError, NotFiniteError, OutputError
+from embodichain.errors import (
+    CheckpointError,
+    CheckpointVersionError,
+    EmbodiChainError,
+    EnvironmentHungError,
+    NotFiniteError,
+    OutputError,
+    WorkerError,
+)
 from embodichain.extras import check_trusted, import_trusted
 from embodichain.utils.tensor_tree import flatten, unflatten
 
@@ -313,7 +321,10 @@ class NanGuard:
             self._fail(f"the parameter {found[0]} is not finite after the update at step {step}", rollout)
 
     def _simulation(self) -> TensorDict | None:
-        return self.env.get_state() if self.env is not None and self.env.supports_state else None
+        try:
+            return self.env.get_state() if self.env is not None and self.env.supports_state else None
+        except (WorkerError, EnvironmentHungError):  # its process is gone: the collector deals with that
+            return None
 
     def _fail(self, what: str, rollout: TensorDictBase) -> None:
         state = {"message": what, "rollout": rollout, "env_before": self._before, "env_after": self._simulation()}

@@ -38,6 +38,7 @@ Steps = Annotated[int, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
 _FILE_SUFFIXES = (".json", ".yaml", ".yml")
 _USED_BY_SYNC = ("pipeline_stages", "env_processes")
+_USED_BY_ENV_PROCESSES = ("max_restarts", "step_timeout", "start_timeout")
 _RANKS_OWN = ("trainer.run_dir", "trainer.output_dir")
 """Fields in which ranks may differ: of the folders, those of the first rank are used."""
 _LOG = logging.getLogger(__name__)
@@ -72,8 +73,8 @@ class TrainerCfg(Config):
     target_success: Fraction | None = None
     """Training ends when an evaluation's success rate reaches this."""
     collector: CollectorBlock = AsyncCfg()
-    """How rollouts are collected; the mode sync uses pipeline_stages and env_processes alone. ``ray`` collects in a
-    cluster, whatever the mode."""
+    """How rollouts are collected; the mode sync uses pipeline_stages and env_processes alone, with their timeouts and
+    restarts. ``ray`` collects in a cluster, whatever the mode."""
     model_type: Literal["standard", "vla"] | None = None
     """Alias of collector.mode: standard is sync, vla is async. Where it is given, it decides."""
     enable_eval: bool = True
@@ -343,7 +344,8 @@ def warn_about_config(cfg: TrainCfg) -> None:
     if not trainer.collects_async:
         usual = AsyncCfg().to_dict()
         changed = [name for name, value in collector.to_dict().items() if value != usual[name]]
-        ignored = [name for name in changed if name not in _USED_BY_SYNC]
+        used = _USED_BY_SYNC + (_USED_BY_ENV_PROCESSES if collector.env_processes else ())
+        ignored = [name for name in changed if name not in used]
         if ignored:
             _LOG.warning(
                 "this run collects and learns in turn, and ignores trainer.collector.%s: add --trainer.collector.mode "

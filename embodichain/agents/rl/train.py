@@ -21,6 +21,7 @@ from embodichain.agents.rl.algo.base import BaseAlgorithm
 from embodichain.agents.rl.buffer.vla_buffer import VLABuffer
 from embodichain.agents.rl.checkpoint import check_parts, find_checkpoint, load_checkpoint
 from embodichain.agents.rl.collector.async_collector import AsyncCollector
+from embodichain.agents.rl.collector.recovery import EnvRecovery
 from embodichain.agents.rl.collector.remote_env import START_TIMEOUT, STEP_TIMEOUT, RemoteEnv
 from embodichain.agents.rl.collector.sync_collector import SyncCollector
 from embodichain.agents.rl.config import (
@@ -217,6 +218,7 @@ def opened_trainer(
         stack.callback(folder.lock.release)
         trainer = build_trainer(cfg, folder, trusted_modules, console, ranks)
         stack.callback(trainer.env.close)
+        stack.callback(trainer.collector.close)
         if trainer.eval_env is not None:
             stack.callback(trainer.eval_env.close)
         try:
@@ -350,7 +352,10 @@ def build_collector(
     policy, device, start = algorithm.policy, algorithm.device, algorithm.start_rollout
     if not trainer.collects_async:
         threads, stages = trainer.collect_threads, trainer.collector.pipeline_stages
-        return SyncCollector(env, policy, device, start_rollout=start, num_threads=threads, pipeline_stages=stages)
+        sync = SyncCollector(env, policy, device, start_rollout=start, num_threads=threads, pipeline_stages=stages)
+        if trainer.collector.env_processes:  # they are replaced; an error in this process shows where it is
+            sync.recovery = EnvRecovery(trainer.collector.max_restarts, silence=max(make_env.timeouts))
+        return sync
     cfg, adopt = trainer.collector, trainer.collector.adopt
     if algorithm.one_version_per_rollout and adopt == "step":
         adopt = "rollout"
@@ -365,7 +370,7 @@ def build_collector(
     if cfg.worker != "thread":
         env.close()  # its spaces are known by now
     source = env if cfg.worker == "thread" else make_env
-    return AsyncCollector(source, policy, buffer, device, cfg=cfg, start_rollout=start)
+    return AsyncCollector(source, policy, buffer, device, cfg=cfg, start_rollout=start, make_env=make_env)
 
 
 if __name__ == "__main__":

@@ -350,7 +350,7 @@ class Trainer:
     def _state(self) -> dict[str, Any] | None:
         """Return the content of a checkpoint, on the first rank; see ``checkpoint.py``."""
         with self.collector.hold():
-            collector, env = self.collector.state_dict(), self.collector.env_state()
+            env, collector = self.collector.env_state(), self.collector.state_dict()  # the former may get a new env
             of_ranks = self.ranks.to_first({"collector": collector, "env": env, "random": get_random_state()})
             if not of_ranks:
                 return None

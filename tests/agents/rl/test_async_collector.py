@@ -366,7 +366,7 @@ def test_start_and_stop_again_and_again():
 @pytest.mark.parametrize("trouble", ["raise"])
 def test_what_goes_wrong_comes_out_in_the_learner_with_its_traceback(trouble):
     algorithm = make_learner()
-    collector = make_collector(algorithm, Env(trouble))
+    collector = make_collector(algorithm, Env(trouble), max_restarts=0)
     with pytest.raises(CollectorError, match="the gripper fell off in step 7") as caught:
         collect_some(collector, 10)
     assert "make_trouble" in str(caught.value)
@@ -445,7 +445,7 @@ def test_a_learner_that_waits_hears_of_the_stop():
 @pytest.mark.parametrize("trouble", ["hang", "raise"])
 def test_trouble_in_one_of_two_groups_comes_out(trouble):
     env = GroupedEnv([Env(), Env(trouble)])
-    cfg = AsyncCfg(pipeline_stages=2, num_steps=NUM_STEPS, step_timeout=0.5)
+    cfg = AsyncCfg(pipeline_stages=2, num_steps=NUM_STEPS, step_timeout=0.5, max_restarts=0)
     collector = AsyncCollector(env, make_learner().policy, VLABuffer(16 * NUM_STEPS), cfg=cfg)
     message = r"has not come back from a step for 0\.5 s" if trouble == "hang" else "the gripper fell off in step 7"
     with pytest.raises(CollectorError, match=message):

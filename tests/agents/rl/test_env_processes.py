@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -14,18 +15,22 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from torch import Tensor
 
 from embodichain.agents.rl import train as collection
+from embodichain.agents.rl.algo import PPO
 from embodichain.agents.rl.buffer import VLABuffer
 from embodichain.agents.rl.collector import AsyncCfg, AsyncCollector, SyncCollector
+from embodichain.agents.rl.collector.recovery import EnvRecovery
 from embodichain.agents.rl.collector.remote_env import RemoteEnv
 from embodichain.agents.rl.models import build_policy
 from embodichain.agents.rl.runs import read_metrics
 from embodichain.agents.rl.train import EnvMaker, in_chunks, train_from_config
+from embodichain.agents.rl.trainer import Trainer
 from embodichain.envs.physics.mujoco_cpu import available_cores
-from embodichain.envs.vec_env import VecEnv
+from embodichain.envs.vec_env import StepResult, VecEnv
 from embodichain.envs.wrappers import GroupedEnv, RemoteGroups, arrange, make_grouped
-from embodichain.errors import ConfigError, EnvContractError, UnknownNameError, WorkerError
+from embodichain.errors import CollectorError, ConfigError, EnvContractError, UnknownNameError, WorkerError
 from tests.agents.rl.remote_cases import Patient, alive, assert_same, make_task
 
 TASK = """
@@ -197,6 +202,89 @@ def test_a_group_that_is_killed_ends_the_rollout_and_leaves_the_others_in_step()
         with pytest.raises(WorkerError, match="killed by SIGKILL"):
             collector.collect(4)
         assert_same(other.set_state(other.get_state()), other.reset(env_ids=[])[0])  # answers to these questions
+
+
+class Unsteady(Patient):
+    """Makes trouble in its third step, in the first process that gets that far."""
+
+    def __init__(self, trouble: str, mark: str) -> None:
+        super().__init__(2)
+        self.trouble, self.mark = trouble, Path(mark)
+
+    def step(self, action: Tensor) -> StepResult:
+        if self.resets and self.count.max() >= 2 and not self.mark.exists():
+            self.mark.touch()
+            if self.trouble == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if self.trouble == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ValueError("the gripper fell off")
+        return super().step(action)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("trouble", ["raise", "kill", "stop"])
+def test_a_process_that_fails_is_replaced_and_the_others_stay(
+    trouble: str, stages: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    maker = partial(Unsteady, trouble, str(tmp_path / "mark"))
+    block = {"name": "actor_critic", "actor": {"type": "mlp", "hidden_sizes": [16]}, "critic": {"type": "mlp"}}
+    with arrange(RemoteEnv.several([maker] * 2, step_timeout=2.0), stages) as env:
+        assert isinstance(env, RemoteGroups)
+        policy = build_policy(block, env.observation_space, env.action_space, "cpu")
+        collector = SyncCollector(env, policy, "cpu", pipeline_stages=stages)
+        collector.recovery = EnvRecovery(max_restarts=1)
+        collector.reset(seed=1)
+        before = [group.pid for group in env.groups]
+        rollout = collector.collect(4)
+        after = [group.pid for group in env.groups]
+        assert rollout["observation", "object", "step"][..., 0].tolist() == [[0.0, 1.0, 2.0, 3.0]] * 4
+        assert sum(pid in before for pid in after) == 1
+        assert [alive(pid) for pid in before] == [pid in after for pid in before]
+        assert len(caplog.records) == 1
+        told = {"raise": "the gripper fell off", "kill": "was killed by SIGKILL", "stop": r"not answered for 2 s"}
+        assert told[trouble] in caplog.text
+        (tmp_path / "mark").unlink()
+        with pytest.raises(CollectorError, match=rf"(?s)the environment raised .*{told[trouble]}.*after 1 repl"):
+            collector.collect(4)
+    assert not any(map(alive, after))
+
+
+def test_a_run_goes_on_when_processes_of_its_environments_die_at_any_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One dies in a rollout, one while the policy learns, and one before a checkpoint is saved."""
+    made: list[RemoteEnv] = []
+    killed: list[str] = []
+
+    def kill_before(owner: Any, name: str, number: int) -> None:
+        method, calls = getattr(owner, name), itertools.count()
+
+        def patched(*args: Any, **kwargs: Any) -> Any:
+            if next(calls) == number:
+                killed.append(name)
+                os.kill(made[0].pid, signal.SIGKILL)
+            return method(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, patched)
+
+    class Noted(RemoteEnv):
+        def _meet(self, waited: bool = False) -> None:
+            super()._meet(waited)
+            made.insert(0, self)
+
+    monkeypatch.setattr(collection, "RemoteEnv", Noted)
+    kill_before(PPO, "update", 1)
+    kill_before(RemoteEnv, "finish_step", 70)
+    kill_before(Trainer, "save_checkpoint", 1)
+    settings = {"num_envs": 8, "buffer_size": 16, "total_steps": 640, "eval_freq": 0, "target_return": "null"}
+    settings |= {"run_dir": str(tmp_path / "run"), "collector.env_processes": 2, "enable_eval": "false"}
+    words = [word for name, value in settings.items() for word in (f"--trainer.{name}", str(value))]
+    result = train_from_config(CONFIG, words, console=Console(quiet=True))
+    assert result.global_step == 640
+    assert sorted(killed) == ["finish_step", "save_checkpoint", "update"]
+    assert caplog.text.count("was killed by SIGKILL; replacing it") == 3
+    assert not any(alive(env.pid) for env in made)
 
 
 def test_groups_in_processes_are_stepped_side_by_side() -> None:

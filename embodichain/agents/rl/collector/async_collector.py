@@ -87,19 +87,21 @@ class AsyncCollector(BaseCollector):
         *,
         cfg: AsyncCfg | Mapping[str, Any] | None = None,
         start_rollout: RolloutStart | None = None,
+        make_env: Callable[[], VecEnv] | None = None,
     ) -> None:
         """Prepare to collect rollouts into ``buffer``; ``device`` is where they are stored while they grow.
 
         ``env`` may be a function that makes the environment. A collecting process needs that, and calls it again to
-        replace a simulator that died; it, ``callback`` and ``start_rollout`` must be picklable then.
+        replace a simulator that died; it, ``callback`` and ``start_rollout`` must be picklable then. A thread calls it,
+        or ``make_env`` beside an environment, to replace one that raised; without either that one is reset.
         """
         self.policy, self.buffer = policy, buffer
         self.cfg = cfg = AsyncCfg.from_dict(cfg, source="cfg") if isinstance(cfg, Mapping) else cfg or AsyncCfg()
         self.device = torch.device(device) if device is not None else buffer.device
         self.num_steps = cfg.num_steps
         """Steps per environment and rollout; ``None`` as long as nobody said."""
-        make_env = (lambda: env) if isinstance(env, VecEnv) else env
-        spec = WorkerSpec(make_env, policy, self.device, callback, start_rollout, cfg)
+        first, another = ((lambda: env), make_env) if isinstance(env, VecEnv) else (env, env)
+        spec = WorkerSpec(first, policy, self.device, callback, start_rollout, cfg, make_another=another)
         self._backend = _make_backend(spec, isinstance(env, VecEnv))
         self.is_running = self._paused = False
         """Whether it was started, and not stopped since."""
@@ -149,6 +151,11 @@ class AsyncCollector(BaseCollector):
             self.buffer.producer = None
         if running:
             self._backend.stop()
+
+    def close(self) -> None:
+        """Stop, and close an environment that was made in place of the one that was given."""
+        self.stop()
+        self._backend.close()
 
     def pause(self) -> None:
         """Let the collector wait after its present step; return when it does."""

@@ -56,6 +56,10 @@ class BaseCollector(ABC):
     def stop(self) -> None:  # noqa: B027 - there is nothing to do if nothing runs in the background
         """Stop collecting."""
 
+    def close(self) -> None:
+        """Stop, and release what it has made itself."""
+        self.stop()
+
 
 def result_to(result: StepResult, device: torch.device) -> StepResult:
     """Return a step's result on a device; ``info`` stays where the environment is."""

@@ -43,8 +43,8 @@ class AsyncCfg(Config):
     start_timeout: Positive = 300.0
     """Seconds that building the environment and the first step of it may take."""
     max_restarts: Annotated[int, Field(ge=0)] = 3
-    """How often a collecting process that died or hung is replaced before that is an error; ten minutes without a
-    fault give the budget back."""
+    """How often a collecting process that died or hung, or an environment that raised, is replaced before that is an
+    error; with ``env_processes``, how often those that failed are. Ten minutes without a fault give the budget back."""
     kl_rows: Annotated[int, Field(ge=0)] = 1024
     """Decisions of each rollout on which the KL divergence from behaviour to current policy is measured; 0: none."""
     verify_weights: bool = False

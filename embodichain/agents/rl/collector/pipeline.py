@@ -105,7 +105,8 @@ class _Group:
         self.decision = collector.decide(self.obs, self.state)
         action = self._bounds.clip(self.decision.action).to(self._env.device)
         if isinstance(self._env, StepsInHalves):
-            self._env.begin_step(action)
+            with collector.env_errors:
+                self._env.begin_step(action)
             self._finish_step = self._env.finish_step
         else:
             self._finish_step = self._thread.submit(self._env.step, action).result
@@ -114,7 +115,8 @@ class _Group:
     def finish(self, collector: SyncCollector) -> StepResult:
         """Wait for the simulation and take its observation."""
         self._under_way = False
-        result = self._finish_step()
+        with collector.env_errors:
+            result = self._finish_step()
         del self._finish_step  # it would keep the result, or an error and all that it passed through
         done = result[2] | result[3]
         self.obs = result[0].to(self._device)

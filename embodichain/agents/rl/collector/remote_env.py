@@ -82,8 +82,11 @@ class RemoteEnv(StepsInHalves):
         return envs
 
     def _start(self, make: Callable[[], VecEnv], start_timeout: float, step_timeout: float) -> None:
+        self._make, self._chunk_size = make, 1
         self._timeouts = {"start_timeout": start_timeout, "step_timeout": step_timeout}
         self._steps = 0
+        self._failed = True
+        """Whether it, or its process, did not do what it was asked last."""
         self._turn = threading.Lock()
         self._under_way = self._closed = False
         try:
@@ -139,7 +142,20 @@ class RemoteEnv(StepsInHalves):
     def in_chunks(self, chunk_size: int) -> RemoteEnv:
         """Let a decision be so many actions from now on (see ``embodichain.envs.wrappers``), and return this."""
         self._describe(self._ask("in_chunks", chunk_size))
+        self._chunk_size = chunk_size
         return self
+
+    def restart(self) -> None:
+        """Replace the process if it ended, hung, or did not do what it was asked last; ``reset`` has to follow."""
+        if self._closed or not self._failed:
+            return
+        chunk_size = self._chunk_size
+        self._process.kill()
+        self._channel.close()
+        self._start(self._make, *self._timeouts.values())
+        self._meet()
+        if chunk_size > 1:
+            self.in_chunks(chunk_size)
 
     def get_state(self) -> TensorDict:
         state: TensorDict = self._ask("get_state")
@@ -180,7 +196,7 @@ class RemoteEnv(StepsInHalves):
 
     def _answer(self, limit: str = "start_timeout", waited: bool = False) -> Any:
         """Return what the process answers in time; end a process that does not."""
-        seconds = self._timeouts[limit]
+        seconds, self._failed = self._timeouts[limit], True
         try:
             kind, content = self._channel.receive(0.0 if waited else seconds)
         except TimeoutError:
@@ -190,6 +206,7 @@ class RemoteEnv(StepsInHalves):
             ) from None
         if kind == "failed":
             raise FailureReport.from_json(content).as_user_error()
+        self._failed = False
         return content
 
     @contextlib.contextmanager

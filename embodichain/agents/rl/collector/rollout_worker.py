@@ -107,10 +107,12 @@ class WorkerSpec:
     cfg: AsyncCfg
     num_steps: int = 1
     """Steps per environment and rollout."""
+    make_another: Callable[[], VecEnv] | None = None
+    """In a thread: makes an environment in place of one that failed."""
 
     def for_another_process(self) -> WorkerSpec:
         """Return it with a policy that can be sent: a copy without weights."""
-        return replace(self, policy=without_weights(self.policy))
+        return replace(self, policy=without_weights(self.policy), make_another=None)
 
 
 class RolloutWorker:
@@ -118,7 +120,7 @@ class RolloutWorker:
 
     def __init__(self, env: VecEnv, spec: WorkerSpec) -> None:
         cfg = spec.cfg
-        self.cfg, self.env, self.copy = cfg, env, InferenceCopy(spec.policy)
+        self.cfg, self.copy = cfg, InferenceCopy(spec.policy)
         if cfg.max_policy_lag > 0:  # it runs beside the learner, so neither may disturb the other's random numbers
             self.copy.policy.generator = torch.Generator(spec.policy.device).manual_seed(cfg.seed or 0)
         self.collector = SyncCollector(
@@ -136,12 +138,17 @@ class RolloutWorker:
         self._endpoint: Endpoint
         self.clear()
 
+    @property
+    def env(self) -> VecEnv:
+        """The environment it collects in at present."""
+        return self.collector.env
+
     def state(self, requests: tuple[RolloutRequest, ...] = ()) -> dict[str, Any]:
         """Return everything that the next rollout depends on; ``requests`` are those that wait."""
-        env, generator = self.env, self.copy.policy.generator
+        env, generator = self.collector.env_state(), self.copy.policy.generator
         return {
             "collector": {name: part.clone() for name, part in self.collector.state_dict().items()},
-            "env": env.get_state() if env.supports_state else None,
+            "env": env,
             "generator": None if generator is None else generator.get_state(),
             "requests": [[request.number, request.version] for request in requests],
         }

@@ -20,6 +20,7 @@ from embodichain.agents.rl.collector.base import (
     summarize,
 )
 from embodichain.agents.rl.collector.pipeline import Pipeline
+from embodichain.agents.rl.collector.recovery import EnvErrors, EnvRecovery
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils.tensordicts import Observation, zeros_in
 from embodichain.envs.vec_env import ActionBounds, StepResult, VecEnv
@@ -67,6 +68,9 @@ class SyncCollector(BaseCollector):
         self.state: Tensor | None = None
         """The recurrent state before that observation."""
         self.tracker = EpisodeTracker(env.num_envs, self.device)
+        self.recovery: EnvRecovery | None = None
+        """What replaces an environment that raises; without it, the error ends the collection."""
+        self.env_errors = EnvErrors()
         self.before_step: Callable[[], None] | None = None
         """Called before every decision, when the policy may change or collection may be broken off."""
         self._pipeline = None if pipeline_stages == 1 else Pipeline(env, self.device, pipeline_stages)
@@ -87,7 +91,11 @@ class SyncCollector(BaseCollector):
 
     def reset(self, seed: int | None = None) -> None:
         """Reset all envs and begin with new episodes."""
-        self.begin(self.env.reset(seed=seed)[0])
+        if self.recovery is not None and seed is not None:
+            self.recovery.seed = seed
+        with self.env_errors:
+            obs = self.env.reset(seed=seed)[0]
+        self.begin(obs)
 
     def begin(self, obs: Observation) -> None:
         """Begin with an observation that begins an episode in every env."""
@@ -95,11 +103,32 @@ class SyncCollector(BaseCollector):
         self.state = self.policy.initial_state(self.env.num_envs)
         self.tracker.reset()
 
-    @torch.no_grad()
     def collect(self, num_steps: int) -> TensorDictBase:
-        """Return a rollout ``[num_envs, num_steps]``, valid until the next call; an error resets all envs after it."""
+        """Return a rollout ``[num_envs, num_steps]``, valid until the next call; an error resets all envs after it.
+
+        With a ``recovery``, a rollout whose environment failed begins again from new episodes, in another one.
+        """
         if num_steps < 1:
             raise RolloutError(f"num_steps must be at least 1, got {num_steps}")
+        while True:
+            try:
+                return self._collect(num_steps)
+            except Exception as error:
+                if not self._recover(error):
+                    raise
+
+    def _recover(self, error: Exception) -> bool:
+        """Get another environment in place of one that raised; tell whether that is what has happened."""
+        if self.recovery is None or not self.env_errors.include(error):
+            return False
+        self.env, obs = self.recovery.replace(self.env, error)
+        if self._pipeline is not None:
+            self._pipeline = Pipeline(self.env, self.device, len(self._pipeline.env.groups))
+        self.begin(obs)
+        return True
+
+    @torch.no_grad()
+    def _collect(self, num_steps: int) -> TensorDictBase:
         with torch_threads(self.num_threads), self.policy.without_dropout():
             obs, self.obs = self._begin_rollout(), None
             if self.buffer is None or self.buffer.num_steps != num_steps:
@@ -145,7 +174,15 @@ class SyncCollector(BaseCollector):
 
     def env_state(self) -> TensorDict | None:
         """Return the environment's state, ``None`` where it cannot be saved."""
-        return self.env.get_state() if self.env.supports_state else None
+        if not self.env.supports_state:
+            return None
+        try:
+            with self.env_errors:
+                return self.env.get_state()
+        except Exception as error:
+            if not self._recover(error):
+                raise
+            return self.env.get_state()
 
     def load_state_dict(self, state: Mapping[str, Tensor], env_state: TensorDictBase | None = None) -> None:
         """Continue from where ``state_dict`` (and ``env_state``) were taken; the environment is not reset."""
@@ -172,7 +209,8 @@ class SyncCollector(BaseCollector):
         return self.policy.version.to(self.device, copy=True)  # the policy's own may change before it is written down
 
     def _begin_rollout(self) -> Observation:
-        fresh = None if self.start_rollout is None else self.start_rollout(self.env)
+        with self.env_errors:
+            fresh = None if self.start_rollout is None else self.start_rollout(self.env)
         if fresh is not None:
             self.begin(fresh)
         elif self.obs is None:
@@ -224,9 +262,9 @@ class SyncCollector(BaseCollector):
     def _env_step(self, action: Tensor) -> StepResult:
         """Step the environment, wherever it lives; ``info`` stays there."""
         bounded = self._bounds.clip(action)  # rollouts keep the sampled one, as its probability is that one's
-        if self.env.device == self.device:
-            return self.env.step(bounded)
-        return result_to(self.env.step(bounded.to(self.env.device)), self.device)
+        with self.env_errors:
+            result = self.env.step(bounded.to(self.env.device))
+        return result if self.env.device == self.device else result_to(result, self.device)
 
     def clear_ended(self, state: Tensor | None, done: Tensor) -> Tensor | None:
         """Return a recurrent state in which the rows of ended episodes are initial ones."""

@@ -1,5 +1,6 @@
 """Collection in a process of its own, which is replaced when it dies or hangs."""
 
+import dataclasses
 import threading
 import time
 from abc import abstractmethod
@@ -12,6 +13,7 @@ from embodichain.agents.processes.channel import Channel
 from embodichain.agents.processes.failure import FailureReport
 from embodichain.agents.processes.pool import Heartbeat, Restarts, WorkerPool, WorkerProcess
 from embodichain.agents.rl.collector.backends.thread import POLL_SECONDS, STOP_SECONDS, Backend, Deliver
+from embodichain.agents.rl.collector.recovery import mixed_seed
 from embodichain.agents.rl.collector.rollout_worker import (
     Command,
     Instruction,
@@ -22,7 +24,6 @@ from embodichain.agents.rl.collector.rollout_worker import (
     WorkerSpec,
 )
 from embodichain.agents.rl.collector.weights import WeightSnapshot, WeightStore, move
-from embodichain.envs.random import combine
 from embodichain.errors import CollectorError, EmbodiChainError, EnvironmentHungError
 
 _NAME = "the collecting process"
@@ -66,11 +67,6 @@ class SupervisedBackend(Backend):
     def _work(self) -> None:
         while not self._stopping.is_set():
             self._watch()
-
-
-def mixed_seed(seed: int, number: int) -> int:
-    """Return the seed of a worker that comes after, or beside, others with the same settings."""
-    return int(combine(torch.tensor(seed), torch.tensor(number))) % 2**31
 
 
 def collector_error(report: FailureReport, who: str, replacements: int = 0) -> EmbodiChainError:
@@ -156,12 +152,12 @@ class ProcessBackend(SupervisedBackend):
             self._process = None
         if self._stopping.is_set():
             return
-        if report.exception or not self._ready.is_set() or not self._restarts.replace(report, process.incarnation):
+        never_worked = report.final or not self._ready.is_set()
+        if never_worked or not self._restarts.replace(report, process.incarnation):
             raise collector_error(report, _NAME, self.restarts)
         self.restarts += 1
         self._state = None  # it begins new episodes, others than the first one began
-        if self._seed is not None:
-            self._seed = mixed_seed(self._seed, self.restarts)
+        self._seed = mixed_seed(self._cfg.seed or 0 if self._seed is None else self._seed, self.restarts)
 
 
 def collect(channel: Channel, heartbeat: Heartbeat, spec: WorkerSpec, device: str) -> None:
@@ -178,7 +174,13 @@ def collect(channel: Channel, heartbeat: Heartbeat, spec: WorkerSpec, device: st
             worker.collector.reset(begin["seed"])
         heartbeat.beat(busy=False)
         channel.send("ready", env.num_envs)
-        worker.run(ProcessEndpoint(channel, heartbeat), spec.num_steps)
+        try:
+            worker.run(ProcessEndpoint(channel, heartbeat), spec.num_steps)
+        except Exception as error:
+            if worker.collector.env_errors.include(error):
+                raise
+            report = FailureReport.of_exception(0, error)  # a policy or a callback would raise the same again
+            channel.send("failed", dataclasses.replace(report, final=True).to_json())
     finally:
         env.close()
 

@@ -24,8 +24,9 @@ from embodichain.agents.processes.failure import FailureReport
 from embodichain.agents.processes.pool import Heartbeat, Restarts
 from embodichain.agents.processes.ray_backend import ActorHandle, ActorPool, cores_of_actor, load_ray, location_of_actor
 from embodichain.agents.processes.shared_memory import tensor_of
-from embodichain.agents.rl.collector.backends.process import EMPTY_STATE, SupervisedBackend, collector_error, mixed_seed
+from embodichain.agents.rl.collector.backends.process import EMPTY_STATE, SupervisedBackend, collector_error
 from embodichain.agents.rl.collector.backends.thread import POLL_SECONDS
+from embodichain.agents.rl.collector.recovery import mixed_seed
 from embodichain.agents.rl.collector.rollout_worker import (
     Instruction,
     RolloutRequest,

@@ -13,6 +13,7 @@ from typing import Any
 
 from embodichain.agents.processes.failure import drop_locals
 from embodichain.agents.processes.pool import HangDetector, Heartbeat
+from embodichain.agents.rl.collector.recovery import EnvRecovery
 from embodichain.agents.rl.collector.rollout_worker import (
     Instruction,
     RolloutRequest,
@@ -22,7 +23,7 @@ from embodichain.agents.rl.collector.rollout_worker import (
     WorkerSpec,
 )
 from embodichain.agents.rl.collector.weights import WeightSnapshot, WeightStore
-from embodichain.envs.vec_env import StepsInHalves
+from embodichain.envs.vec_env import StepsInHalves, VecEnv
 from embodichain.errors import BufferWaitError, CollectorError, EnvironmentHungError
 
 log = logging.getLogger("embodichain.collector")
@@ -101,6 +102,9 @@ class Backend(ABC):
         if self._thread is not None:
             self._thread.join()
 
+    def close(self) -> None:  # noqa: B027 - most release everything when they stop
+        """Release what is left after ``stop``."""
+
     def check(self) -> None:
         """Raise what keeps it from continuing."""
         if self._failure is not None:
@@ -156,11 +160,22 @@ class ThreadBackend(Backend):
 
     def __init__(self, spec: WorkerSpec) -> None:
         super().__init__(spec)
-        self._worker = RolloutWorker(spec.make_env(), spec)
-        self.env = self._worker.env
-        self.num_envs = self.env.num_envs
+        self._seed = spec.cfg.seed or 0
+        self._given = spec.make_env()
+        self._worker = RolloutWorker(self._given, spec)
+        self.num_envs = self._given.num_envs
+
+    @property
+    def env(self) -> VecEnv:
+        """The environment, or the one that has taken its place."""
+        return self._worker.env
+
+    def close(self) -> None:
+        if self.env is not self._given:
+            self.env.close()
 
     def reset(self, seed: int | None) -> None:
+        self._seed = self._seed if seed is None else seed
         self._worker.collector.reset(seed)
 
     def state(self) -> dict[str, Any]:
@@ -177,6 +192,11 @@ class ThreadBackend(Backend):
             self._worker.collector.record_policy()  # while no other thread uses the GPU
         self._instructions: queue.SimpleQueue[Instruction] = queue.SimpleQueue()
         self.heartbeat = Heartbeat()
+        silence = max(self._cfg.start_timeout, self._cfg.step_timeout)
+        self._worker.collector.recovery = EnvRecovery(
+            self._cfg.max_restarts, self._spec.make_another, self._pause, self._before_build, silence
+        )
+        self._worker.collector.recovery.seed = self._seed
         self._hangs = HangDetector(self._cfg.start_timeout, self._cfg.step_timeout)
 
     def send(self, instruction: Instruction) -> None:
@@ -221,11 +241,23 @@ class ThreadBackend(Backend):
     def _work(self) -> None:
         try:
             self._worker.run(self, self._spec.num_steps)
+        except CollectorError:  # an environment that failed once too often
+            raise
         except BaseException as error:
             details = "".join(traceback.format_exception(error))
             raise CollectorError(
                 f"collection failed: {type(error).__name__}: {error}\n\nIn the collector:\n{details}"
             ) from error
+
+    def _pause(self, seconds: float) -> None:
+        """Wait before an environment that failed is replaced."""
+        self.heartbeat.beat(busy=False)
+        if self._stopping.wait(seconds):
+            raise Stopped
+
+    def _before_build(self) -> None:
+        self.restarts += 1
+        self.heartbeat.begin_again()
 
     def _close(self) -> None:
         pass

@@ -1,0 +1,95 @@
+"""What becomes of a collector whose environment fails: another one takes its place, as often as allowed."""
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+import torch
+
+from embodichain.agents.processes.failure import FailureReport, drop_locals
+from embodichain.agents.processes.pool import Restarts
+from embodichain.agents.rl.utils.tensordicts import Observation
+from embodichain.envs.random import combine
+from embodichain.envs.vec_env import StepsInHalves, VecEnv
+from embodichain.errors import ActionError, CollectorError
+
+log = logging.getLogger("embodichain.collector")
+
+_POLL_SECONDS = 0.05
+_NAME = "the environment"
+
+
+def mixed_seed(seed: int, number: int) -> int:
+    """Return the seed of a worker that comes after, or beside, others with the same settings."""
+    return int(combine(torch.tensor(seed), torch.tensor(number))) % 2**31
+
+
+class EnvErrors:
+    """A context in which an environment is called: tells what it raises from what a policy or a callback does."""
+
+    def __init__(self) -> None:
+        self._last: int | None = None  # the error itself would keep alive all that it went through
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._last = self._last if error is None else id(error)
+
+    def include(self, error: Exception) -> bool:
+        """Tell whether an environment raised this just now, and not because of what a policy wanted it to do."""
+        last, self._last = self._last, None
+        return id(error) == last and not isinstance(error, ActionError)
+
+
+class EnvRecovery:
+    """Replaces an environment that failed, within a budget of restarts; see ``Restarts``.
+
+    One that simulates in other processes starts those again that failed, any other is made anew by ``make_env``, or
+    reset where there is none. Every env begins a new episode, by seeds of its own.
+    """
+
+    def __init__(
+        self,
+        max_restarts: int,
+        make_env: Callable[[], VecEnv] | None = None,
+        pause: Callable[[float], object] = time.sleep,
+        before_build: Callable[[], None] | None = None,
+        silence: float = 0.0,
+    ) -> None:
+        """Prepare; ``pause`` waits between two attempts, ``before_build`` is called before each, ``silence`` is for how
+        long an environment may give no answer before it has failed."""
+        self.seed = 0
+        """What the seeds of new episodes are derived from."""
+        self._make, self._pause, self._before_build = make_env, pause, before_build
+        self._restarts = Restarts(_NAME, 1, max_restarts, silence)
+        self._restarts.due()  # the first one is there
+
+    def replace(self, env: VecEnv, error: Exception) -> tuple[VecEnv, Observation]:
+        """Return an environment to continue with, and its first observation; ``CollectorError`` beyond the budget."""
+        while True:
+            report, count = FailureReport.of_exception(0, error), self._restarts.replaced[0]
+            drop_locals(error)
+            if not self._restarts.replace(report, count):
+                raise report.as_error(_NAME, count, CollectorError) from error
+            while not self._restarts.due():
+                self._pause(_POLL_SECONDS)
+            if self._before_build is not None:
+                self._before_build()
+            try:
+                env = self._renewed(env)
+                return env, env.reset(seed=mixed_seed(self.seed, count + 1))[0]
+            except Exception as again:  # noqa: BLE001 - whatever it is, it counts as another failure
+                error = again
+
+    def _renewed(self, env: VecEnv) -> VecEnv:
+        if isinstance(env, StepsInHalves):
+            env.restart()
+            return env
+        if self._make is None:
+            return env
+        with contextlib.suppress(Exception):  # it has failed already
+            env.close()
+        return self._make()
