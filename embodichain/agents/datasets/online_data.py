@@ -100,8 +100,8 @@ class OnlineDataset(IterableDataset[TensorDictBase]):
         self.batch_size = batch_size
         self.transform = transform
 
-    def __iter__(self) -> Iterator[TensorDictBase]:
-        """Return endless draws, once it is sure that there are episodes for the longest chunks."""
+    def _check_longest_chunk(self) -> None:
+        """Raise ``ChunkSizeError`` if no stored episode is as long as the longest chunk that may be drawn."""
         size = self.chunk_size.max_size if isinstance(self.chunk_size, ChunkSizeSampler) else self.chunk_size
         if size is not None:
             try:
@@ -111,9 +111,9 @@ class OnlineDataset(IterableDataset[TensorDictBase]):
                     raise
                 name = type(self.chunk_size).__name__
                 raise ChunkSizeError(f"{name} draws chunks of up to {size} steps, which is too long: {error}") from None
-        return self._draws()
 
-    def _draws(self) -> Iterator[TensorDictBase]:
+    def __iter__(self) -> Iterator[TensorDictBase]:
+        self._check_longest_chunk()  # now, instead of at the first long draw
         worker = get_worker_info()
         seed = int(torch.empty((), dtype=torch.int64).random_() if worker is None else worker.seed & (2**63 - 1))
         generator = np.random.default_rng(seed)
@@ -138,7 +138,8 @@ class OnlineDataset(IterableDataset[TensorDictBase]):
         if self.transform is not None:
             chunk = self.transform(chunk)
         # Every chunk of varying length says which frames are real, so that all batches have the same keys.
-        return with_mask(chunk) if isinstance(self.chunk_size, ChunkSizeSampler) else chunk
+        varies = isinstance(self.chunk_size, ChunkSizeSampler) and isinstance(chunk, TensorDictBase)
+        return with_mask(chunk) if varies else chunk
 
     @staticmethod
     def collate_fn(batch: list[TensorDict]) -> TensorDictBase:

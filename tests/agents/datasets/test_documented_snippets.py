@@ -209,12 +209,12 @@ def test_a_sampler_of_chunks_that_are_too_long_is_refused_at_the_start(session: 
         for batch_size in (None, 4):
             dataset = OnlineDataset(session.names["engine"], chunk_size=sampler, batch_size=batch_size)
             with pytest.raises(ChunkSizeError, match=rf"{type(sampler).__name__}.*{longest} steps.*100 steps"):
-                iter(dataset)
+                next(iter(dataset))
         with pytest.raises(ChunkSizeError, match=rf"{longest} steps"):
             next(iter(DataLoader(dataset, batch_size=None, num_workers=1)))
     within = [UniformChunkSampler(low=16, high=100), GMMChunkSampler(means=[16.0, 44.0], stds=[4.0, 8.0])]
     for sampler in within:  # up to 100 steps
-        iter(OnlineDataset(session.names["engine"], chunk_size=sampler))
+        next(iter(OnlineDataset(session.names["engine"], chunk_size=sampler)))
 
 
 def test_too_long_a_chunk_is_the_documented_error(session: Session) -> None:
