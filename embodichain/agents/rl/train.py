@@ -349,10 +349,11 @@ def build_collector(
     trainer: TrainerCfg, env: VecEnv, make_env: EnvMaker, algorithm: BaseAlgorithm
 ) -> SyncCollector | AsyncCollector:
     """Return the collector that a config asks for; a collecting process makes environments of its own."""
-    policy, device, start = algorithm.policy, algorithm.device, algorithm.start_rollout
+    policy, device = algorithm.policy, algorithm.device
+    wants: dict[str, Any] = {"start_rollout": algorithm.start_rollout, "return_discount": algorithm.return_discount}
     if not trainer.collects_async:
         threads, stages = trainer.collect_threads, trainer.collector.pipeline_stages
-        sync = SyncCollector(env, policy, device, start_rollout=start, num_threads=threads, pipeline_stages=stages)
+        sync = SyncCollector(env, policy, device, num_threads=threads, pipeline_stages=stages, **wants)
         if trainer.collector.env_processes:  # they are replaced; an error in this process shows where it is
             sync.recovery = EnvRecovery(trainer.collector.max_restarts, silence=max(make_env.timeouts))
         return sync
@@ -370,7 +371,7 @@ def build_collector(
     if cfg.worker != "thread":
         env.close()  # its spaces are known by now
     source = env if cfg.worker == "thread" else make_env
-    return AsyncCollector(source, policy, buffer, device, cfg=cfg, start_rollout=start, make_env=make_env)
+    return AsyncCollector(source, policy, buffer, device, cfg=cfg, make_env=make_env, **wants)
 
 
 if __name__ == "__main__":

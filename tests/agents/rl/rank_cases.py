@@ -70,6 +70,7 @@ RECURRENT = {"memory": {"type": "gru", "hidden_size": 6}}
 CASES: dict[str, dict[str, Any]] = {
     "ppo": {"normalize_obs": True, "cfg": {"batch_size": 64, "learning_rate": 1e-2}},
     "ppo in minibatches, values normalised": {"normalize_value": True, "cfg": {"batch_size": 10, "ent_coef": 0.01}},
+    "ppo, rewards normalised": {"cfg": {"batch_size": 64, "normalize_reward": True}},
     "ppo with an adaptive rate": {"cfg": {"batch_size": 8, "lr_schedule": "adaptive", "desired_kl": 0.02}},
     "ppo that stops early": {"cfg": {"batch_size": 8, "learning_rate": 2e-2, "target_kl": 0.02, "n_epochs": 8}},
     "ppo with memory": {**RECURRENT, "cfg": {"batch_size": 16, "sequence_length": 4}},
@@ -99,7 +100,7 @@ def joint_rollout(case: str, algorithm: PPO | GRPO, update: int, num_ranks: int)
     torch.manual_seed(1000 + update)
     ends = [3, 100, 7, 5, 100, 4, 100, 8][:num_envs]
     env = ScriptedEnv(num_envs, ends=ends, limit=6, seed=update)
-    rollout = SyncCollector(env, algorithm.policy).collect(STEPS).clone()
+    rollout = SyncCollector(env, algorithm.policy, return_discount=algorithm.return_discount).collect(STEPS).clone()
     if case.endswith("on rank 1"):
         rollout["reward"][ENVS:] = 1.0  # equal returns: nothing to compare
         rollout["done"][ENVS:] = False

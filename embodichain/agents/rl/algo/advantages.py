@@ -9,7 +9,7 @@ advantages that carry the weight. Returns that bootstrap from old values would t
 since, so the present critic values the rollout again.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple, Self
@@ -22,7 +22,7 @@ from torch import Tensor
 from embodichain.agents.rl.buffer.rollout_buffer import evaluate_rollout
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils import Level
-from embodichain.agents.rl.utils.distributed import Ranks
+from embodichain.agents.rl.utils.distributed import Ranks, batch_moments, merge_moments
 from embodichain.agents.rl.utils.ratios import bounded, kl_estimate, log_ratio
 from embodichain.errors import RolloutError
 from embodichain.utils.cuda_graphs import kernels_work
@@ -157,6 +157,59 @@ def reward_and_discount(rollout: TensorDictBase, gamma: float) -> tuple[Tensor, 
     rewards = rollout["chunk_reward"]
     powers = gamma ** torch.arange(rewards.shape[-1], device=rewards.device, dtype=rewards.dtype)
     return rewards @ powers, gamma ** rollout["num_actions"].to(rewards.dtype)
+
+
+class RewardNormalizer:
+    """Divides rewards by the running standard deviation of discounted returns, and clips them to +-``clip``.
+
+    The statistics take in each rollout before its rewards are divided, of all ranks together.
+    """
+
+    def __init__(self, clip: float, device: torch.device | str = "cpu") -> None:
+        self.clip = clip
+        # As if 1e-4 returns of variance 1 had been seen, which the first rollout outweighs.
+        self.count = torch.tensor(1e-4, dtype=torch.float64, device=device)
+        self.mean = torch.zeros(1, dtype=torch.float64, device=device)
+        self.m2 = torch.full((1,), 1e-4, dtype=torch.float64, device=device)
+
+    @property
+    def variance(self) -> Tensor:
+        """Variance ``[1]`` of all discounted returns so far."""
+        return self.m2 / self.count
+
+    @property
+    def std(self) -> Tensor:
+        """What rewards are divided by, ``[1]``."""
+        return (self.variance + 1e-8).sqrt()
+
+    def update(self, returns: Tensor, ranks: Ranks) -> None:
+        """Take in discounted returns of this rank ``[...]`` and of the others."""
+        merged = (self.count, self.mean, self.m2)
+        for moments in ranks.share_moments(batch_moments(returns.reshape(-1, 1), 1)):
+            merged = merge_moments(merged, moments)
+        self.count, self.mean, self.m2 = merged
+
+    def __call__(self, reward: Tensor) -> Tensor:
+        """Return rewards ``[...]`` in units of the spread."""
+        return (reward / self.std.to(reward.dtype)).clamp(-self.clip, self.clip)
+
+    def normalize(self, reward: Tensor, rollout: TensorDictBase, ranks: Ranks) -> Tensor:
+        """Take in the ``discounted_return`` of a rollout and return its rewards in units of their spread."""
+        if "discounted_return" not in rollout.keys():  # noqa: SIM118 - a TensorDict iterates over its rows
+            raise RolloutError(
+                "normalize_reward needs rollouts with a 'discounted_return': make the collector with "
+                "return_discount=algorithm.return_discount"
+            )
+        self.update(rollout["discounted_return"], ranks)
+        return self(reward)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the statistics."""
+        return {"count": self.count, "mean": self.mean, "m2": self.m2}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from what ``state_dict`` returned."""
+        self.count, self.mean, self.m2 = (state[name].to(self.mean.device) for name in ("count", "mean", "m2"))
 
 
 @dataclass(frozen=True)

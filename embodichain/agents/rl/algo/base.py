@@ -46,6 +46,8 @@ class BaseAlgorithm(ABC):
     """Whether all transitions of a rollout must come from one version of the policy."""
     start_rollout: RolloutStart | None = None
     """Resets the environment before each rollout, where episodes do not just continue; it can be pickled."""
+    return_discount: float | None = None
+    """Discount of the returns that collectors are to add to rollouts, where the algorithm normalises rewards."""
 
     def __init__(self, cfg: AlgorithmCfg, policy: Policy) -> None:
         self.cfg = cfg
@@ -95,7 +97,8 @@ class BaseAlgorithm(ABC):
         """
         collector = self._collector
         if collector is None or collector.env is not env or collector.policy is not policy:
-            collector = SyncCollector(env, policy, self.device, buffer=self.buffer, start_rollout=self.start_rollout)
+            wants: dict[str, Any] = {"start_rollout": self.start_rollout, "return_discount": self.return_discount}
+            collector = SyncCollector(env, policy, self.device, buffer=self.buffer, **wants)
             self._collector = collector
             if obs is not None:
                 collector.begin(obs)

@@ -124,5 +124,5 @@ def warm_up_value(
     """
     with only_trained(policy, head):
         algorithm = _ValuePPO(cfg.replace(cuda_graphs=False), policy)  # too few updates to be worth recording
-        collector = SyncCollector(env, policy, algorithm.device)
+        collector = SyncCollector(env, policy, algorithm.device, return_discount=algorithm.return_discount)
         return [algorithm.update(collector.collect(num_steps))["explained_variance"] for _ in range(rollouts)]

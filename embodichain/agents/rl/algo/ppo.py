@@ -1,15 +1,22 @@
 """Proximal policy optimisation: ``update`` loops over minibatches, ``_loss`` has the equations of a gradient step."""
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from embodichain.agents.rl.algo.advantages import Proximal, compute_gae, compute_vtrace, reward_and_discount
+from embodichain.agents.rl.algo.advantages import (
+    Proximal,
+    RewardNormalizer,
+    compute_gae,
+    compute_vtrace,
+    reward_and_discount,
+)
 from embodichain.agents.rl.algo.base import MinibatchAlgorithm
 from embodichain.agents.rl.algo.gradient_steps import Meter
 from embodichain.agents.rl.buffer.rollout_buffer import ROLLOUT_KEYS
+from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils import AlgorithmCfg, MinibatchCfg
 from embodichain.agents.rl.utils.distributed import Ranks
 from embodichain.agents.rl.utils.ratios import (
@@ -38,6 +45,10 @@ class PPOCfg(MinibatchCfg):
     """Weight of the value loss, a mean squared error."""
     normalize_advantage: bool = True
     """Whether advantages of a rollout are shifted and scaled to mean 0 and standard deviation 1, over all ranks."""
+    normalize_reward: bool = False
+    """Whether rewards are divided by the running standard deviation of discounted returns; what is logged is not."""
+    reward_clip: Positive = 10.0
+    """Normalised rewards are clipped to this size."""
     clip_value_loss: bool = False
     """Whether values, too, may leave the old ones by clip_coef only."""
     lr_schedule: Literal["constant", "linear", "adaptive"] = "constant"
@@ -77,6 +88,11 @@ class PPO(MinibatchAlgorithm):
     cfg_type: ClassVar[type[AlgorithmCfg]] = PPOCfg
     cfg: PPOCfg
 
+    def __init__(self, cfg: PPOCfg, policy: Policy) -> None:
+        super().__init__(cfg, policy)
+        self.return_discount = cfg.gamma if cfg.normalize_reward else None
+        self.reward_normalizer = RewardNormalizer(cfg.reward_clip, self.device) if cfg.normalize_reward else None
+
     def update(self, rollout: TensorDictBase | None = None) -> dict[str, float]:
         """Improve the policy by a rollout; adds ``advantage`` and ``return``, and a correction renews its values."""
         cfg = self.cfg
@@ -90,6 +106,8 @@ class PPO(MinibatchAlgorithm):
 
         # Advantages and returns, along the time axis
         reward, gamma = reward_and_discount(rollout, cfg.gamma)
+        if self.reward_normalizer is not None:
+            reward = self.reward_normalizer.normalize(reward, rollout, self.ranks)
         if proximal is not None and cfg.advantage_estimator == "vtrace":
             estimate = compute_vtrace(rollout, proximal.log_importance, reward, gamma, cfg.gae_lambda, cfg.vtrace_clip)
         else:
@@ -126,6 +144,8 @@ class PPO(MinibatchAlgorithm):
 
         metrics = meter.means() | {"learning_rate": self.optimizer.learning_rate, "epochs": float(meter.epochs)}
         metrics["explained_variance"] = explained_variance(rollout["value"], rollout["return"], self.ranks)
+        if self.reward_normalizer is not None:
+            metrics["reward_std"] = float(self.reward_normalizer.std)
         self._finish_update(rollout)
         return metrics if proximal is None else metrics | proximal.measures(self.ranks)
 
@@ -170,6 +190,15 @@ class PPO(MinibatchAlgorithm):
             "approx_kl": approx_kl,
             "clip_fraction": clip_fraction,
         }
+
+    def state_dict(self) -> dict[str, Any]:
+        state, rewards = super().state_dict(), self.reward_normalizer
+        return state if rewards is None else state | {"reward_normalizer": rewards.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        if self.reward_normalizer is not None and "reward_normalizer" in state:
+            self.reward_normalizer.load_state_dict(state["reward_normalizer"])
 
 
 def explained_variance(value: Tensor, return_: Tensor, ranks: Ranks) -> float:

@@ -88,6 +88,7 @@ class AsyncCollector(BaseCollector):
         cfg: AsyncCfg | Mapping[str, Any] | None = None,
         start_rollout: RolloutStart | None = None,
         make_env: Callable[[], VecEnv] | None = None,
+        return_discount: float | None = None,
     ) -> None:
         """Prepare to collect rollouts into ``buffer``; ``device`` is where they are stored while they grow.
 
@@ -101,7 +102,8 @@ class AsyncCollector(BaseCollector):
         self.num_steps = cfg.num_steps
         """Steps per environment and rollout; ``None`` as long as nobody said."""
         first, another = ((lambda: env), make_env) if isinstance(env, VecEnv) else (env, env)
-        spec = WorkerSpec(first, policy, self.device, callback, start_rollout, cfg, make_another=another)
+        more: dict[str, Any] = {"make_another": another, "return_discount": return_discount}
+        spec = WorkerSpec(first, policy, self.device, callback, start_rollout, cfg, **more)
         self._backend = _make_backend(spec, isinstance(env, VecEnv))
         self.is_running = self._paused = False
         """Whether it was started, and not stopped since."""

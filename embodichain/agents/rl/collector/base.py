@@ -125,6 +125,25 @@ def counted_ends(done: Tensor, first_only: bool) -> Tensor:
     return ends
 
 
+class DiscountedReturns:
+    """Discounted rewards of the episodes under way, ``x_t = r_t + gamma x_{t-1}``; their spread scales rewards."""
+
+    def __init__(self, gamma: float, num_envs: int, device: torch.device) -> None:
+        self.gamma = gamma
+        self.value = torch.zeros(num_envs, dtype=torch.float64, device=device)
+        """What the episodes under way have, ``[num_envs]``."""
+
+    def update(self, reward: Tensor, done: Tensor, num_actions: Tensor | None = None) -> Tensor:
+        """Take in a rollout's ``[num_steps, num_envs]`` and return those of its steps; a chunk is ``num_actions``."""
+        age = torch.ones_like(reward, dtype=torch.float64) if num_actions is None else num_actions.double()
+        discounts, goes_on = (self.gamma**age).unbind(0), (~done).double().unbind(0)
+        returns = []
+        for step, part in enumerate(reward.double().unbind(0)):
+            returns.append(torch.addcmul(part, discounts[step], self.value))
+            self.value = returns[-1] * goes_on[step]
+        return torch.stack(returns)
+
+
 def _ended_episodes(returns: Tensor, lengths: Tensor, done: Tensor) -> TensorDict:
     """Return the episodes of a rollout in which returns and lengths were added up, whatever ended on the way."""
     env, step = done.t().nonzero(as_tuple=True)  # sorted by env, then by step

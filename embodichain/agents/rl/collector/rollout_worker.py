@@ -109,6 +109,8 @@ class WorkerSpec:
     """Steps per environment and rollout."""
     make_another: Callable[[], VecEnv] | None = None
     """In a thread: makes an environment in place of one that failed."""
+    return_discount: float | None = None
+    """Discount of the returns that rollouts are to have, if any."""
 
     def for_another_process(self) -> WorkerSpec:
         """Return it with a policy that can be sent: a copy without weights."""
@@ -131,6 +133,7 @@ class RolloutWorker:
             start_rollout=spec.start_rollout,
             num_threads=cfg.num_threads,
             pipeline_stages=cfg.pipeline_stages,
+            return_discount=spec.return_discount,
         )
         device = self.collector.device
         # Its kernels come first: they are short, and simulation waits for them, while those of an update are long.

@@ -12,6 +12,7 @@ from embodichain.agents.rl.collector.acting import Decider, DeferredValues
 from embodichain.agents.rl.collector.base import (
     BaseCollector,
     Decision,
+    DiscountedReturns,
     EpisodeTracker,
     InfoAverages,
     StepCallback,
@@ -49,12 +50,14 @@ class SyncCollector(BaseCollector):
         start_rollout: RolloutStart | None = None,
         num_threads: int | None = None,
         pipeline_stages: int = 1,
+        return_discount: float | None = None,
     ) -> None:
         """Prepare to collect.
 
         ``device`` is where rollouts are stored (default: the policy's), ``start_rollout`` may reset the environment
         before each rollout, ``num_threads`` is torch's thread count while collecting (default: one for small policies).
-        ``pipeline_stages=2`` needs a ``GroupedEnv`` of two groups (``pipeline.py``).
+        ``pipeline_stages=2`` needs a ``GroupedEnv`` of two groups (``pipeline.py``). With ``return_discount``, rollouts
+        have a ``discounted_return``, which algorithms need that normalise rewards.
         """
         self.env = env
         self._bounds = ActionBounds(env.action_space)
@@ -71,6 +74,8 @@ class SyncCollector(BaseCollector):
         self.recovery: EnvRecovery | None = None
         """What replaces an environment that raises; without it, the error ends the collection."""
         self.env_errors = EnvErrors()
+        self._discount = return_discount
+        self._returns: DiscountedReturns | None = None
         self.before_step: Callable[[], None] | None = None
         """Called before every decision, when the policy may change or collection may be broken off."""
         self._pipeline = None if pipeline_stages == 1 else Pipeline(env, self.device, pipeline_stages)
@@ -102,6 +107,7 @@ class SyncCollector(BaseCollector):
         self.obs = obs.to(self.device)
         self.state = self.policy.initial_state(self.env.num_envs)
         self.tracker.reset()
+        self._returns = self._no_returns()
 
     def collect(self, num_steps: int) -> TensorDictBase:
         """Return a rollout ``[num_envs, num_steps]``, valid until the next call; an error resets all envs after it.
@@ -144,8 +150,10 @@ class SyncCollector(BaseCollector):
             self.obs = obs
             self._values.finish(buffer, obs, self.state)
             storage = buffer.full_storage("collect()")
-            num_actions = storage.get("num_actions", None)
-            self.tracker.update(storage["reward"], storage["done"], num_actions, self._begins_anew)
+            parts = storage["reward"], storage["done"], storage.get("num_actions", None)
+            self.tracker.update(*parts, self._begins_anew)
+            if self._returns is not None:
+                buffer.set_extras({"discounted_return": self._returns.update(*parts)})
             return buffer.get()
 
     @property
@@ -168,6 +176,8 @@ class SyncCollector(BaseCollector):
         if self.obs is None:
             return {}
         state = {"episode_return": self.tracker.episode_return, "episode_length": self.tracker.episode_length}
+        if self._returns is not None:
+            state["discounted_return"] = self._returns.value
         if self.state is not None:
             state["hidden"] = self.state
         return state | dict(TensorDict({"observation": self.obs}, [self.env.num_envs]).flatten_keys("/").items())
@@ -191,14 +201,21 @@ class SyncCollector(BaseCollector):
         if not state:
             self.obs = None
             return
-        wrong = [name for name in ("episode_return", "episode_length") if state[name].shape != (self.env.num_envs,)]
+        per_env = [name for name in ("episode_return", "episode_length", "discounted_return") if name in state]
+        wrong = [name for name in per_env if state[name].shape != (self.env.num_envs,)]
         if wrong:
             raise CheckpointError(f"{wrong[0]}: expected [{self.env.num_envs}], got {list(state[wrong[0]].shape)}")
         self.tracker.episode_return = state["episode_return"].to(self.device, copy=True)
         self.tracker.episode_length = state["episode_length"].to(self.device, copy=True)
+        self._returns = self._no_returns()
+        if self._returns is not None and "discounted_return" in state:
+            self._returns.value = state["discounted_return"].to(self.device, copy=True)
         self.state = state["hidden"].to(self.device, copy=True) if "hidden" in state else None
         obs = {name: leaf.to(self.device, copy=True) for name, leaf in state.items() if name.startswith("observation")}
         self.obs = TensorDict(obs, [self.env.num_envs], device=self.device).unflatten_keys("/")["observation"]
+
+    def _no_returns(self) -> DiscountedReturns | None:
+        return None if self._discount is None else DiscountedReturns(self._discount, self.env.num_envs, self.device)
 
     def next_version(self) -> Tensor:
         """Call ``before_step``; return the version ``[]`` of the policy that decides next."""
