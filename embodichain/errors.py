@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 _T = TypeVar("_T")
@@ -143,6 +145,21 @@ class EnvironmentHungError(CollectorError):
 
 class BufferWaitError(EmbodiChainError, TimeoutError):
     """A buffer stayed full, or empty, for longer than the caller wanted to wait."""
+
+
+@contextmanager
+def writing(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Raise ``OutputError`` that names a file or folder if its name, or the file system, does not allow the block."""
+    text = os.fspath(path)
+    shown = text if text.isprintable() else ascii(text)
+    if "\0" in text or text != text.encode(errors="replace").decode():
+        raise OutputError(f"cannot write to {shown}: expected a name in UTF-8 without NUL. Choose another place.")
+    try:
+        yield
+    except OutputError:
+        raise
+    except OSError as error:
+        raise OutputError(f"cannot write to {shown}: {error.strerror or error}. Choose another place.") from error
 
 
 def nearest(name: str, options: Iterable[str], count: int = 3) -> str:

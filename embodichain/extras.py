@@ -52,9 +52,13 @@ def import_trusted(trusted: Iterable[str], folders: Iterable[Path] = ()) -> None
         name = module_name(entry)
         top = name.partition(".")[0]
         if top not in sys.modules and (entry.endswith(".py") or not available(top)):
-            _import_from(top, [Path(entry).resolve().parent] if entry.endswith(".py") else searched)
+            _import_from(top, _folder_of(entry) if entry.endswith(".py") else searched)
         importlib.import_module(name)
         _allowed.add(name)
+
+
+def _folder_of(file: str) -> list[Path]:
+    return [] if "\0" in file else [Path(file).resolve().parent]
 
 
 def module_folders(trusted: Iterable[str]) -> tuple[str, ...]:

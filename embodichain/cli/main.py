@@ -13,6 +13,7 @@ from embodichain.errors import EmbodiChainError, UnknownNameError, nearest
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 EXIT_PIPE_CLOSED = 141  # 128 + SIGPIPE
+_HINT = "(--traceback shows where it was raised)"
 TRACEBACK_VARIABLE = "EMBODICHAIN_TRACEBACK"
 COMMANDS = {
     "envs": "list the environments, or check that one keeps the contract",
@@ -59,8 +60,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if show_traceback:
             traceback.print_exc()
         else:
-            notes = (*getattr(error, "__notes__", []), "(--traceback shows where it was raised)")
+            notes = (*getattr(error, "__notes__", []), _HINT)
             print(f"embodichain: {error}", *notes, sep="\n", file=sys.stderr)
+        return EXIT_USAGE
+    except OSError as error:
+        if show_traceback or error.filename is None:  # without a file it is no problem of the user's files
+            raise
+        print(f"embodichain: {error.filename}: {error.strerror}", _HINT, sep="\n", file=sys.stderr)
         return EXIT_USAGE
 
 

@@ -22,6 +22,7 @@ from embodichain.config import load_config, parse_overrides
 from embodichain.config.files import find_config
 from embodichain.envs import MUJOCO_SUITE
 from embodichain.envs.registration import list_envs, load_gym_config
+from embodichain.errors import writing
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -70,6 +71,9 @@ def main(argv: Sequence[str]) -> int:
     from embodichain.agents.engine import OnlineDataEngine
     from embodichain.utils.console import shown_messages
 
+    if args.tensorboard is not None:
+        with writing(args.tensorboard):
+            args.tensorboard.mkdir(parents=True, exist_ok=True)
     with shown_messages(), OnlineDataEngine(cfg) as engine:
         watch(engine, args, Console())
     return 0

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from embodichain.config.classes import to_data
-from embodichain.errors import ConfigError
+from embodichain.errors import ConfigError, writing
 
 MAX_BYTES, MAX_ENTRIES, MAX_LEVELS = 1 << 20, 20_000, 64
 """Bounds of a config: of its file, of its keys and values (with YAML's aliases written out), and of its nesting."""
@@ -88,6 +88,8 @@ for _tag, _pattern, _first in _SCALARS:
 def load_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a ``.json``, ``.yaml`` or ``.yml`` file that holds one mapping."""
     file, is_yaml = _format(path)
+    if "\0" in str(file):
+        raise ConfigError("expected a name without NUL", ascii(str(file)))
     try:
         if file.stat().st_size > MAX_BYTES:
             raise ConfigError(f"expected at most {MAX_BYTES} bytes, got {file.stat().st_size}", str(file))
@@ -123,10 +125,11 @@ def save_config(cfg: Any, path: str | os.PathLike[str]) -> Path:
         raise TypeError(f"expected a configclass object or a mapping, got {type(cfg).__name__}")
     as_json = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
     text = yaml.dump(data, Dumper=_Dumper, sort_keys=False) if is_yaml else as_json
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f".{file.name}.{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(file)
+    with writing(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_name(f".{file.name}.{os.getpid()}")
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(file)
     return file
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from embodichain.envs.rendering import INSTALL_HINT
 from embodichain.envs.task_env import TaskEnv
 from embodichain.envs.vec_env import VecEnv
-from embodichain.errors import EmbodiChainError, OutputError
+from embodichain.errors import EmbodiChainError, OutputError, writing
 
 _SUFFIXES = (".mp4", ".mkv", ".mov")
 _DPI = 100
@@ -91,15 +91,11 @@ def prepare_output(path: str | os.PathLike[str], suffixes: Sequence[str]) -> Pat
     target = Path(path).expanduser()
     if target.suffix.lower() not in suffixes:
         raise OutputError(f"expected a file name that ends in {' or '.join(suffixes)}, got {str(path)!r}")
-    try:
+    with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         probe = target.with_name(f".{target.name}.{os.getpid()}.probe")
         probe.touch()
         probe.unlink()
-    except OSError as error:
-        raise OutputError(
-            f"cannot write to the folder {target.parent}: {error.strerror}. Choose another one."
-        ) from error
     if target.is_dir():
         raise OutputError(f"cannot write the file {target}: a folder of that name is there")
     return target

@@ -14,16 +14,11 @@ import weakref
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from embodichain.errors import OutputError, TrainingStateError
+from embodichain.errors import TrainingStateError, writing
 
 LOCK_FILE = "run.lock"
 _LOCK_BYTES = 4096
 _LOG = logging.getLogger(__name__)
-
-
-def unwritable(folder: Path, error: OSError) -> OutputError:
-    """Return the error of a folder that cannot be written."""
-    return OutputError(f"cannot write to the folder {folder}: {error.strerror}. Choose another one.")
 
 
 class RunLock:
@@ -43,13 +38,11 @@ class RunLock:
         if self._file is not None:
             return
         folder = self._path.parent
-        try:
+        with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             file = self._open()
             former, holder = _read_holder(file), {"host": socket.gethostname(), "pid": os.getpid()}
             self._write(file, json.dumps(holder | {"since": time.strftime("%Y-%m-%d %H:%M:%S %z")}) + "\n")
-        except OSError as error:
-            raise unwritable(folder, error) from error
         self._file = file
         if former and former["host"] != holder["host"]:
             _LOG.warning(

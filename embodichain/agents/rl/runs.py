@@ -40,7 +40,7 @@ from embodichain.agents.rl.checkpoint import (
     save_checkpoint,
 )
 from embodichain.agents.rl.config import TrainCfg, TrainerCfg
-from embodichain.agents.rl.run_lock import RunLock, unwritable
+from embodichain.agents.rl.run_lock import RunLock
 from embodichain.agents.rl.utils.distributed import Ranks, is_launched, is_torchrun, local_count
 from embodichain.config import save_config
 from embodichain.errors import (
@@ -50,6 +50,7 @@ from embodichain.errors import (
     OutputError,
     RankError,
     TrainingStateError,
+    writing,
 )
 from embodichain.extras import require
 
@@ -107,19 +108,16 @@ class RunFolder:
     def configure(self, cfg: TrainCfg) -> None:
         """Write the config into the folder, and keep as many checkpoints as it says."""
         self.keep = cfg.trainer.keep_checkpoints
-        try:
-            save_config(cfg, self.path / CONFIG_FILE)
-        except OSError as error:
-            raise unwritable(self.path, error) from error
+        save_config(cfg, self.path / CONFIG_FILE)
 
     def save(self, step: int, state: Mapping[str, Any], best: bool = False) -> Path:
         """Write a checkpoint, let ``latest`` (and ``best``) point at it, and remove those that nothing points at."""
         saved = save_checkpoint(self.checkpoints / f"step_{step:012d}", state)
         for name in (LATEST, BEST) if best else (LATEST,):
             self._link(name, saved)
-        kept = (self.checkpoints / BEST).resolve()
+        kept = os.path.realpath(self.checkpoints / BEST)
         for old in list_checkpoints(self.checkpoints)[: -self.keep]:
-            if old.resolve() != kept:
+            if os.path.realpath(old) != kept:
                 _remove(old)
         return saved
 
@@ -167,24 +165,21 @@ class RunFolder:
     def _link(self, name: str, checkpoint: Path) -> None:
         """Let a link point at a checkpoint; at any time it points at the old one or the new one."""
         fresh, link = self.checkpoints / f".{name}.{os.getpid()}", self.checkpoints / name
-        try:
+        with writing(link):
             fresh.unlink(missing_ok=True)
             fresh.symlink_to(checkpoint.name)
             if link.is_dir() and not link.is_symlink():  # a copy that was made without links
                 shutil.rmtree(link)
             fresh.replace(link)
-        except OSError as error:
-            raise OutputError(f"cannot write the link {link}: {error.strerror}") from error
 
 
 def _is_new(path: Path) -> bool:
     """Make a folder; tell whether nobody was quicker."""
-    try:
-        path.mkdir(parents=True)
-    except FileExistsError:
-        return False
-    except OSError as error:
-        raise unwritable(path, error) from error
+    with writing(path):
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            return False
     return True
 
 
@@ -205,10 +200,9 @@ def _put_by(checkpoint: Path) -> Path:
     while os.path.lexists(kept):
         number += 1
         kept = checkpoint.with_name(f"damaged_{checkpoint.name.lstrip('.')}-{number}")
-    try:
-        return checkpoint.rename(kept)
-    except OSError as error:
-        raise OutputError(f"cannot rename the damaged checkpoint {checkpoint}: {error.strerror}") from error
+    with writing(kept):
+        checkpoint.rename(kept)
+    return kept
 
 
 @contextmanager
@@ -233,12 +227,13 @@ def _run_of(path: Path) -> Path:
     """Return the folder of a run, given that or the folder of one of its checkpoints."""
     if os.path.isdir(path / CHECKPOINTS) or os.path.isfile(path / CONFIG_FILE):
         return path
-    for place in (path, path.resolve()):
+    for place in (path, Path(os.path.realpath(path))) if "\0" not in str(path) else ():
         if place.parent.name == CHECKPOINTS and os.path.isdir(place.parent):
             return place.parent.parent
     if is_checkpoint(path):
         raise TrainingStateError(f"{path} is not in the folder of a run, which is needed to continue it")
-    raise CheckpointError(f"{path}: expected a checkpoint or a run with a checkpoint in it, found neither")
+    shown = str(path) if str(path).isprintable() else ascii(str(path))
+    raise CheckpointError(f"{shown}: expected a checkpoint or a run with a checkpoint in it, found neither")
 
 
 def open_folder(cfg: TrainCfg, folder: RunFolder | None, ranks: Ranks, anew: bool = False) -> RunFolder:

@@ -18,7 +18,7 @@ from embodichain.agents.rl.checkpoint import NanGuard, load_weights, reading_che
 from embodichain.agents.rl.collector.async_collector import AsyncCollector
 from embodichain.agents.rl.collector.config import AsyncCfg
 from embodichain.agents.rl.collector.sync_collector import SyncCollector
-from embodichain.agents.rl.config import TrainCfg, num_iterations
+from embodichain.agents.rl.config import TrainCfg, TrainerCfg, num_iterations
 from embodichain.agents.rl.evaluation import Evaluation, evaluate
 from embodichain.agents.rl.runs import RunFolder, RunLog, StopSignals
 from embodichain.agents.rl.utils.distributed import check_equal
@@ -316,14 +316,15 @@ class Trainer:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a checkpoint of the same run, exactly where it was saved if as many ranks saved it.
 
-        An environment that cannot be saved begins new episodes, and so do all if the number of ranks is another one.
+        An environment that cannot be saved begins new episodes, and so do all if the number of ranks is another one or
+        rollouts are collected in another way.
         The random generators come last, as everything else may draw from them.
         """
         with self.ranks.together("resuming"), reading_checkpoint("the checkpoint"):
             ranks, self.counters = self.ranks, Counters.from_data(state["trainer"])
-            same_ranks = saved_ranks(state) == ranks.count
+            same_ranks, change = saved_ranks(state) == ranks.count, collector_change(state, self.cfg.trainer)
             own = state if ranks.is_first or not same_ranks else state["other_ranks"][ranks.rank - 1]
-            env_state = own["env"] if same_ranks else None
+            env_state = own["env"] if same_ranks and change is None else None
             if env_state is not None and env_state.batch_size[0] != self.env.num_envs:
                 raise CheckpointError(
                     f"the checkpoint holds {env_state.batch_size[0]} environments, this run has {self.env.num_envs}: "
@@ -331,7 +332,7 @@ class Trainer:
                 )
             load_weights(self.policy, state["policy"], "the checkpoint")
             self.algorithm.load_state_dict(state["algorithm"])
-            if same_ranks:
+            if same_ranks and change is None:
                 self.collector.load_state_dict(own["collector"], env_state)
             later_seed = ranks.seed(self.cfg.trainer.seed + self.counters.iteration)  # not the episodes of the start
             if env_state is None:
@@ -340,7 +341,7 @@ class Trainer:
                 set_random_state(own["random"])
             else:
                 seed_everything(later_seed)
-        message = resume_message(state, self.cfg.trainer.collector, self.ranks.count)
+        message = change or resume_message(state, self.cfg.trainer.collector, self.ranks.count)
         if message is not None:
             self.view.print(message)
         self._saved_at = self._resumed_at = self.global_step
@@ -369,6 +370,20 @@ class Trainer:
 def saved_ranks(state: Mapping[str, Any]) -> int:
     """Return how many ranks a checkpoint was saved by."""
     return 1 + len(state.get("other_ranks", ()))
+
+
+def collector_change(state: Mapping[str, Any], trainer: TrainerCfg) -> str | None:
+    """Return why the environments and rollouts in a checkpoint do not fit the collector of this run, if so."""
+    collector, saved, was_async = state["collector"], state["config"]["trainer"], "queue" in state["collector"]
+    what = None
+    if collector and was_async != trainer.collects_async:
+        modes = ("synchronously", "asynchronously")
+        what = f"saved while collecting {modes[was_async]}, resumed {modes[trainer.collects_async]}"
+    elif was_async and saved["buffer_size"] != trainer.buffer_size:
+        what = f"saved with rollouts of {saved['buffer_size']} steps, resumed with {trainer.buffer_size}"
+    elif was_async and saved["collector"]["max_policy_lag"] > trainer.collector.max_policy_lag:
+        what = f"saved with a larger max_policy_lag ({saved['collector']['max_policy_lag']})"
+    return None if what is None else f"{what}: all environments begin new episodes"
 
 
 def resume_message(state: Mapping[str, Any], collector: AsyncCfg, ranks: int) -> str | None:

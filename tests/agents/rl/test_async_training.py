@@ -235,3 +235,36 @@ def test_one_rank_warns_for_all(tmp_path, caplog):
         ranks.rank = rank
         build_trainer(cfg, RunFolder(tmp_path), ranks=ranks).env.close()
         assert caplog.text.count("correction decoupled") == count
+
+
+# --- resumed with another collector -------------------------------------------------------------------------------
+
+MODES = {
+    "sync": {},
+    "thread": {"mode": "async", "worker": "thread", "max_policy_lag": 1},
+    "process": {"mode": "async", "worker": "process", "max_policy_lag": 1},
+}
+CHANGES = {
+    "sync to thread": ("sync", ["--trainer.collector.mode", "async"], "collecting synchronously, resumed async"),
+    "thread to sync": ("thread", ["--trainer.collector.mode", "sync"], "collecting asynchronously, resumed sync"),
+    "shorter rollouts": ("thread", ["--trainer.buffer_size", "8"], "rollouts of 16 steps, resumed with 8"),
+    "less lag": ("thread", ["--trainer.collector.max_policy_lag", "0"], "saved with a larger max_policy_lag"),
+    "thread to process": ("thread", ["--trainer.collector.worker", "process"], None),
+    "process to thread": ("process", ["--trainer.collector.worker", "thread"], None),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_run_can_go_on_with_another_collector(tmp_path, capsys, change):
+    mode, words, message = CHANGES[change]
+    settings = {"iterations": 2, "enable_eval": False, "collector": MODES[mode]}
+    train_from_config(write_config(tmp_path / "c.json", tmp_path / "run", trainer=settings))
+    capsys.readouterr()
+    result = resume_training(tmp_path / "run", [*words, "--trainer.iterations", "4"])
+    assert result.iteration == 4
+    said = capsys.readouterr().err
+    assert ("begin new episodes" in said) == (message is not None)
+    assert message is None or message in said
+    saved = load_checkpoint(find_checkpoint(tmp_path / "run"))
+    assert int(saved["policy"]["version"]) == 4
+    assert ("queue" in saved["collector"]) == ("sync" not in change.split()[-1])

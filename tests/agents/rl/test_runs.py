@@ -8,6 +8,7 @@ import fcntl
 import json
 import logging
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ import sys
 import time
 
 import pytest
+import torch
 
 from embodichain.agents.rl.checkpoint import list_checkpoints, save_checkpoint
 from embodichain.agents.rl.run_lock import LOCK_FILE
@@ -166,7 +168,7 @@ def test_a_process_of_another_machine_that_left_no_word_is_mentioned(tmp_path, c
 
 def test_a_folder_that_cannot_be_locked_is_refused(tmp_path):
     (tmp_path / LOCK_FILE).mkdir()
-    with pytest.raises(OutputError, match=r"cannot write to the folder .*: Is a directory"):
+    with pytest.raises(OutputError, match=r"cannot write to .*: Is a directory"):
         RunFolder(tmp_path).lock.acquire()
 
 
@@ -202,3 +204,79 @@ def test_two_runs_of_one_name_and_second_get_folders_of_their_own(tmp_path, monk
     config = write_config(tmp_path / "c.json", tmp_path, trainer=settings)
     names = [train_from_config(config).run_dir.name for _ in range(2)]
     assert names == ["test_20260101-000000", "test_20260101-000000-2"]
+
+
+# --- what else may lie among checkpoints --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder, threads = tmp_path_factory.mktemp("finished"), torch.get_num_threads()
+    torch.set_num_threads(1)
+    settings = {"iterations": 2, "enable_eval": False}
+    train_from_config(write_config(folder / "c.json", folder / "run", trainer=settings))
+    torch.set_num_threads(threads)
+    return folder / "run"
+
+
+def litter(checkpoints):
+    """Put things among checkpoints that people and their tools put there."""
+    newest = list_checkpoints(checkpoints)[-1]
+    shutil.copytree(newest, checkpoints / "step_abc")
+    shutil.copytree(newest, checkpoints / "step_")
+    shutil.copytree(newest, checkpoints / ".step_abc.former")
+    (checkpoints / "step_9x").mkdir()
+    (checkpoints / "step_000000000999").write_text("no folder")
+    (checkpoints / "step_latest").symlink_to(newest.name)
+    (checkpoints / "step_000000777777").symlink_to("nowhere")
+    (checkpoints / "step_000000888888").symlink_to("step_000000888888")  # points at itself
+    (checkpoints / "notes.txt").write_text("mine")
+
+
+@pytest.mark.parametrize("command", ["resume", "eval", "export"])
+def test_other_things_among_checkpoints_are_left_alone(tmp_path, finished, capsys, command):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run, symlinks=True)
+    litter(run / "checkpoints")
+    words = {
+        "resume": ["train", "--resume", str(run), "--trainer.iterations", "4", "--trainer.keep_checkpoints", "1"],
+        "eval": ["eval", str(run), "--episodes", "1"],
+        "export": ["export", str(run), "--onnx", str(tmp_path / "file" / "p.txt")],
+    }
+    code = main(words[command])
+    said = capsys.readouterr().err
+    assert (code, "Traceback" in said) == (2 if command == "export" else 0, False), said
+    names = {path.name for path in (run / "checkpoints").iterdir()}
+    assert {"step_abc", "step_", "step_9x", "step_000000000999", "step_latest", "notes.txt"} <= names
+    if command == "resume":
+        assert [path.name for path in list_checkpoints(run / "checkpoints")] == ["step_000000000512"]
+
+
+def test_checkpoints_behind_links_are_used_and_only_the_links_removed(tmp_path, finished):
+    run, archive = tmp_path / "run", tmp_path / "archive"
+    shutil.copytree(finished, run, symlinks=True)
+    archive.mkdir()
+    for checkpoint in list_checkpoints(run / "checkpoints"):
+        checkpoint.rename(archive / checkpoint.name)
+        checkpoint.symlink_to(archive / checkpoint.name)
+    result = resume_training(run, ["--trainer.iterations", "4", "--trainer.keep_checkpoints", "1"])
+    assert (result.iteration, result.run_dir) == (4, run)
+    assert len(list(archive.glob("step_*/state.json"))) == 2
+    assert [path.name for path in list_checkpoints(run / "checkpoints")] == ["step_000000000512"]
+    again = resume_training(run / "checkpoints" / "step_000000000512", ["--trainer.iterations", "5"])
+    assert again.iteration == 5
+
+
+def test_a_copy_of_a_run_without_links_goes_on(tmp_path, finished):
+    shutil.copytree(finished, tmp_path / "run", symlinks=False)  # `latest` is a folder now
+    result = resume_training(tmp_path / "run", ["--trainer.iterations", "3"])
+    assert result.iteration == 3
+    latest = tmp_path / "run" / "checkpoints" / "latest"
+    assert latest.is_symlink()
+    assert latest.resolve().name == "step_000000000384"
+
+
+def test_steps_are_compared_as_numbers(tmp_path):
+    for name in ("step_9", "step_10", "step_000000000011", "step_1000000000000"):
+        save_checkpoint(tmp_path / name, {})
+    assert [path.name for path in list_checkpoints(tmp_path)][-2:] == ["step_000000000011", "step_1000000000000"]

@@ -31,7 +31,7 @@ from embodichain.agents.datasets.lerobot.format import (
     file_indices,
 )
 from embodichain.agents.datasets.lerobot.statistics import FeatureStatistics
-from embodichain.errors import DatasetError
+from embodichain.errors import DatasetError, writing
 from embodichain.extras import require
 
 _TABLE_MEGABYTES, _VIDEO_MEGABYTES = 100, 200
@@ -88,10 +88,13 @@ class LeRobotWriter:
         quality: int = 18,
     ) -> None:
         self.root = Path(root)
-        if self.root.exists() and (not self.root.is_dir() or any(self.root.iterdir())):
-            raise DatasetError(f"{self.root} exists and is not an empty folder: choose another")
         self._arrow, self._parquet = require("pyarrow", extra="data"), require("pyarrow.parquet", extra="data")
         require("av", extra="data")
+        with writing(self.root):
+            if self.root.exists() and (not self.root.is_dir() or any(self.root.iterdir())):
+                raise DatasetError(f"{self.root} exists and is not an empty folder: choose another")
+            self._is_new = not self.root.exists()
+            self.root.mkdir(parents=True, exist_ok=True)
         self.layout, self.fps, self.task = layout, fps, task
         self._robot_type, self._quality = robot_type, quality
         self._features = features_of(layout)
@@ -111,6 +114,10 @@ class LeRobotWriter:
 
     def add(self, episode: Episode) -> None:
         """Append one episode."""
+        with writing(self.root):
+            self._add(episode)
+
+    def _add(self, episode: Episode) -> None:
         arrays = {key: torch.cat(pieces).cpu().numpy() for key, pieces in episode.frames.items()}
         row = {
             "episode_index": len(self._episodes),
@@ -187,10 +194,16 @@ class LeRobotWriter:
         if self._closed:
             return
         self._closed = True
-        for _, _, file in self._files.values():
-            file.close()
-        if not self._episodes:
-            return
+        with writing(self.root):
+            for _, _, file in self._files.values():
+                file.close()
+            if self._episodes:
+                self._write_descriptions()
+            elif self._is_new and not self._written:
+                self.root.rmdir()
+
+    def _write_descriptions(self) -> None:
+        """Write what describes the episodes and their files."""
         self._write_episodes()
         self._write_tasks()
         # LeRobot rewrites the other files of meta/ when it appends; these it leaves as they are.
