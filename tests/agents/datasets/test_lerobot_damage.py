@@ -268,6 +268,17 @@ def test_every_page_has_a_checksum_that_is_verified(original: Path, tmp_path: Pa
     assert noticed > 30
 
 
+def test_a_folder_that_was_rewritten_on_purpose_can_still_be_read(original: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    shutil.copytree(original, folder)
+    file = folder / "data/chunk-000/file-000.parquet"
+    pq.write_table(pq.read_table(file), file)
+    with pytest.raises(DatasetError, match=r"file-000\.parquet is damaged.*remove meta/embodichain\.json"):
+        read_all(folder)
+    (folder / "meta/embodichain.json").unlink()
+    assert is_part(read_all(folder), read_all(original))
+
+
 def video_folder(root: Path, camera: str, video: Path) -> Path:
     """A folder of another program whose camera has a name of its choice."""
     shutil.copytree(video, root)

@@ -179,7 +179,10 @@ class LeRobotReader:
         known = None if self._own is None else self._own.checksums.get(name)
         if known is not None and name not in self._verified:
             if known.model_dump() != checksum_of(path):
-                raise DatasetError(f"{self.root / name} is damaged: its content does not match its checksum")
+                raise DatasetError(
+                    f"{self.root / name} is damaged: its content does not match its checksum. If another program "
+                    "rewrote it on purpose, remove meta/embodichain.json to read the folder as one from elsewhere"
+                )
             self._verified.add(name)
         return path
 
