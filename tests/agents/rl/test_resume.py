@@ -33,6 +33,7 @@ LINEAR = {"cfg": {"lr_schedule": "linear", "target_kl": 0.05}}
 CASES = {
     "ppo": {"algorithm": LINEAR},
     "ppo with memory and noise": {"policy": MEMORY, "trainer": NOISY},
+    "ppo with gSDE": {"policy": {"distribution": {"std": "gsde", "sde_sample_freq": 3, "init_log_std": -1.0}}},
     "ppo with an LSTM": {"policy": {"memory": {"type": "lstm", "hidden_size": 8}}},
     "ppo with adaptive rate on Gymnasium": {
         "trainer": {"gym_config": {"id": "CartPole-v1", "max_episode_steps": 30}},

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import repeat
 from typing import Any, Generic, TypeVar
 
@@ -35,9 +36,35 @@ class Decider:
         self._value: _Replayed[Tensor] = _Replayed(policy.state_value, policy)
         self._all: tuple[_Replayed[Any], ...] = (self._act, self._choose, self._value)
         self._addresses = _addresses_of(policy)
+        self._noise: Tensor | None = None  # what a policy with noise_steps explores by, of all envs
+        self._noise_age = 0
 
-    def decide(self, obs: Observation, state: Tensor | None, deferred: bool, kept: bool) -> Decision:
-        """Let the policy choose; ``deferred`` leaves values for later, ``kept``: it is needed after the next choice."""
+    @contextmanager
+    def exploring(self) -> Iterator[None]:
+        """Let the policy, inside the block, keep exploration noise as it wants to (``noise_steps``)."""
+        self._noise, self._noise_age = None, 0
+        try:
+            yield
+        finally:
+            self._noise = None
+            self._policy.hold_noise(None)
+
+    def renew_noise(self, num_envs: int) -> None:
+        """Draw the noise that is kept from this step on, if it is time to; it comes before the decisions of a step."""
+        kept_for = self._policy.noise_steps
+        if kept_for is not None and (self._noise is None or (kept_for and self._noise_age % kept_for == 0)):
+            self._noise = self._policy.draw_noise(num_envs)
+        self._noise_age += 1
+
+    def decide(
+        self, obs: Observation, state: Tensor | None, deferred: bool, kept: bool, rows: slice = slice(None)
+    ) -> Decision:
+        """Let the policy choose for the envs ``rows``; ``deferred`` leaves values for later.
+
+        ``kept``: the decision is needed after the next one.
+        """
+        if self._noise is not None:
+            self._policy.hold_noise(self._noise[rows])
         if not self.records:
             if deferred:
                 return Decision(obs, state, *self._policy.choose(obs), None, None)
@@ -79,7 +106,7 @@ class Decider:
 
 def can_record(policy: Policy, device: torch.device) -> bool:
     """Tell whether a policy that acts on a device may be recorded."""
-    return device.type == "cuda" == policy.device.type and not policy.is_recurrent
+    return device.type == "cuda" == policy.device.type and not policy.is_recurrent and policy.noise_steps is None
 
 
 class _Replayed(Generic[Result]):

@@ -61,6 +61,7 @@ class Pipeline:
         """Fill a buffer with steps of all envs from an observation on; return the one after them."""
         state, groups = collector.state, self._groups
         for group, rows in zip(groups, self.env.slices, strict=True):
+            group.rows = rows
             group.obs, group.state = obs[rows], None if state is None else state[rows]
         try:
             version = collector.next_version()
@@ -90,6 +91,7 @@ class Pipeline:
 class _Group:
     """One group and its step under way; a thread of its own steps it, unless it simulates elsewhere anyway."""
 
+    rows: slice
     obs: Observation
     state: Tensor | None
     decision: Decision
@@ -102,7 +104,7 @@ class _Group:
 
     def begin(self, collector: SyncCollector) -> None:
         """Decide, and let the simulation continue with that."""
-        self.decision = collector.decide(self.obs, self.state)
+        self.decision = collector.decide(self.obs, self.state, self.rows)
         action = self._bounds.clip(self.decision.action).to(self._env.device)
         if isinstance(self._env, StepsInHalves):
             with collector.env_errors:

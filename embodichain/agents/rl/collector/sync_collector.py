@@ -135,7 +135,7 @@ class SyncCollector(BaseCollector):
 
     @torch.no_grad()
     def _collect(self, num_steps: int) -> TensorDictBase:
-        with torch_threads(self.num_threads), self.policy.without_dropout():
+        with torch_threads(self.num_threads), self.policy.without_dropout(), self._decider.exploring():
             obs, self.obs = self._begin_rollout(), None
             if self.buffer is None or self.buffer.num_steps != num_steps:
                 self.buffer = RolloutBuffer(num_steps, self.env.num_envs, device=self.device)
@@ -218,7 +218,8 @@ class SyncCollector(BaseCollector):
         return None if self._discount is None else DiscountedReturns(self._discount, self.env.num_envs, self.device)
 
     def next_version(self) -> Tensor:
-        """Call ``before_step``; return the version ``[]`` of the policy that decides next."""
+        """Call ``before_step``; return the version ``[]`` of the policy that decides next, for all envs."""
+        self._decider.renew_noise(self.env.num_envs)
         if self.before_step is None:
             version = self.policy.version
             return version if version.device == self.device else version.to(self.device)
@@ -242,10 +243,10 @@ class SyncCollector(BaseCollector):
             raise RolloutError("the environment gave no observation")
         return self.obs
 
-    def decide(self, obs: Observation, state: Tensor | None) -> Decision:
-        """Let the policy choose the actions of some envs."""
+    def decide(self, obs: Observation, state: Tensor | None, rows: slice = slice(None)) -> Decision:
+        """Let the policy choose the actions of some envs, ``rows``."""
         kept = self.callback is not None or self._pipeline is not None
-        return self._decider.decide(obs, state, self._values.deferred, kept)
+        return self._decider.decide(obs, state, self._values.deferred, kept, rows)
 
     def record_policy(self) -> None:
         """On a GPU: record the policy's decisions now, because from now on another thread uses the device, too."""

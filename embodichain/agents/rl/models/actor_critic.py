@@ -8,7 +8,14 @@ import gymnasium as gym
 import torch
 from torch import Tensor, nn
 
-from embodichain.agents.rl.models.distributions import ActionHead, DistributionCfg, build_head
+from embodichain.agents.rl.models.distributions import (
+    ActionHead,
+    DistributionCfg,
+    GaussianHead,
+    action_dimension,
+    build_head,
+    normal_like,
+)
 from embodichain.agents.rl.models.mlp import MLP, ImageEncoderCfg, RecurrentCfg, RecurrentLayer, build_mlp_from_cfg
 from embodichain.agents.rl.models.observation import FeatureEncoder, ObservationSpace, RunningNormalizer
 from embodichain.agents.rl.models.policy import Evaluation, Policy
@@ -126,6 +133,22 @@ class NetworkPolicy(Policy):
         action, log_prob = self.head.sample(self.actor(features), deterministic, self.generator)
         return action, log_prob, self.value_of(features, privileged), state
 
+    @property
+    def noise_steps(self) -> int | None:  # type: ignore[override]
+        head = self.head
+        if not isinstance(head, GaussianHead) or head.cfg.std != "gsde":
+            return None
+        return max(0, head.cfg.sde_sample_freq)
+
+    def draw_noise(self, num_envs: int) -> Tensor | None:
+        if self.noise_steps is None or not isinstance(self.head, GaussianHead):
+            return None
+        return normal_like(self.head.log_std.expand(num_envs, -1, -1), self.generator)
+
+    def hold_noise(self, noise: Tensor | None) -> None:
+        if isinstance(self.head, GaussianHead):
+            self.head.held = noise
+
     def choose(self, obs: Observation) -> tuple[Tensor, Tensor]:
         return self.head.sample(self.actor(self._perceive(obs, None)[0]), False, self.generator)
 
@@ -154,13 +177,39 @@ class NetworkPolicy(Policy):
         return features, privileged, state
 
 
+class LatentActor(nn.Module):
+    """The actor for gSDE: its output, and then the features that its last layer was given, on which the noise depends.
+
+    No gradient passes through the latter: features are learned for what they are good for, not for their noise.
+    """
+
+    def __init__(self, network: MLP) -> None:
+        super().__init__()
+        self.network = network
+        self._last, last = [(i, layer) for i, layer in enumerate(network) if isinstance(layer, nn.Linear)][-1]
+        self.latent_dim = last.in_features
+
+    def forward(self, features: Tensor) -> Tensor:
+        latent = output = features
+        for i, layer in enumerate(self.network):
+            latent = output if i == self._last else latent
+            output = layer(output)
+        return torch.cat([output, latent.detach()], dim=-1)
+
+
 def _build_parts(cfg: PolicyCfg, obs_space: ObservationSpace, action_space: Any) -> tuple[int, dict[str, Any]]:
     """Return the width of features, and actor, encoder, recurrent layer and head as constructors take them."""
     encoder = FeatureEncoder(obs_space, cfg.normalize_obs, cfg.critic_obs, cfg.image_encoder)
     memory = None if cfg.memory is None else RecurrentLayer(encoder.public_dim, cfg.memory)
-    head = build_head(action_space, cfg.distribution)
     width = encoder.public_dim if cfg.memory is None else cfg.memory.hidden_size
-    actor = _build_network(cfg.actor, width, head.param_dim, last_gain=0.01)
+    is_continuous = isinstance(action_space, int | gym.spaces.Box)
+    actor: MLP | LatentActor
+    if cfg.distribution.std == "gsde" and is_continuous:
+        actor = LatentActor(_build_network(cfg.actor, width, action_dimension(action_space), last_gain=0.01))
+        head = build_head(action_space, cfg.distribution, actor.latent_dim)
+    else:
+        head = build_head(action_space, cfg.distribution)
+        actor = _build_network(cfg.actor, width, head.param_dim, last_gain=0.01)
     return width, {"actor": actor, "encoder": encoder, "memory": memory, "head": head}
 
 

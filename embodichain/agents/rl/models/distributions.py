@@ -3,18 +3,21 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Generator, Tensor, nn
 
 from embodichain.config.classes import Config, configclass
 from embodichain.errors import ConfigError
 
 Pair = tuple[Tensor, Tensor]
+SDE_EPSILON = 1e-6
+"""Added to the variance of gSDE's noise, which is zero where all features are."""
 NEVER = -1e9
 """Logit of what is never chosen; unlike an infinite one it leaves entropies and gradients finite."""
 HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)
@@ -29,10 +32,14 @@ LOGISTIC_SCALES = (0.5763721183120947, 0.9206611782392757, 1.4582501264018108)
 class DistributionCfg(Config):
     """How continuous actions are distributed; discrete ones are categorical and need no settings."""
 
-    std: Literal["learnable", "state"] = "learnable"
-    """One learnable log-std per action, or one that the actor network outputs for each state."""
+    std: Literal["learnable", "state", "gsde"] = "learnable"
+    """One learnable log-std per action, or one that the actor network outputs for each state. Or generalised
+    state-dependent exploration: noise is a linear function of the actor's last hidden layer, kept for some steps."""
     init_log_std: float = 0.0
-    """First value of the learnable log-std; added to the network's output where it depends on the state."""
+    """First value of the learnable log-std; added to the network's output where it depends on the state. For gsde it is
+    that of each weight of the linear function: the more features there are, the smaller, such as -2."""
+    sde_sample_freq: Annotated[int, Field(ge=-1)] = -1
+    """For gsde: steps after which the function is drawn again; -1 or 0: once per rollout."""
     squash: bool = False
     """Whether actions are squashed into (-1, 1) by tanh, and log-probabilities corrected for it; all need bounds."""
     min_log_std: float = -5.0
@@ -58,19 +65,35 @@ class ActionHead(nn.Module, ABC):
 
 
 class GaussianHead(ActionHead):
-    """Diagonal Gaussian over ``[batch, action_dim]``."""
+    """Diagonal Gaussian over ``[batch, action_dim]``.
 
-    def __init__(self, action_dim: int, cfg: DistributionCfg | None = None) -> None:
+    With gSDE, ``params`` are the mean and ``latent_dim`` features x; noise is ``x^T (std * E)`` with a matrix E of
+    standard normal numbers ``[latent_dim, action_dim]``. In one state it is Gaussian, of variance ``(x^2)^T std^2``.
+    """
+
+    def __init__(self, action_dim: int, cfg: DistributionCfg | None = None, latent_dim: int = 0) -> None:
         super().__init__()
         self.cfg = cfg or DistributionCfg()
         self.state_dependent = self.cfg.std == "state"
         self.action_dim, self.param_dim = action_dim, action_dim * (1 + self.state_dependent)
+        shape: tuple[int, ...] = (action_dim,)
+        if self.cfg.std == "gsde":
+            if latent_dim < 1:
+                raise ConfigError(
+                    "distribution.std: gsde needs an actor network that the policy's block describes", "policy"
+                )
+            self.param_dim, shape = action_dim + latent_dim, (latent_dim, action_dim)
         if not self.state_dependent:
-            self.log_std = nn.Parameter(torch.full((action_dim,), float(self.cfg.init_log_std)))
+            self.log_std = nn.Parameter(torch.full(shape, float(self.cfg.init_log_std)))
+        self.held: Tensor | None = None
+        """gSDE's matrices E ``[batch, latent_dim, action_dim]``, while a collector keeps them."""
 
     def moments(self, params: Tensor) -> Pair:
         """Return the mean ``[batch, action_dim]`` and a log-std that broadcasts to it."""
         params = params.float()
+        if self.cfg.std == "gsde":
+            mean, latent = params.tensor_split([self.action_dim], dim=-1)
+            return mean, 0.5 * (latent.square() @ (2.0 * self.log_std).exp() + SDE_EPSILON).log()
         if not self.state_dependent:
             return params, self.log_std
         mean, raw = params.chunk(2, dim=-1)
@@ -80,8 +103,16 @@ class GaussianHead(ActionHead):
         mean, log_std = self.moments(params)
         if deterministic:
             return mean, self._log_prob(torch.zeros_like(mean), log_std)
-        noise = normal_like(mean, generator)
+        noise = self._noise(params, mean, log_std, generator)
         return torch.addcmul(mean, noise, log_std.exp()), self._log_prob(noise, log_std)
+
+    def _noise(self, params: Tensor, mean: Tensor, log_std: Tensor, generator: Generator | None) -> Tensor:
+        """Return standardised noise ``[batch, action_dim]``: that of gSDE's matrices while they are held, else new."""
+        if self.held is None:
+            return normal_like(mean, generator)
+        latent = params.float()[:, self.action_dim :]
+        deviation = torch.bmm(latent.unsqueeze(1), self.held * self.log_std.exp()).squeeze(1)
+        return deviation * (-log_std).exp()
 
     def evaluate(self, params: Tensor, action: Tensor) -> Pair:
         mean, log_std = self.moments(params)
@@ -101,14 +132,16 @@ class SquashedGaussianHead(GaussianHead):
     weights: Tensor
     variances: Tensor
 
-    def __init__(self, action_dim: int, cfg: DistributionCfg | None = None) -> None:
-        super().__init__(action_dim, cfg)
+    def __init__(self, action_dim: int, cfg: DistributionCfg | None = None, latent_dim: int = 0) -> None:
+        super().__init__(action_dim, cfg, latent_dim)
         self.register_buffer("weights", torch.tensor(LOGISTIC_WEIGHTS), persistent=False)
         self.register_buffer("variances", torch.tensor(LOGISTIC_SCALES).square(), persistent=False)
 
     def sample(self, params: Tensor, deterministic: bool = False, generator: Generator | None = None) -> Pair:
         mean, log_std = self.moments(params)
-        raw = mean if deterministic else torch.addcmul(mean, normal_like(mean, generator), log_std.exp())
+        raw = mean
+        if not deterministic:
+            raw = torch.addcmul(mean, self._noise(params, mean, log_std, generator), log_std.exp())
         action = raw.tanh().clamp(-SQUASHED_LIMIT, SQUASHED_LIMIT)
         return action, self._log_prob_of(action, mean, log_std)
 
@@ -220,8 +253,13 @@ def normal_like(like: Tensor, generator: Generator | None = None) -> Tensor:
     return torch.randn_like(like) if generator is None else torch.empty_like(like).normal_(generator=generator)
 
 
-def build_head(action_space: gym.Space[Any] | int, cfg: DistributionCfg | None = None) -> ActionHead:
-    """Return the head for an action space: a ``Box`` and plain dimensions are Gaussian, choices are categorical."""
+def build_head(
+    action_space: gym.Space[Any] | int, cfg: DistributionCfg | None = None, latent_dim: int = 0
+) -> ActionHead:
+    """Return the head for an action space: a ``Box`` and plain dimensions are Gaussian, choices are categorical.
+
+    ``latent_dim`` is the number of features that gSDE's noise depends on.
+    """
     size = action_dimension(action_space)
     if isinstance(action_space, gym.spaces.Discrete):
         if action_space.start != 0:
@@ -234,13 +272,13 @@ def build_head(action_space: gym.Space[Any] | int, cfg: DistributionCfg | None =
     if isinstance(action_space, gym.spaces.MultiBinary):
         return BernoulliHead(size)
     if cfg is None or not cfg.squash:
-        return GaussianHead(size, cfg)
+        return GaussianHead(size, cfg, latent_dim)
     if isinstance(action_space, gym.spaces.Box):
         free = int((~np.isfinite(action_space.low) | ~np.isfinite(action_space.high)).sum())
         if free:
             problem = f"expected false, as tanh cannot reach beyond 1 and {free} of {size} actions have no bounds there"
             raise ConfigError(f"distribution.squash: {problem}; got true", "policy")
-    return SquashedGaussianHead(size, cfg)
+    return SquashedGaussianHead(size, cfg, latent_dim)
 
 
 def action_dimension(action_space: gym.Space[Any] | int) -> int:

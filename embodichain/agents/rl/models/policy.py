@@ -38,6 +38,9 @@ class Policy(nn.Module, ABC):
     values_apart: bool = False
     """Whether values cost as much alone as with an action: collectors then call ``choose`` while they act, and
     ``get_value`` once, at a rollout's end, on all its observations in the form in which rollouts store them."""
+    noise_steps: int | None = None
+    """Steps for which collectors let the policy keep its exploration noise, 0 for a whole rollout; ``None``: it keeps
+    none, and every action has noise of its own."""
     generator: torch.Generator | None = None
     """Source of noise for actions; ``None``: torch's generator. A collector beside a learner needs one of its own."""
     version: Tensor
@@ -72,6 +75,13 @@ class Policy(nn.Module, ABC):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return ``(action, log_prob, value, state after this observation)``."""
         return (*self.get_action(obs, deterministic), None)
+
+    def draw_noise(self, num_envs: int) -> Tensor | None:
+        """Return new exploration noise ``[num_envs, ...]`` of a policy with ``noise_steps``."""
+        return None
+
+    def hold_noise(self, noise: Tensor | None) -> None:
+        """Explore by this noise ``[batch, ...]`` of ``draw_noise`` from now on; ``None``: by new one every time."""
 
     def choose(self, obs: Observation) -> tuple[Tensor, Tensor]:
         """Return ``(action, log_prob)``; a policy with ``values_apart`` does not run its critic here."""
