@@ -44,7 +44,8 @@ def env(rounds: int) -> list[Row]:
 
         times = take_turns({"bare": (bare.rewind, bare.run), "ours": (rewind, steps)}, rounds)
         share = times["bare"] / times["ours"]
-        bar = f"{100 * share:.0f}% of it{' (bar: {85 if id in SUITE else 80}%)' if num_envs >= 4096 else ''}"
+        least = 85 if id in SUITE else 80
+        bar = f"{100 * share:.0f}% of it{f' (bar: {least}%)' if num_envs >= 4096 else ''}"
         rows.append(report("env", f"mujoco_warp alone, {id}, {num_envs} worlds", times["bare"] / count, num_envs))
         rows.append(report("env", f"{id}, {num_envs} envs", times["ours"] / count, num_envs, bar))
         ours.close()

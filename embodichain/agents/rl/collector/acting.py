@@ -160,7 +160,7 @@ class _Replayed(Generic[Result]):
             self._recorded = self.recorder.attempt(
                 lambda: record(lambda: self._function(own), stream=stream, generator=generator)
             )
-        self._inputs = _leaves(own)
+        self._inputs, self._mode = _leaves(own), self._policy.training
 
 
 def _addresses_of(policy: Policy) -> list[int]:
