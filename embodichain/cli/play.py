@@ -94,8 +94,8 @@ def choose_policy(env: VecEnv, name: PolicyName, seed: int) -> ActionSource:
     from embodichain.envs.vec_env import HasExpert
 
     if name == "expert":
-        if not isinstance(env, HasExpert):
-            raise EnvContractError(f"{type(env).__name__} has no expert: use --policy random or --policy zero")
+        if not isinstance(env, HasExpert) or not env.has_expert:
+            raise EnvContractError(f"{env.name} has no expert: use --policy random or --policy zero")
         return lambda obs: env.expert_action()
     act = RandomActor(env, seed)
     return act if name == "random" else lambda obs: torch.zeros_like(act(obs))

@@ -20,7 +20,6 @@ from rich.text import Text
 from embodichain.agents.engine.config import OnlineDataEngineCfg
 from embodichain.config import load_config, parse_overrides
 from embodichain.config.files import find_config
-from embodichain.envs import MUJOCO_SUITE
 from embodichain.envs.registration import list_envs, load_gym_config
 from embodichain.errors import writing
 
@@ -95,13 +94,11 @@ def load_stream_config(source: str | os.PathLike[str]) -> OnlineDataEngineCfg:
 
 
 def _for_environment(gym_config: dict[str, Any], path: Path | None = None) -> OnlineDataEngineCfg:
-    """Return settings for an environment (of a file): rows as long as its episodes, and a few for each env."""
+    """Return settings for an environment (of a file): a few rows for each env, of its expert, if it has one."""
     cfg = load_gym_config(gym_config if path is None else path)
     settings: dict[str, Any] = {"gym_config": gym_config, "buffer_size": max(16, _ROWS_PER_ENV * cfg.num_envs)}
-    if cfg.id in {spec.id for spec in list_envs()} - MUJOCO_SUITE.keys():
-        settings["max_episode_steps"] = cfg.max_episode_steps
-    else:  # Gymnasium's environments have no expert, and most state their time limit only when they are built
-        settings |= {"action_config": {"source": "random"}, "max_episode_steps": 1000}
+    if not any(spec.id == cfg.id and spec.task.has_expert() for spec in list_envs()):
+        settings["action_config"] = {"source": "random"}
     return OnlineDataEngineCfg.from_dict(settings, source=str(gym_config.get("id")))
 
 

@@ -149,7 +149,7 @@ class Play:
     def expert(self, steps: int) -> Iterator[Frame]:
         """Reset and take the actions of the environment's expert, if it has one."""
         self.start()
-        for _ in range(steps if isinstance(self.env, HasExpert) else 0):
+        for _ in range(steps if isinstance(self.env, HasExpert) and self.env.has_expert else 0):
             yield Frame(*self.env.step(self.env.expert_action()))  # type: ignore[attr-defined]
 
     @property
@@ -526,7 +526,7 @@ def check_actions(play: Play) -> Iterator[Finding]:
 def check_expert(play: Play) -> Iterator[Finding]:
     """The expert's actions are valid, and asking for them leaves the state as it was."""
     env, like = play.env, play.actions(1)[0]
-    if not isinstance(env, HasExpert):
+    if not isinstance(env, HasExpert) or not env.has_expert:
         raise NotApplicable("the environment has no expert")
     trajectory, demo = play.random(_SHORT), env.create_demo_action_list()
     if not isinstance(demo, list) or not demo:

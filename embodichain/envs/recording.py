@@ -325,8 +325,7 @@ class EpisodeRecorder:
                 for _ in range(max(1, round(_HOLD_SECONDS * self._video.fps))):
                     self._video.append(last)
         if self.plot is None and any(key in self._points for key in _TRAJECTORIES):
-            name = self.env.cfg.id if isinstance(self.env, TaskEnv) else type(self.env).__name__
-            self.plot = self._plot(f"{name}: {outcome} in {episode.length} steps")
+            self.plot = self._plot(f"{self.env.name}: {outcome} in {episode.length} steps")
         self._points.clear()
         self._finished += 1
         self._steps = 0

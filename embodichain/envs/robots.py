@@ -46,9 +46,15 @@ TOOLS = {"pusher": ToolSpec("pusher.xml"), "gripper": ToolSpec("gripper.xml", fi
 
 
 def read_spec(path: Path) -> mujoco.MjSpec:
-    """Parse an MJCF file; ``AssetError`` if it is not valid."""
+    """Parse an MJCF file; ``AssetError`` if it is not valid.
+
+    What it includes lies beside it, or is a part of this package, such as ``table.xml``.
+    """
+    folder, parts = path.parent, {}
+    if folder != ASSETS:
+        parts = {part.name: part.read_bytes() for part in ASSETS.glob("*.xml") if not (folder / part.name).exists()}
     try:
-        return mujoco.MjSpec.from_file(str(path))
+        return mujoco.MjSpec.from_file(str(path), include=parts)
     except (ValueError, OSError) as error:
         raise AssetError(f"{path.name} is no valid MJCF model: {error}") from error
 

@@ -1,9 +1,11 @@
 """What a task adds to a simulated robot. Tasks are written once, in torch, and run on every physics backend."""
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, ClassVar
 
 import mujoco
@@ -14,8 +16,8 @@ from embodichain.envs.actions import RobotActionManager
 from embodichain.envs.env_cfg import GymCfg, PoseRangeCfg
 from embodichain.envs.physics import Physics
 from embodichain.envs.random import RandomStreams
-from embodichain.envs.robots import Robot, build_model
-from embodichain.errors import ConfigError
+from embodichain.envs.robots import ASSETS, Robot, build_model
+from embodichain.errors import AssetError, ConfigError
 
 Scene = dict[str, Tensor]
 """Named quantities of the present state, float32 ``[n, ...]``: what all of a task's formulas are written on."""
@@ -34,10 +36,10 @@ Start = ResetState  # former name
 
 
 class Task(ABC):
-    """One task: how episodes begin, what is observed and rewarded, when it is solved, and how an expert solves it."""
+    """One task: how episodes begin, what is observed and rewarded, when it is solved, and perhaps an expert."""
 
     scene_file: ClassVar[str]
-    """MJCF file of the scene."""
+    """MJCF file of the scene: beside the module of the task, in the package's ``assets``, or an absolute path."""
     reward_weights: ClassVar[dict[str, float]]
     """The dense reward's terms and their default weights."""
     object_body: ClassVar[str | None] = None
@@ -78,10 +80,22 @@ class Task(ABC):
     def build_model(cls, cfg: GymCfg) -> mujoco.MjModel:
         """Compile the scene with the configured robot in it."""
         on_gpu = cfg.device != "cpu"  # where the simulation itself renders, with cameras of the model
-        model = build_model(cls.scene_file, cfg.robot, cfg.env.observations.cameras if on_gpu else ())
+        model = build_model(cls._scene_path(), cfg.robot, cfg.env.observations.cameras if on_gpu else ())
         if cfg.env.timestep is not None:
             model.opt.timestep = cfg.env.timestep
         return model
+
+    @classmethod
+    def _scene_path(cls) -> Path:
+        """Return where ``scene_file`` is, relative to the module of the class that names it."""
+        owner = next(base for base in cls.__mro__ if "scene_file" in vars(base))
+        module = getattr(sys.modules.get(owner.__module__), "__file__", None)
+        beside = Path(module or ".").resolve().parent / cls.scene_file
+        found = next((path for path in (beside, ASSETS / cls.scene_file) if path.is_file()), None)
+        if found is None:
+            places = f"{beside.parent}, beside its module, nor in {ASSETS}"
+            raise AssetError(f"the scene {cls.scene_file!r} of {cls.__name__} is neither in {places}")
+        return found
 
     @classmethod
     def make_robot(cls, cfg: GymCfg, physics: Physics) -> Robot | None:
@@ -119,9 +133,14 @@ class Task(ABC):
         """Return measures worth logging, ``[n]`` each; the environment adds ``success`` and ``diverged``."""
         return {}
 
-    @abstractmethod
     def expert_action(self, scene: Scene, actions: RobotActionManager) -> Tensor:
-        """Return what a scripted expert does in this state, ``[n, action_dim]``."""
+        """Return what a scripted expert does in this state, ``[n, action_dim]``, of a task that has one."""
+        raise ConfigError(f"{self.cfg.id} has no expert: write expert_action in its class, or use a trained policy")
+
+    @classmethod
+    def has_expert(cls) -> bool:
+        """Tell whether the task defines ``expert_action``."""
+        return cls.expert_action is not Task.expert_action
 
     def markers(self) -> dict[str, Tensor]:
         """Return positions ``[num_envs, 3]`` of mocap bodies, such as the goal, for rendering."""

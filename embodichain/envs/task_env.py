@@ -35,6 +35,7 @@ class TaskEnv(VecEnv):
         self.max_episode_steps = cfg.max_episode_steps or _DEFAULT_EPISODE
         self.robot = task_class.make_robot(cfg, physics)
         self.task = task_class(cfg, physics, self.robot)
+        self.has_expert = task_class.has_expert()
         self.action_manager: RobotActionManager | MotorActionManager
         if self.robot is None:
             self.action_manager = MotorActionManager(physics.model, self.num_envs, self.device)
@@ -66,6 +67,10 @@ class TaskEnv(VecEnv):
         if self._masked and not self._cameras.cfgs:
             parts = StepParts(self._act, self._simulate, self._draw_resets, self._conclude)
             self._graphed = GraphedStep(parts, self._keep_recorded)
+
+    @property
+    def name(self) -> str:
+        return self.cfg.id
 
     def step(self, action: Action) -> StepResult:
         applied = self.action_manager.unwrap(action, self._step)
@@ -179,9 +184,8 @@ class TaskEnv(VecEnv):
         self.physics.close()
 
     def expert_action(self) -> Tensor:
-        if isinstance(self.action_manager, MotorActionManager):
-            raise ConfigError(f"{self.cfg.id} has no scripted expert: use a trained policy")
-        return self.task.expert_action(self._measurements(), self.action_manager)
+        actions: Any = self.action_manager  # of a robot, where there is an expert
+        return self.task.expert_action(self._measurements(), actions)
 
     def create_demo_action_list(self) -> list[Tensor]:
         """Return the expert's actions from the present state until every env has ended once; the state is kept."""

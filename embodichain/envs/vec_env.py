@@ -180,6 +180,13 @@ class VecEnv(ABC):
     action_manager: ActionManager
     supports_state: bool = True
     """Whether ``get_state`` and ``set_state`` work (they do for every simulated task)."""
+    has_expert: bool = True
+    """Whether the expert works, of an environment that is ``HasExpert``."""
+
+    @property
+    def name(self) -> str:
+        """What messages call the environment."""
+        return type(self).__name__
 
     @abstractmethod
     def reset(self, seed: int | Tensor | None = None, env_ids: EnvIds = None) -> tuple[TensorDict, dict[str, Any]]:

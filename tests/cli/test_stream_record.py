@@ -24,7 +24,7 @@ def test_shipped_settings_are_valid(path: Path) -> None:
 
 def test_settings_from_a_gym_config_or_an_id() -> None:
     from_file = load_stream_config(CONFIGS / "rl" / "push_cube" / "gym_config.json")
-    assert from_file.max_episode_steps == 100
+    assert from_file.max_episode_steps is None  # the environment knows it
     assert from_file.buffer_size >= from_file.gym_config["num_envs"]
     assert load_stream_config("CartPoleRL").gym_config["id"] == "CartPoleRL"
     assert load_stream_config("CartPole-v1").action_config == {"source": "random"}

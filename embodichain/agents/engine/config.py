@@ -72,8 +72,9 @@ class OnlineDataEngineCfg(Config):
 
     buffer_size: Count = 16
     """Number of episodes in the shared buffer; ideally a multiple of ``num_envs * num_workers``."""
-    max_episode_steps: Count = 300
-    """Length of a row: the longest episode there is room for, and the longest chunk there can be."""
+    max_episode_steps: Count | None = None
+    """Length of a row: the longest episode there is room for, and the longest chunk there can be; None takes the
+    environment's (1000 where it has no time limit)."""
     state_dim: Count | None = None
     """Expected size of the robot state (``robot/qpos``, or ``state``); None takes the environment's."""
     buffer_device: str = "cpu"

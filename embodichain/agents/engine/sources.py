@@ -21,6 +21,7 @@ from embodichain.extras import import_trusted
 _MAKE_ENV = "embodichain.envs.registration:make_to_watch"
 _LIST_ENVS = "embodichain.envs.registration:list_envs"
 _RECORDED = "embodichain.agents.datasets.lerobot:RecordedEpisodes"
+_LONGEST = 1000  # steps of an episode that nothing ends
 
 
 def _resolve(entry_point: str) -> Any:
@@ -47,10 +48,9 @@ class ExpertActor(Actor):
     """The scripted expert of the environment, who looks at the present state alone."""
 
     def __init__(self, env: VecEnv, **_: object) -> None:
-        if not isinstance(env, HasExpert):
+        if not isinstance(env, HasExpert) or not env.has_expert:
             raise ConfigError(
-                f'source: {type(env).__name__} has no expert; use "random", or "policy" with a checkpoint',
-                "action_config",
+                f'source: {env.name} has no expert; use "random", or "policy" with a checkpoint', "action_config"
             )
         self._env: HasExpert = env
 
@@ -158,11 +158,22 @@ def _episode_seeds(info: dict[str, Any], num_envs: int) -> list[int]:
 
 def open_source(cfg: OnlineDataEngineCfg, worker: int = 0, incarnation: int = 0) -> EpisodeSource:
     """Open the source of one worker; a worker's replacement (the next incarnation) draws other episodes."""
+    source = _open(cfg, stream_seed(cfg.seed, worker, incarnation))
+    try:
+        check_layout(cfg, source.layout, source.max_steps)
+    except ConfigError:
+        source.close()
+        raise
+    return source
+
+
+def _open(cfg: OnlineDataEngineCfg, seed: int) -> EpisodeSource:
     action = cfg.check()
-    seed = stream_seed(cfg.seed, worker, incarnation)
     if action.source == "dataset":
         recorded: EpisodeSource = _resolve(_RECORDED)(str(action.path), seed)
         return recorded
+    if not _is_task(cfg.gym_config.get("id")):
+        import_trusted(cfg.trusted_modules)  # they may register it
     overrides: dict[str, Any] = {}
     ends = False if action.source == "expert" and action.terminate_on_success is None else action.terminate_on_success
     if ends is not None and _is_task(cfg.gym_config.get("id")):
@@ -173,7 +184,7 @@ def open_source(cfg: OnlineDataEngineCfg, worker: int = 0, incarnation: int = 0)
         )
     if cfg.num_workers > 1 and "num_threads" not in cfg.gym_config:
         overrides["num_threads"] = max(1, len(os.sched_getaffinity(0)) // cfg.num_workers)
-    longest = cfg.max_episode_steps
+    longest = cfg.max_episode_steps or _LONGEST
     env: VecEnv = _resolve(_MAKE_ENV)(cfg.gym_config, cfg.trusted_modules, longest=longest, **overrides)
     try:
         actor = make_actor(action, env, seed + 1, cfg.trusted_modules)
@@ -185,6 +196,27 @@ def open_source(cfg: OnlineDataEngineCfg, worker: int = 0, incarnation: int = 0)
 
 def _is_task(name: object) -> bool:
     return any(spec.id == name for spec in _resolve(_LIST_ENVS)())
+
+
+def check_layout(cfg: OnlineDataEngineCfg, layout: FrameLayout, max_steps: int) -> None:
+    """Raise if the environment does not fit the config."""
+    problems = []
+    if cfg.max_episode_steps is not None and max_steps > cfg.max_episode_steps:
+        problems.append(
+            f"max_episode_steps: episodes may take {max_steps} steps, but a row has room for {cfg.max_episode_steps}; "
+            f"set it to at least {max_steps}, or leave it out"
+        )
+    if cfg.state_dim is not None:
+        name = "robot/qpos" if layout.shape_of("observation", "robot", "qpos") is not None else "state"
+        shape = layout.shape_of("observation", *name.split("/"))
+        if shape is None:
+            problems.append(f"state_dim: expected {cfg.state_dim}, but there is neither robot/qpos nor state")
+        elif shape != (cfg.state_dim,):
+            problems.append(
+                f"state_dim: expected {cfg.state_dim}, but the environment's {name} has shape {list(shape)}"
+            )
+    if problems:
+        raise ConfigError(problems, "OnlineDataEngineCfg")
 
 
 def stream_seed(seed: int, worker: int, incarnation: int) -> int:

@@ -17,7 +17,7 @@ from embodichain.agents.engine.shared_buffer import Control, Ints, SharedBuffer,
 from embodichain.agents.processes.failure import ENGINE, FailureReport, drop_locals
 from embodichain.agents.processes.pool import Restarts, WorkerHandle, WorkerPool, WorkerProcess
 from embodichain.agents.processes.ray_backend import ActorHandle, ActorPool
-from embodichain.errors import ConfigError, EmbodiChainError, StreamStalledError
+from embodichain.errors import EmbodiChainError, StreamStalledError
 
 if TYPE_CHECKING:
     from embodichain.agents.engine.worker import EpisodeBatch, RefillPolicy
@@ -262,9 +262,8 @@ class Supervisor(threading.Thread):
         """Give a worker that has built its environment the buffer, made to measure for the first one."""
         frames = FrameLayout.from_json(layout)
         if self.buffer is None:
-            check_layout(self._cfg, frames, max_steps)
             cfg = self._cfg
-            self.buffer = SharedBuffer(frames, cfg.buffer_size, cfg.max_episode_steps, cfg.num_workers)
+            self.buffer = SharedBuffer(frames, cfg.buffer_size, cfg.max_episode_steps or max_steps, cfg.num_workers)
             self._last_look = time.monotonic()
             self.changed.set()
         elif frames != self.buffer.layout:
@@ -321,24 +320,3 @@ class Supervisor(threading.Thread):
         if self.buffer is not None:
             self.buffer.fail(report.to_json())
         raise report.as_error()
-
-
-def check_layout(cfg: OnlineDataEngineCfg, layout: FrameLayout, max_steps: int) -> None:
-    """Raise if the environment does not fit the config."""
-    problems = []
-    if max_steps > cfg.max_episode_steps:
-        problems.append(
-            f"max_episode_steps: episodes may take {max_steps} steps, but a row has room for {cfg.max_episode_steps}; "
-            f"set it to at least {max_steps}"
-        )
-    if cfg.state_dim is not None:
-        name = "robot/qpos" if layout.shape_of("observation", "robot", "qpos") is not None else "state"
-        shape = layout.shape_of("observation", *name.split("/"))
-        if shape is None:
-            problems.append(f"state_dim: expected {cfg.state_dim}, but there is neither robot/qpos nor state")
-        elif shape != (cfg.state_dim,):
-            problems.append(
-                f"state_dim: expected {cfg.state_dim}, but the environment's {name} has shape {list(shape)}"
-            )
-    if problems:
-        raise ConfigError(problems, "OnlineDataEngineCfg")

@@ -41,7 +41,8 @@ def simulate(channel: Channel, heartbeat: Heartbeat, settings: dict[str, Any], w
         answer = channel.receive()
         if answer is None or answer.segment is None:
             raise EngineStateError("the engine answered without its buffer")
-        buffer = SharedBuffer(source.layout, cfg.buffer_size, cfg.max_episode_steps, cfg.num_workers, answer.segment)
+        length = cfg.max_episode_steps or source.max_steps
+        buffer = SharedBuffer(source.layout, cfg.buffer_size, length, cfg.num_workers, answer.segment)
         Worker(cfg, worker, source, buffer).loop(heartbeat)
     finally:
         source.close()

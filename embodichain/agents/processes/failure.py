@@ -89,7 +89,8 @@ class FailureReport:
         if not isinstance(kind, type) or not issubclass(kind, Exception):
             return None
         if issubclass(kind, ConfigError):
-            return kind(self.problems or self.message)
+            source = self.message.partition("\n")[0].rpartition(": ")[0]  # its first line is "source: 2 problems"
+            return kind(self.problems or self.message, source or "configuration")
         try:
             return kind(self.message)
         except TypeError:  # UnicodeDecodeError and the like want more than a message

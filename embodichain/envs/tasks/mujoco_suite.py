@@ -20,7 +20,6 @@ from gymnasium.envs.mujoco.mujoco_env import expand_model_path
 from gymnasium.envs.registration import load_env_creator
 from torch import Tensor
 
-from embodichain.envs.actions import ActionManager
 from embodichain.envs.env_cfg import EnvCfg, GymCfg
 from embodichain.envs.physics import Physics
 from embodichain.envs.random import RandomStreams
@@ -117,9 +116,6 @@ class MujocoTask(Task):
 
     def success(self, scene: Scene) -> Tensor | None:
         return None
-
-    def expert_action(self, scene: Scene, actions: ActionManager) -> Tensor:
-        raise ConfigError(f"{self.id} has no scripted expert: use a trained policy")
 
     def place(self, scene: Scene) -> Tensor | None:
         """Return the position ``[n, 2]`` (or ``[n, 1]``) whose velocity is rewarded; ``None``: none is."""

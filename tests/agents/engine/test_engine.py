@@ -19,8 +19,8 @@ from stream_envs import check_chunks, gym_config, stream_settings
 from embodichain.agents.datasets.frames import FrameLayout, Leaf
 from embodichain.agents.engine.data import OnlineDataEngine, OnlineDataEngineCfg
 from embodichain.agents.engine.shared_buffer import SharedBuffer, Work
-from embodichain.agents.engine.sources import open_source
-from embodichain.agents.engine.supervisor import Supervisor, check_layout
+from embodichain.agents.engine.sources import check_layout, open_source
+from embodichain.agents.engine.supervisor import Supervisor
 from embodichain.envs.registration import make
 from embodichain.errors import ConfigError, EngineStateError, StreamStalledError, UnknownNameError, UntrustedModuleError
 
