@@ -60,3 +60,25 @@ def test_programs_that_end_while_something_collects_do_not_abort():
     assert done.returncode == 0, done.stderr
     assert Counter(done.stdout.split()) == {"0": CHILDREN * 2 // 3, "3": CHILDREN // 3}, done.stderr
     assert "terminate called" not in done.stderr
+
+
+HANGING = """
+from embodichain.agents.rl.buffer import VLABuffer
+from embodichain.agents.rl.collector import AsyncCfg, AsyncCollector
+from embodichain.envs.wrappers import GroupedEnv
+from embodichain.errors import EnvironmentHungError
+from tests.agents.rl.async_cases import Env, make_learner
+
+env = GroupedEnv([Env(), Env("hang", at=4)])  # for a quarter of an hour
+cfg = AsyncCfg(pipeline_stages=2, num_steps=5, step_timeout=0.5)
+try:
+    AsyncCollector(env, make_learner().policy, VLABuffer(40), cfg=cfg).collect()
+except EnvironmentHungError:
+    print("hung")
+"""
+
+
+def test_a_group_that_hangs_does_not_keep_the_program_from_ending():
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
+    done = subprocess.run([sys.executable, "-c", HANGING], env=environment, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (0, "hung\n"), done.stderr

@@ -11,8 +11,10 @@ The order of decisions is fixed, so the random numbers, and with them the rollou
 from __future__ import annotations
 
 import contextlib
+import queue
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -88,6 +90,35 @@ class Pipeline:
         return result_to(self.env.join(results, torch.cat([group.obs for group in self._groups])), self.device)
 
 
+class _StepThread:
+    """A thread that takes steps in the order they are asked for; one that hangs does not keep the program from ending,
+    as those of an executor do."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None]
+        self._calls = queue.SimpleQueue()
+        threading.Thread(target=self._run, args=(self._calls,), name="embodichain-group", daemon=True).start()
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Have a function called; return what will be its result."""
+        future: Future[Any] = Future()
+        self._calls.put((future, function, args))
+        return future
+
+    @staticmethod
+    def _run(calls: queue.SimpleQueue[Any]) -> None:
+        while (call := calls.get()) is not None:
+            future, function, args = call
+            try:
+                future.set_result(function(*args))
+            except BaseException as error:  # noqa: BLE001 - it is raised where the result is asked for
+                future.set_exception(error)
+            del call, future, function, args  # nothing is kept until the next call
+
+    def __del__(self) -> None:
+        self._calls.put(None)
+
+
 class _Group:
     """One group and its step under way; a thread of its own steps it, unless it simulates elsewhere anyway."""
 
@@ -100,7 +131,7 @@ class _Group:
     def __init__(self, env: VecEnv, device: torch.device) -> None:
         self._env, self._device, self._under_way = env, device, False
         self._bounds = ActionBounds(env.action_space)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="embodichain-group")
+        self._thread = _StepThread()
 
     def begin(self, collector: SyncCollector) -> None:
         """Decide, and let the simulation continue with that."""
