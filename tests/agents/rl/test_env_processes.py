@@ -244,6 +244,7 @@ def test_a_process_that_fails_is_replaced_and_the_others_stay(
         assert len(caplog.records) == 1
         told = {"raise": "the gripper fell off", "kill": "was killed by SIGKILL", "stop": r"not answered for 2 s"}
         assert told[trouble] in caplog.text
+        assert caplog.text.count("Traceback") == (trouble == "raise")  # that of the process
         (tmp_path / "mark").unlink()
         with pytest.raises(CollectorError, match=rf"(?s)the environment raised .*{told[trouble]}.*after 1 repl"):
             collector.collect(4)

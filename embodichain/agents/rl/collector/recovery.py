@@ -4,6 +4,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import TracebackType
 
 import torch
@@ -13,7 +14,7 @@ from embodichain.agents.processes.pool import Restarts
 from embodichain.agents.rl.utils.tensordicts import Observation
 from embodichain.envs.random import combine
 from embodichain.envs.vec_env import StepsInHalves, VecEnv
-from embodichain.errors import ActionError, CollectorError
+from embodichain.errors import ActionError, CollectorError, EnvironmentHungError, WorkerError
 
 log = logging.getLogger("embodichain.collector")
 
@@ -71,6 +72,8 @@ class EnvRecovery:
         """Return an environment to continue with, and its first observation; ``CollectorError`` beyond the budget."""
         while True:
             report, count = FailureReport.of_exception(0, error), self._restarts.replaced[0]
+            if isinstance(error, (WorkerError, EnvironmentHungError)):  # its message tells where that process was
+                report = replace(report, traceback="")
             drop_locals(error)
             if not self._restarts.replace(report, count):
                 raise report.as_error(_NAME, count, CollectorError) from error
