@@ -56,6 +56,20 @@ class PackedObservation(NamedTuple):
         others = tuple(old.index_copy(0, env_ids, new) for old, new in pairs)
         return PackedObservation(self.vectors.index_copy(0, env_ids, rows.vectors), others)
 
+    def where(self, mask: Tensor, other: PackedObservation) -> PackedObservation:
+        """Return a copy that is this one where ``mask`` ``[n]`` holds, and another elsewhere."""
+        pairs = [(self.vectors, other.vectors), *zip(self.others, other.others, strict=True)]
+        first, *rest = (torch.where(mask.view(-1, *[1] * (x.dim() - 1)), x, y) for x, y in pairs)
+        return PackedObservation(first, tuple(rest))
+
+    def copy(self) -> PackedObservation:
+        """Return a copy of all of it."""
+        return PackedObservation(self.vectors.clone(), tuple(x.clone() for x in self.others))
+
+    def is_finite(self) -> Tensor:
+        """Tell of which envs ``[n]`` all vectors are finite."""
+        return self.vectors.isfinite().all(dim=1)
+
 
 class ObservationBuilder:
     """Builds observations from the state alone; ``noise(env_ids, size)`` is standard normal ``[n, size]``."""

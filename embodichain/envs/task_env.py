@@ -21,7 +21,7 @@ from embodichain.envs.resets import DomainRandomization, Drawn, EnvState, Resets
 from embodichain.envs.task import Scene, Task
 from embodichain.envs.vec_env import Action, EnvIds, StepOutcome, StepResult, VecEnv
 from embodichain.errors import ConfigError, nearest
-from embodichain.utils.cuda_graphs import GraphedStep, StepParts
+from embodichain.utils.cuda_graphs import GraphedStep, StepParts, copy_together
 
 _DEFAULT_EPISODE = 100  # steps, where neither the config nor the task says how long an episode is
 
@@ -60,13 +60,15 @@ class TaskEnv(VecEnv):
         self._scene: Scene | None = None
         self._packed: PackedObservation
         self._obs: TensorDict
+        self._before: PackedObservation | None = None
+        """On a GPU: a copy of the current observation in memory that a recorded step can read."""
         self._show(self._build(self._measurements(), self._all))
         self.observation_space: gym.spaces.Dict = observation_space(self._obs)
         self._masked = self.device.type != "cpu"
         self._graphed: GraphedStep | None = None
         if self._masked and not self._cameras.cfgs:
             parts = StepParts(self._act, self._simulate, self._draw_resets, self._conclude)
-            self._graphed = GraphedStep(parts, self._keep_recorded)
+            self._graphed, self._before = GraphedStep(parts, self._keep_recorded), self._packed.copy()
 
     @property
     def name(self) -> str:
@@ -94,9 +96,14 @@ class TaskEnv(VecEnv):
 
     def _conclude(self, applied: Tensor, drawn: Drawn | None) -> StepResult:
         """Measure and score the state reached, observe it, and reset the envs that are done."""
+        before = self._packed if self._before is None else self._before
         scene = self._measure()
-        outcome = self._scoring.score(scene, applied, self._step, self.physics.diverged)
-        final = self._show(self._build(scene, self._all))
+        diverged = self.physics.diverged
+        outcome = self._scoring.score(scene, applied, self._step, diverged)
+        packed = self._build(scene, self._all)
+        if diverged is not None:  # where nothing was reached, what was seen last
+            packed = before.where(diverged & before.is_finite(), packed)
+        final = self._show(packed)
         obs = self._reset_done(outcome.terminated | outcome.truncated, drawn)
         info = {
             "final_observation": final,
@@ -136,6 +143,9 @@ class TaskEnv(VecEnv):
         return self._scoring.score(self._measure(), applied, self._step, self.physics.diverged)
 
     def observe(self, mask: Tensor) -> TensorDict:
+        diverged = self.physics.diverged
+        if diverged is not None:  # what was seen last stays
+            mask = mask & ~(diverged & self._packed.is_finite())
         ids = torch.nonzero(mask).reshape(-1)
         if ids.numel():
             scene = self._measurements()
@@ -210,6 +220,8 @@ class TaskEnv(VecEnv):
     def _show(self, packed: PackedObservation) -> TensorDict:
         """Make this the current observation, and return it."""
         self._packed, self._obs = packed, self._observations.unpack(packed)
+        if self._before is not None:
+            copy_together([self._before.vectors, *self._before.others], [packed.vectors, *packed.others])
         return self._obs
 
     def _refresh(self, env_ids: Tensor) -> TensorDict:
@@ -262,35 +274,55 @@ class Scoring:
         self._limit = torch.tensor(max_episode_steps, device=device)
         self._none = torch.zeros(num_envs, dtype=torch.bool, device=device)
         self._zeros = torch.zeros(num_envs, device=device)
+        self._paid = torch.zeros(num_envs, max(1, len(self._weights)), device=device)  # the parts of the last reward
 
     def score(self, scene: Scene, action: Tensor, step: Tensor, diverged: Tensor | None) -> StepOutcome:
-        """Score the state after an action: envs ``diverged`` (``None``: none) end and have not succeeded."""
+        """Score the state after an action; envs ``diverged`` (``None``: none) are cut, and have not succeeded.
+
+        MuJoCo puts them back to the model's initial state, whose reward, success or failure would be nobody's merit.
+        The step counts as if nothing had moved: it pays what the one before paid. Together with the last observation
+        that is neither worth seeking nor worth avoiding, whatever the sign of rewards is.
+        """
         success = self._task.success(scene)
         if success is not None:
             if diverged is not None:
                 success = success & ~diverged
             scene["success"] = success.float()
-        rewards, reward = self._reward(scene, action)
+        kept = None if diverged is None else diverged.unsqueeze(1)
+        rewards, reward = self._reward(scene, action, kept, step)
         terminated = success if success is not None and self._ends_with_success else self._none
-        for ended in (self._task.failed(scene), diverged):
-            if ended is not None:
-                terminated = terminated | ended
+        failed = self._task.failed(scene)
+        if failed is not None:
+            terminated = terminated | (failed if diverged is None else failed & ~diverged)
         if terminated is success or terminated is self._none:  # the caller may keep it, and a task may reuse its own
             terminated = terminated.clone()
-        return StepOutcome(rewards, reward, terminated, step >= self._limit, self._metrics(scene, diverged))
+        truncated = step >= self._limit
+        if diverged is not None:
+            truncated = truncated | diverged
+        return StepOutcome(rewards, reward, terminated, truncated, self._metrics(scene, diverged))
 
-    def _reward(self, scene: Scene, action: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """Return the weighted parts and their sum."""
-        if self._sparse:
-            return {"success": scene["success"].clone()}, scene["success"].clone()
-        if not self._weights:
+    def _reward(
+        self, scene: Scene, action: Tensor, kept: Tensor | None, step: Tensor
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Return the weighted parts and their sum; where ``kept`` ``[num_envs, 1]`` holds, those of the last step."""
+        if not self._sparse and not self._weights:
             return {}, self._zeros.clone()
-        terms = self._task.reward_terms(scene, action)
-        parts = torch.stack([terms[name] for name in self._weights], dim=1) * self._weight_row
+        if self._sparse:
+            names, parts = ["success"], scene["success"].unsqueeze(1).clone()
+        else:
+            terms = self._task.reward_terms(scene, action)
+            names = list(self._weights)
+            parts = torch.stack([terms[name] for name in names], dim=1) * self._weight_row
+        if kept is not None:  # nothing in the first step of an episode
+            parts = torch.where(kept, torch.where(step.unsqueeze(1) > 1, self._paid, 0.0).to(parts.dtype), parts)
         reward = parts.sum(dim=1)
         if parts.dtype != torch.float32:  # a task may reckon in double precision
             parts, reward = parts.float(), reward.float()
-        return dict(zip(self._weights, parts.unbind(1), strict=True)), reward
+        if parts.device.type == "cpu":
+            self._paid = parts
+        else:  # where a recorded step finds it
+            self._paid.copy_(parts)
+        return dict(zip(names, parts.unbind(1), strict=True)), reward
 
     def _metrics(self, scene: Scene, diverged: Tensor | None) -> dict[str, Tensor]:
         measures = {"success": scene["success"]} if "success" in scene else {}

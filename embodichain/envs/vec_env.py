@@ -6,12 +6,12 @@
   ``action_manager.action_type``. The bounds of a ``Box`` are -1 and 1 where it has both, else its own. Choices are
   int64 and count from 0: ``[num_envs]`` of a ``Discrete``, ``[num_envs, action_dim]`` of ``MultiDiscrete`` and
   ``MultiBinary``.
-* ``reward`` is float32 ``[num_envs]``; ``terminated`` (the task ended) and ``truncated`` (time ran out) are bool
-  ``[num_envs]``, and both may be set.
+* ``reward`` is float32 ``[num_envs]``; ``terminated`` (the task ended) and ``truncated`` (time ran out, or the
+  simulation diverged) are bool ``[num_envs]``, and both may be set.
 * An env that is done resets itself in the same step: ``obs`` is then the first of its next episode, and
-  ``info["final_observation"]`` is what it really reached. That entry is always there and always ``[num_envs]``; rows of
-  envs that are not done equal ``obs`` (it *is* ``obs`` when none is done), so the value of the next state is the value
-  of ``final_observation``, whatever happened.
+  ``info["final_observation"]`` is what it really reached, or, where its simulation diverged, what it saw last. That
+  entry is always there and always ``[num_envs]``; rows of envs that are not done equal ``obs`` (it *is* ``obs`` when
+  none is done), so the value of the next state is the value of ``final_observation``, whatever happened.
 * ``info["rewards"]`` and ``info["metrics"]`` map names to ``[num_envs]`` tensors: the weighted parts of the reward, and
   measures of the state reached such as ``success``. ``info["episode_seed"]`` (int64 ``[num_envs]``) names the episode
   each env is in after the step; ``reset(seed=that_tensor)`` begins the same episodes again.

@@ -11,6 +11,7 @@ from tensordict import TensorDict
 
 from embodichain.envs.tasks.cart_pole import CartPole
 from embodichain.envs.vec_env import HasExpert, VecEnv
+from embodichain.envs.wrappers import ChunkedEnv
 from embodichain.errors import EnvContractError, RenderingError
 from tests.envs.rollouts import TASKS, flat, random_actions, record, small
 
@@ -169,19 +170,74 @@ def test_a_limit_and_a_success_may_fall_together():
     assert bool((terminated & truncated).all())
 
 
-def test_an_env_that_becomes_unstable_ends_and_says_so():
+def test_an_env_that_becomes_unstable_is_cut_and_says_so():
     env = small("ReachRL", 3, env={"success_threshold": 10.0, "terminate_on_success": False})
     calm = small("ReachRL", 3, env={"success_threshold": 10.0, "terminate_on_success": False})
+    before = env.reset(seed=3)[0]
+    calm.reset(seed=3)
     env.physics.qvel[1] = 1e12
     for step in range(2):
-        obs, _, terminated, _, info = env.step(torch.zeros(3, 6))
+        obs, _, terminated, truncated, info = env.step(torch.zeros(3, 6))
         expected = calm.step(torch.zeros(3, 6))[0]
         assert info["metrics"]["diverged"].tolist() == ([0.0, 1.0, 0.0] if step == 0 else [0.0] * 3)
         assert info["metrics"]["success"].tolist() == ([1.0, 0.0, 1.0] if step == 0 else [1.0] * 3)
-        assert terminated.tolist() == ([False, True, False] if step == 0 else [False] * 3)
+        assert not terminated.any()  # the task has not ended: nobody knows what would have come
+        assert truncated.tolist() == ([False, True, False] if step == 0 else [False] * 3)
+        if step == 0:  # what it saw last, and not the state that MuJoCo puts it back to
+            final = flat(info["final_observation"])
+            assert all(torch.equal(leaf[1], flat(before)[name][1]) for name, leaf in final.items())
+            assert all(torch.equal(leaf[[0, 2]], flat(expected)[name][[0, 2]]) for name, leaf in final.items())
+            assert not torch.equal(flat(obs)["robot/qpos"][1], flat(before)["robot/qpos"][1])  # a new episode
         assert all(bool(torch.isfinite(leaf).all()) for leaf in flat(obs).values())
         for name, leaf in flat(obs).items():
             assert torch.equal(leaf[[0, 2]], flat(expected)[name][[0, 2]])
+
+
+def test_a_task_that_fails_where_mujoco_puts_an_env_back_does_not_end_it(monkeypatch):
+    """Neither success nor failure of that state is the policy's."""
+    env = small("CartPoleRL", 2)
+    monkeypatch.setattr(type(env.task), "failed", lambda self, scene: scene["success"] < 2.0)
+    env.physics.qvel[1] = float("nan")
+    _, _, terminated, truncated, _ = env.step(torch.zeros(2, 1))
+    assert terminated.tolist() == [True, False]
+    assert truncated.tolist() == [False, True]
+
+
+def test_an_unstable_env_inside_a_chunk_ends_with_what_the_chunk_began_with():
+    env = small("ReachRL", 2, env={"terminate_on_success": False})
+    chunks = ChunkedEnv(env, 3)
+    before = chunks.reset(seed=3)[0]
+    env.physics.qvel[1] = 1e12
+    _, _, terminated, truncated, info = chunks.step(torch.zeros(2, 3, 6))
+    assert (terminated.tolist(), truncated.tolist()) == ([False, False], [False, True])
+    assert info["chunk"]["num_actions"].tolist() == [3, 1]
+    final, first = flat(info["final_observation"]), flat(before)
+    assert all(torch.equal(leaf[1], first[name][1]) for name, leaf in final.items())
+    assert not torch.equal(final["robot/qvel"][0], first["robot/qvel"][0])
+
+
+def test_masked_steps_end_unstable_envs_alike():
+    """On a GPU envs are reset by mask, and the last observation is kept at a fixed address."""
+    envs = [small("ReachRL", 3) for _ in range(2)]
+    envs[0]._masked, envs[0]._before = True, envs[0]._packed.copy()
+    paid = torch.zeros(3)
+    for step in range(4):
+        for env in envs:
+            if step == 2:
+                env.physics.qvel[1] = 1e12
+            elif step == 3:
+                env.reset(env_ids=[2])
+                env.physics.qvel[2] = float("nan")
+        mine, theirs = (env.step(torch.full((3, 6), 0.3)) for env in envs)
+        assert mine[2].tolist() == theirs[2].tolist() == [False] * 3
+        assert mine[3].tolist() == theirs[3].tolist() == [False, step == 2, step == 3]
+        assert_same_leaves(flat(mine[4]["final_observation"]), flat(theirs[4]["final_observation"]))
+        assert torch.equal(mine[1], theirs[1])
+        if step == 2:
+            assert mine[1][1] == paid[1]  # what the step before paid
+        elif step == 3:
+            assert mine[1][2] == 0.0  # there was none
+        paid = mine[1]
 
 
 def test_rows_keep_their_places_whatever_the_order_of_the_ids():

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from embodichain.agents.rl.algo import PPO, PPOCfg, compute_gae
+from embodichain.agents.rl.algo import GRPO, PPO, GRPOCfg, PPOCfg, build_algo, compute_gae
 from embodichain.agents.rl.algo import base as minibatch
 from embodichain.agents.rl.collector import SyncCollector
 from embodichain.errors import ConfigError
@@ -341,3 +341,14 @@ def test_update_allocates_no_more_than_minibatches() -> None:
         PPO(PPOCfg(n_epochs=1, batch_size=256), policy).update(rollout)
     assert rollout["observation", "robot", "qpos"].numel() == 64 * 64 * 2
     assert max(sizes) <= max(256 * 16, 64 * 64)
+
+
+def test_a_policy_without_a_critic_is_refused() -> None:
+    """Its values are zero: PPO would learn from returns of nothing but the rewards of one rollout."""
+    policy = make_policy(ScriptedEnv(3), "actor_only")
+    message = "PPO learns from values, and ActorOnly has none: expected a policy with a critic, such as actor_critic"
+    with pytest.raises(ConfigError, match=message):
+        PPO(PPOCfg(), policy)
+    with pytest.raises(ConfigError, match=message):
+        build_algo("ppo", {}, policy)
+    assert not GRPO(GRPOCfg(), policy).policy.has_critic

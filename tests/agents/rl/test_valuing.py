@@ -6,10 +6,12 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from embodichain.agents.rl.algo import PPO, PPOCfg
 from embodichain.agents.rl.buffer import RolloutBuffer
 from embodichain.agents.rl.collector import SyncCollector, acting
 from embodichain.agents.rl.collector.acting import DeferredValues
 from embodichain.agents.rl.models import ActorCritic
+from embodichain.envs.registration import make
 from embodichain.errors import RolloutError
 from tests.agents.rl.helpers import LinearPolicy, ScriptedEnv, make_policy
 
@@ -118,3 +120,36 @@ def test_steps_without_values_need_them_at_the_end() -> None:
         buffer.finalize()
     buffer.finalize(torch.full((3,), 9.0), value=torch.tensor([[1.0] * 3, [2.0] * 3]))
     assert buffer.get()["next_value"].tolist() == [[2.0, 9.0]] * 3
+
+
+def test_a_simulation_that_diverges_is_bootstrapped() -> None:
+    """Rewards are negative: an end of value zero would be what the policy looks for."""
+    torch.manual_seed(0)
+    env = make({"id": "PushCubeRL", "num_envs": 3, "num_threads": 1, "max_episode_steps": 50, "seed": 5})
+    policy = make_policy(env)
+    with torch.no_grad():
+        policy.critic[-1].bias.fill_(-40.0)
+    steps = []
+
+    def poison(*_) -> None:
+        steps.append(None)
+        if len(steps) == 3:
+            env.physics.qvel[1] = float("nan")  # after the fourth observation, before the fourth action is taken
+
+    rollout = SyncCollector(env, policy, callback=poison).collect(6).clone()
+    assert rollout["truncated"].nonzero().tolist() == [[1, 3]]
+    assert not rollout["terminated"].any()
+    value, reward = rollout["value"], rollout["reward"]
+    assert (reward < 0.0).all()
+    assert reward[1, 3] == reward[1, 2]  # as if nothing had moved
+    assert (value < -30.0).all()
+    assert rollout["next_value"][1, 3] == pytest.approx(float(value[1, 3]), abs=1e-4)  # of what it saw last
+    assert rollout["next_value"][1, 2] == value[1, 3]
+    PPO(PPOCfg(gamma=0.9, gae_lambda=0.5, n_epochs=1), policy).update(rollout)
+    # by hand: delta_3 = r_3 + 0.9 V(s_3) - V(s_3); delta_2 = r_2 + 0.9 V(s_3) - V(s_2); A_2 = delta_2 + 0.45 delta_3
+    delta_3 = float(reward[1, 3] + 0.9 * value[1, 3] - value[1, 3])
+    delta_2 = float(reward[1, 2] + 0.9 * value[1, 3] - value[1, 2])
+    assert float(rollout["return"][1, 3]) == pytest.approx(delta_3 + float(value[1, 3]), rel=1e-4)
+    assert float(rollout["return"][1, 2]) == pytest.approx(delta_2 + 0.45 * delta_3 + float(value[1, 2]), rel=1e-4)
+    assert float(rollout["return"][1, 3]) < -30.0
+    env.close()

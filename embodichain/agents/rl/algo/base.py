@@ -44,12 +44,17 @@ class BaseAlgorithm(ABC):
     """Class of the settings, so that a config can be checked before anything is built."""
     one_version_per_rollout: ClassVar[bool] = False
     """Whether all transitions of a rollout must come from one version of the policy."""
+    needs_critic: ClassVar[bool] = False
+    """Whether it learns from the policy's values."""
     start_rollout: RolloutStart | None = None
     """Resets the environment before each rollout, where episodes do not just continue; it can be pickled."""
     return_discount: float | None = None
     """Discount of the returns that collectors are to add to rollouts, where the algorithm normalises rewards."""
 
     def __init__(self, cfg: AlgorithmCfg, policy: Policy) -> None:
+        if self.needs_critic and not policy.has_critic:
+            problem = f"{type(self).__name__} learns from values, and {type(policy).__name__} has none"
+            raise ConfigError(f"{problem}: expected a policy with a critic, such as actor_critic", "policy")
         self.cfg = cfg
         self.device = torch.device(cfg.device)
         self.policy = policy.to(self.device)

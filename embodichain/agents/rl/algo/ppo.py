@@ -87,6 +87,7 @@ class PPO(MinibatchAlgorithm):
 
     cfg_type: ClassVar[type[AlgorithmCfg]] = PPOCfg
     cfg: PPOCfg
+    needs_critic = True
 
     def __init__(self, cfg: PPOCfg, policy: Policy) -> None:
         super().__init__(cfg, policy)
