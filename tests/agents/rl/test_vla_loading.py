@@ -77,6 +77,30 @@ def test_a_policy_starts_from_a_folder_and_may_change_nothing_of_it(tmp_path):
             build_policy(block, env.observation_space, env.action_space, "cpu")
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"model_class": value} for value in (7, True, [], {"a": 1})),
+        *({"model_config": value} for value in (7, [], {"cameras": 3}, {"action_dim": None})),
+        *({"lora": value} for value in (7, [], {"rank": "x"}, {"target_modules": []})),
+        *({"files": value} for value in (7, [1], {"x": "../x"}, {"x": "/etc"}, {"x": "a\0b"}, {"x": None})),
+        *({"version": value} for value in (True, "1", None, 3)),
+    ],
+)
+def test_a_config_of_any_wrong_kind_is_an_error_of_this_package(model, tmp_path, change):
+    file = save_vla_model(model, tmp_path / "vla") / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises((CheckpointError, ConfigError)):
+        load_vla_model(tmp_path / "vla")
+
+
+def test_a_config_that_is_nested_without_end_is_refused(model, tmp_path):
+    file = save_vla_model(model, tmp_path / "vla") / "config.json"
+    file.write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read"):
+        load_vla_model(tmp_path / "vla")
+
+
 def test_the_first_five_misfits_are_named(model, tmp_path):
     weights = model.state_dict()
     names = list(weights)

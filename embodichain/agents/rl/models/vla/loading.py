@@ -95,17 +95,25 @@ def saved_config(model_path: PathLike | None) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"{file} is no config of a model saved by save_vla_model")
-    if not isinstance(content.get("version"), int) or content["version"] > VERSION:
+    if type(content.get("version")) is not int or content["version"] > VERSION:
         raise CheckpointError(f"{file} has version {content.get('version')}; this package reads up to {VERSION}")
     settings, files = content.get("model_config", {}), content.get("files", {})
-    if not isinstance(settings, dict) or not isinstance(files, dict):
-        raise CheckpointError(f"{file} is no config of a model saved by save_vla_model")
+    kinds = {"model_class": str | None, "model_config": dict, "files": dict, "lora": dict | None}
+    wrong = next(
+        (name for name, kind in kinds.items() if name in content and not isinstance(content[name], kind)), None
+    )
+    if wrong is not None:
+        raise CheckpointError(f"{file}: {wrong}: save_vla_model does not write {content[wrong]!r:.80}")
     for name, path in files.items():
-        if not isinstance(path, str) or not (file.parent / path).resolve().is_relative_to(file.parent.resolve()):
+        if (
+            not isinstance(path, str)
+            or "\0" in path
+            or not (file.parent / path).resolve().is_relative_to(file.parent.resolve())
+        ):
             raise CheckpointError(f"{file}: {name}: expected a path inside the folder, got {path!r}")
         settings[name] = str(file.parent / path)
     return content
