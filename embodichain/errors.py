@@ -162,6 +162,24 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
         raise OutputError(f"cannot write to {shown}: {error.strerror or error}. Choose another place.") from error
 
 
+_NO_MEMORY = ("allocate memory", "out of memory", "not enough memory", "bad_alloc", "array is too big")
+
+
+@contextmanager
+def fits_memory(key: str, what: str, source: str = "configuration") -> Iterator[None]:
+    """Turn a failed allocation inside the block into a ``ConfigError`` about a key: ``what`` does not fit."""
+    try:
+        yield
+    except (MemoryError, RuntimeError, ValueError) as error:
+        text = str(error)
+        if isinstance(error, EmbodiChainError) or not (
+            isinstance(error, MemoryError) or any(part in text for part in _NO_MEMORY)
+        ):
+            raise
+        problem = f"{key}: {what} does not fit into the memory there is; choose a smaller one"
+        raise ConfigError(problem, source) from error
+
+
 def nearest(name: str, options: Iterable[str], count: int = 3) -> str:
     """Return `` Did you mean ...? Valid: ...`` for a name that is not among the options."""
     known = sorted(set(options))

@@ -38,9 +38,15 @@ from pydantic_core import PydanticSerializationError, core_schema, to_jsonable_p
 
 from embodichain.errors import ConfigError, nearest
 
-Count = Annotated[int, pydantic.Field(ge=1)]
-Positive = Annotated[float, pydantic.Field(gt=0.0)]
-NotNegative = Annotated[float, pydantic.Field(ge=0.0)]
+Count = Annotated[int, pydantic.Field(ge=1, le=2**53)]
+Size = Annotated[int, pydantic.Field(ge=1, le=16_384)]
+"""Width of a layer, and other numbers whose squares have to fit into memory."""
+Layers = Annotated[int, pydantic.Field(ge=1, le=256)]
+Threads = Annotated[int, pydantic.Field(ge=1, le=1024)]
+Number = Annotated[float, pydantic.Field(ge=-1e30, le=1e30)]
+Positive = Annotated[float, pydantic.Field(gt=0.0, le=1e30)]
+NotNegative = Annotated[float, pydantic.Field(ge=0.0, le=1e30)]
+"""These are numbers that float32 can hold, in which tensors compute."""
 Fraction = Annotated[float, pydantic.Field(ge=0.0, le=1.0)]
 
 _T = TypeVar("_T")

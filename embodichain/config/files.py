@@ -91,13 +91,14 @@ def load_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     if "\0" in str(file):
         raise ConfigError("expected a name without NUL", ascii(str(file)))
     try:
-        if file.stat().st_size > MAX_BYTES:
-            raise ConfigError(f"expected at most {MAX_BYTES} bytes, got {file.stat().st_size}", str(file))
-        text = file.read_text(encoding="utf-8-sig")
+        size = file.stat().st_size
+        text = file.read_text(encoding="utf-8-sig") if size <= MAX_BYTES else ""
     except FileNotFoundError:
         raise ConfigError(f"no such file (looked in {Path.cwd()})", str(file)) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # what is no UTF-8, or has a NUL in its name, is a ValueError
         raise ConfigError(f"cannot be read: {error}", str(file)) from None
+    if size > MAX_BYTES:
+        raise ConfigError(f"expected at most {MAX_BYTES} bytes, got {size}", str(file))
     try:
         data = parse_yaml(text) if is_yaml else _parse_json(text)
     except ValueError as error:

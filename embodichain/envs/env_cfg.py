@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from embodichain.config.classes import Config, Count, NotNegative, Positive, configclass
+from embodichain.config.classes import Config, Count, NotNegative, Number, Positive, configclass
 from embodichain.envs.rendering import CameraCfg
 
 
@@ -21,7 +21,7 @@ def _distinct(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 Color = Literal["red", "green", "blue", "yellow"]
-Range = Annotated[tuple[float, float], AfterValidator(_ordered)]
+Range = Annotated[tuple[Number, Number], AfterValidator(_ordered)]
 
 
 @configclass
@@ -88,7 +88,7 @@ class RewardsCfg(Config):
 
     mode: Literal["dense", "sparse"] = "dense"
     """``dense`` adds the weighted terms of the task; ``sparse`` is 1 in every step that ends in success, else 0."""
-    weights: dict[str, float] = {}
+    weights: dict[str, Number] = {}
     """Weights of the task's reward terms that differ from its own."""
 
 
@@ -182,7 +182,7 @@ class RobotCfg(Config):
     """Name of the robot."""
     tool: str | None = None
     """Name of the tool at its flange."""
-    init_qpos: list[float] = []
+    init_qpos: list[Number] = []
     """Joint positions at the start of an episode."""
 
 
@@ -192,15 +192,15 @@ class GymCfg(Config):
 
     id: str
     """Registered name of the task, or any Gymnasium id."""
-    num_envs: Count = 1
+    num_envs: Annotated[int, Field(ge=1, le=2**20)] = 1
     """Number of copies stepped together."""
     max_episode_steps: Count | None = None
     """Length at which an episode is cut off; ``null`` leaves it to a Gymnasium environment's own limit."""
     seed: Annotated[int, Field(ge=0, lt=2**62)] | None = None
     """Seed of all random streams; ``null`` takes one from the operating system."""
-    device: str = "cpu"
+    device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d{1,3})?)$")] = "cpu"
     """``cpu``, or ``cuda`` for batched simulation on a GPU."""
-    num_threads: Annotated[int, Field(ge=0)] = 0
+    num_threads: Annotated[int, Field(ge=0, le=1024)] = 0
     """Simulation threads on the CPU; 0 takes every core this process may use."""
     env: EnvCfg = EnvCfg()
     """The task's settings."""

@@ -22,12 +22,15 @@ from embodichain.envs.rendering import choose_backend
 from embodichain.envs.task import Task
 from embodichain.envs.task_env import TaskEnv
 from embodichain.envs.vec_env import VecEnv
-from embodichain.errors import ConfigError, RenderingError, UnknownNameError, nearest, same_name
+from embodichain.errors import ConfigError, RenderingError, UnknownNameError, fits_memory, nearest, same_name
 from embodichain.extras import available
 
 LONGEST_EPISODE = 10_000
 """Steps after which whole episodes are cut where an environment states no time limit."""
 _LOG = logging.getLogger(__name__)
+
+MAX_COPIES = 16_384
+"""Gymnasium's environments are Python objects, one for each copy."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,12 @@ def make(
     Other ids are Gymnasium's; ``module:Name-v0`` is imported only if ``module`` is among ``trusted_modules``.
     """
     cfg = load_gym_config(config, **overrides)
+    with fits_memory("num_envs", f"a number of {cfg.num_envs} environments", cfg.id):
+        return _make(cfg, trusted_modules)
+
+
+def _make(cfg: GymCfg, trusted_modules: Sequence[str]) -> VecEnv:
+    """Build the environment of a complete config."""
     if is_simulated_here(cfg):
         task = _TASKS[cfg.id].task
         model = task.build_model(cfg)
@@ -145,6 +154,9 @@ def make(
         return TaskEnv(cfg, task, MujocoWarpPhysics(model, cfg.num_envs, cfg.device, task.outputs))
     if unknown := _unknown_id(cfg.id):
         raise UnknownNameError(unknown)
+    if cfg.num_envs > MAX_COPIES:
+        problem = f"num_envs: expected at most {MAX_COPIES} copies of a Gymnasium environment, got {cfg.num_envs}"
+        raise ConfigError(problem, cfg.id)
     return make_gymnasium(
         cfg.id,
         cfg.num_envs,

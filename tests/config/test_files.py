@@ -6,7 +6,7 @@ import json
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embodichain.config import load_config, merge, save_config
@@ -32,12 +32,14 @@ def folder(tmp_path_factory):
 
 
 @given(data=mappings)
+@settings(deadline=None)
 def test_both_formats_hold_the_same(folder, data):
     for name in ("a.json", "a.yaml"):
         assert load_config(save_config(data, folder / name)) == data
 
 
 @given(data=mappings)
+@settings(deadline=None)
 def test_yaml_reads_json(folder, data):
     path = folder / "b.yml"
     path.write_text(json.dumps(data))
@@ -192,3 +194,9 @@ def test_what_is_neither_too_large_nor_too_deep_is_read(tmp_path):
     assert load_config(save_config(many, tmp_path / "b.json")) == many
     (tmp_path / "c.yaml").write_text("base: &base {width: 3}\nleft: *base\nright: *base\n")
     assert load_config(tmp_path / "c.yaml") == {name: {"width": 3} for name in ("base", "left", "right")}
+
+
+@pytest.mark.parametrize("name", ["a\0b.json", "x" * 300 + ".yaml"])
+def test_a_name_that_no_file_has_is_told(tmp_path, name):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path / name)

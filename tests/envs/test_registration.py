@@ -209,3 +209,17 @@ def test_a_gymnasium_id_makes_an_env_too():
         obs, _ = env.reset(seed=0)
         assert obs.batch_size == (3,)
         assert env.max_episode_steps == 500
+
+
+def test_a_gymnasium_env_has_a_bounded_number_of_copies():
+    with pytest.raises(ConfigError, match=r"num_envs: expected at most 16384 copies .* got 100000"):
+        make("CartPole-v1", num_envs=100_000)
+
+
+def test_envs_that_do_not_fit_into_memory_are_refused(monkeypatch):
+    def fails(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(registration, "MujocoCpuPhysics", fails)
+    with pytest.raises(ConfigError, match=r"num_envs: a number of 7 environments does not fit into the memory"):
+        make("CartPoleRL", num_envs=7)

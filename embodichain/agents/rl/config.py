@@ -22,6 +22,7 @@ from embodichain.config import (
     Field,
     Fraction,
     Positive,
+    Threads,
     configclass,
     load_config,
     parse_overrides,
@@ -34,7 +35,8 @@ from embodichain.errors import ConfigError, EmbodiChainError, UnknownNameError
 from embodichain.extras import check_trusted, import_trusted
 
 _T = TypeVar("_T")
-Steps = Annotated[int, Field(ge=0)]
+Steps = Annotated[int, Field(ge=0, le=2**53)]
+NumEnvs = Annotated[int, Field(ge=1, le=2**20)]
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
 _FILE_SUFFIXES = (".json", ".yaml", ".yml")
 _USED_BY_SYNC = ("pipeline_stages", "env_processes")
@@ -58,9 +60,9 @@ class TrainerCfg(Config):
     """The environment: a file (relative to this one), an id, or the settings themselves."""
     eval_gym_config: dict[str, Any] = {}
     """What is different about the environment in evaluations."""
-    num_envs: Count | None = None
+    num_envs: NumEnvs | None = None
     """Number of environments stepped together, on each rank; default: what gym_config says."""
-    buffer_size: Count = 32
+    buffer_size: Annotated[int, Field(ge=1, le=2**24)] = 32
     """Steps per environment and rollout."""
     iterations: Count | None = None
     """Training ends after this many rollouts."""
@@ -83,7 +85,7 @@ class TrainerCfg(Config):
     """Steps between evaluations; 0 evaluates at the end only."""
     num_eval_episodes: Count = 32
     """Episodes per evaluation."""
-    num_eval_envs: Count = 32
+    num_eval_envs: NumEnvs = 32
     """Environments that share these episodes."""
     eval_seed: Seed = 1_000_003
     """Seed of the evaluation episodes, which are the same every time."""
@@ -97,9 +99,9 @@ class TrainerCfg(Config):
     """Latest checkpoints that are kept; the best one is kept besides."""
     nan_guard: bool = True
     """Whether training stops at the first NaN or infinity, with the batch and the simulation saved."""
-    collect_threads: Count | None = None
+    collect_threads: Threads | None = None
     """Torch's threads while collecting; default: one for small policies."""
-    update_threads: Count | None = None
+    update_threads: Threads | None = None
     """Torch's threads while learning; default: one for small minibatches."""
     use_wandb: bool = False
     """Whether to log to Weights & Biases as well."""
@@ -243,6 +245,11 @@ def check_devices(cfg: TrainCfg) -> None:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if device.type == "cuda" and (device.index or 0) >= count:
             raise ConfigError(f"{name}: expected a device of this machine, got {given!r}, but torch finds {count} GPUs")
+        try:
+            torch.zeros(1, device=device).item()
+        except (RuntimeError, NotImplementedError, AssertionError) as error:
+            problem = f"{name}: expected 'cpu', or another device of this machine that computes, got {given!r}"
+            raise ConfigError(problem) from error
 
 
 def check_same_config(cfg: TrainCfg, ranks: Ranks) -> None:

@@ -5,6 +5,7 @@
 
 import argparse
 import logging
+import math
 import os
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from embodichain.agents.processes.shared_memory import format_bytes
 from embodichain.agents.rl.algo import build_algo
 from embodichain.agents.rl.algo.base import BaseAlgorithm
 from embodichain.agents.rl.buffer.vla_buffer import VLABuffer
@@ -35,10 +37,12 @@ from embodichain.agents.rl.config import (
     override,
     warn_about_config,
 )
-from embodichain.agents.rl.models import build_policy
+from embodichain.agents.rl.models import Policy, build_policy
+from embodichain.agents.rl.models.mlp import free_memory
 from embodichain.agents.rl.runs import CONFIG_FILE, RunFolder, locked_run, open_folder, resume_command, run_to_continue
 from embodichain.agents.rl.trainer import Trainer, TrainingResult
 from embodichain.agents.rl.utils.distributed import Ranks, global_rank, is_launched, is_torchrun, joined_ranks
+from embodichain.agents.rl.utils.tensordicts import space_bytes
 from embodichain.config import load_config, merge
 from embodichain.envs.physics.mujoco_cpu import available_cores
 from embodichain.envs.registration import make, make_to_watch
@@ -263,6 +267,7 @@ def build_trainer(
         env, maker = in_chunks(env, policy.chunk_size), replace(maker, chunk_size=policy.chunk_size)
         algorithm = build_algo(cfg.algorithm.name, algorithm_settings(cfg), policy)
         eval_env = make_eval_env(cfg, trusted_modules) if settings.enable_eval and ranks.is_first else None
+        check_rollouts_fit(settings, env, policy)
     if ranks.is_first and algorithm.start_rollout is not None:
         warn_about_length(settings.buffer_size, env.max_episode_steps, type(algorithm).__name__)
     algorithm.join(ranks)
@@ -278,6 +283,19 @@ def warn_about_length(buffer_size: int, limit: int | None, algorithm: str) -> No
             "it never learns from what comes later, and logs episodes as they are when the rollout cuts them. Add "
             "--trainer.buffer_size %d to train on whole ones",
             *(buffer_size, limit, algorithm, limit),
+        )
+
+
+def check_rollouts_fit(trainer: TrainerCfg, env: VecEnv, policy: Policy) -> None:
+    """Raise ``ConfigError`` if rollouts need more memory than there is, before anything is collected."""
+    device, count = policy.device, trainer.collector.max_policy_lag + 2 if trainer.collects_async else 1
+    numbers = 16 + math.prod(env.action_space.shape or (1,))  # besides observations: rewards, values, flags, ...
+    needed = env.num_envs * trainer.buffer_size * count * (space_bytes(env.observation_space) + 4 * numbers)
+    room = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
+    if needed > room:
+        raise ConfigError(
+            f"trainer.buffer_size: {count} rollout(s) of {env.num_envs} envs and {trainer.buffer_size} steps need "
+            f"{format_bytes(needed)}, but {format_bytes(room)} are free: choose fewer steps or envs"
         )
 
 

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from embodichain.agents.processes.ray_backend import PlacementCfg
 from embodichain.config import Config, Field, Shorthand, configclass
-from embodichain.config.classes import Count, Positive
+from embodichain.config.classes import Count, Positive, Threads
 from embodichain.errors import ConfigError
 
 
@@ -21,19 +21,19 @@ class AsyncCfg(Config):
     num_steps: Count | None = None
     """Steps per environment and rollout; default: what the first ``collect`` asks for, or what fills the buffer. A
     trainer's ``buffer_size`` decides instead of this."""
-    max_policy_lag: Annotated[int, Field(ge=0)] = 1
+    max_policy_lag: Annotated[int, Field(ge=0, le=1024)] = 1
     """Updates that the learner may be ahead of the policy that collected; the collector waits rather than exceed it.
     0 is the synchronous algorithm, bit by bit."""
     adopt: Literal["step", "rollout", "lockstep"] = "step"
     """When newer weights are used: from the next step on, from the next rollout on, or always ``max_policy_lag``
     updates late, which makes a run independent of who is faster: it can be repeated and resumed bit by bit."""
-    pipeline_stages: Count = 1
+    pipeline_stages: Annotated[int, Field(ge=1, le=64)] = 1
     """Groups of environments that take turns: one is simulated while the policy decides for another."""
-    env_processes: Annotated[int, Field(ge=0)] = 0
+    env_processes: Annotated[int, Field(ge=0, le=1024)] = 0
     """Processes that simulate, with equally many environments each, and a whole number of them per group; 0: none,
     groups are simulated in threads of this process. Faster where pictures are drawn by software or a task has much
     Python in it. With ``thread``, or without a collector apart."""
-    num_threads: Count | None = None
+    num_threads: Threads | None = None
     """Torch's threads while collecting; default: one for small policies."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     """Seed of the actions, where collection draws from a random generator of its own: at a lag of 1 or more. Default:
@@ -50,7 +50,7 @@ class AsyncCfg(Config):
     verify_weights: bool = False
     """Whether weights are hashed when they are published and again when a collector uses them, and compared. It costs
     a pass over the model each time."""
-    num_workers: Count = 1
+    num_workers: Annotated[int, Field(ge=1, le=4096)] = 1
     """With ``ray``: processes that collect, each with ``num_envs`` environments; rollouts come from one at a time, so
     no more than ``max_policy_lag + 1`` can be at work at once."""
     address: str | None = None

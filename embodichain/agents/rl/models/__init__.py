@@ -1,21 +1,30 @@
 """Policies, the networks they are made of, and policies by name; ``policy.py`` says what a policy is."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import gymnasium as gym
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from embodichain.agents.rl.models.actor_critic import ActorCritic, ActorCriticCfg, ActorOnly, PolicyCfg
 from embodichain.agents.rl.models.distributions import DistributionCfg, action_dimension
-from embodichain.agents.rl.models.mlp import MLP, ImageEncoderCfg, NetworkCfg, RecurrentCfg, build_mlp_from_cfg
+from embodichain.agents.rl.models.mlp import (
+    MLP,
+    ImageEncoderCfg,
+    NetworkCfg,
+    RecurrentCfg,
+    build_mlp_from_cfg,
+    free_memory,
+)
 from embodichain.agents.rl.models.observation import RunningNormalizer
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.models.vla import load_vla_model, register_vla_model
 from embodichain.agents.rl.models.vla_policy import VLAPolicy
 from embodichain.agents.rl.utils import Registry
-from embodichain.errors import ConfigError
+from embodichain.errors import ConfigError, fits_memory
 
 __all__ = [
     "MLP",
@@ -66,10 +75,33 @@ def build_policy(
     if action_dim not in (None, actual):
         problem = f"action_dim is {action_dim!r}, but the environment's action space {action_space} has {actual}"
         raise ConfigError(f"{problem}; correct the number or leave it out", "policy")
-    settings = {**block.pop("cfg", {}), **block}
+    nested = block.pop("cfg", {})
+    if not isinstance(nested, Mapping):
+        raise ConfigError(f"cfg: expected a mapping, got {nested!r:.60} ({type(nested).__name__})", "policy")
+    settings = {**nested, **block}
     if actor is None and critic is None:
-        return policy_cls.build(settings, obs_space, action_space, torch.device(device))
+        with _networks_fit():
+            return policy_cls.build(settings, obs_space, action_space, torch.device(device))
     networks = {"actor": actor, "critic": critic}
     settings = {key: value for key, value in settings.items() if key not in networks}
     settings |= {key: module for key, module in networks.items() if module is not None}
     return policy_cls(obs_space, action_space, torch.device(device), **settings)  # type: ignore[call-arg]
+
+
+@contextmanager
+def _networks_fit() -> Iterator[None]:
+    """Refuse networks inside the block whose parameters exceed the memory there is, before any of it is touched."""
+    room, taken = free_memory(), 0
+
+    def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        nonlocal taken
+        taken += 0 if parameter is None or parameter.is_meta else parameter.nbytes
+        if taken > room:
+            raise MemoryError
+
+    registration = register_module_parameter_registration_hook(count)
+    try:
+        with fits_memory("hidden_sizes and the like", "a network of these sizes", "policy"):
+            yield
+    finally:
+        registration.remove()

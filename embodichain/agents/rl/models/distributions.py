@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Generator, Tensor, nn
 
-from embodichain.config.classes import Config, configclass
+from embodichain.config.classes import Config, Number, configclass
 from embodichain.errors import ConfigError
 
 Pair = tuple[Tensor, Tensor]
@@ -35,16 +35,16 @@ class DistributionCfg(Config):
     std: Literal["learnable", "state", "gsde"] = "learnable"
     """One learnable log-std per action, or one that the actor network outputs for each state. Or generalised
     state-dependent exploration: noise is a linear function of the actor's last hidden layer, kept for some steps."""
-    init_log_std: float = 0.0
+    init_log_std: Number = 0.0
     """First value of the learnable log-std; added to the network's output where it depends on the state. For gsde it is
     that of each weight of the linear function: the more features there are, the smaller, such as -2."""
     sde_sample_freq: Annotated[int, Field(ge=-1)] = -1
     """For gsde: steps after which the function is drawn again; -1 or 0: once per rollout."""
     squash: bool = False
     """Whether actions are squashed into (-1, 1) by tanh, and log-probabilities corrected for it; all need bounds."""
-    min_log_std: float = -5.0
+    min_log_std: Number = -5.0
     """Lower bound of a state-dependent log-std."""
-    max_log_std: float = 2.0
+    max_log_std: Number = 2.0
     """Upper bound of a state-dependent log-std."""
 
 

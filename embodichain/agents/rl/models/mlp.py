@@ -1,15 +1,18 @@
 """The networks of policies: perceptrons, image encoders and recurrent layers, and how configs describe them."""
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
-from embodichain.config.classes import Config, Count, Fraction, configclass
+from embodichain.agents.processes.shared_memory import available_bytes
+from embodichain.config.classes import Config, Fraction, Layers, Size, configclass
 from embodichain.errors import ConfigError, look_up
 
 FEW = 8192
@@ -103,7 +106,7 @@ class MLP(nn.Sequential):
 class NetworkCfg(Config):
     """What follows ``"network_cfg"`` in a policy block."""
 
-    hidden_sizes: tuple[Count, ...] = (256, 256)
+    hidden_sizes: Annotated[tuple[Size, ...], Field(max_length=256)] = (256, 256)
     """Width of each hidden layer."""
     activation: str = "relu"
     """Between the layers: relu, elu, tanh, gelu or silu."""
@@ -124,19 +127,33 @@ def build_mlp_from_cfg(module_cfg: Mapping[str, Any], in_dim: int, out_dim: int 
     look_up("network type", str(module_cfg.get("type", "mlp")), {"mlp": MLP})
     direct = {key: value for key, value in module_cfg.items() if key not in ("type", "network_cfg")}
     nested = module_cfg.get("network_cfg", {})
+    if not isinstance(nested, Mapping):
+        problem = f"network_cfg: expected a mapping of NetworkCfg fields, got {nested!r:.60} ({type(nested).__name__})"
+        raise ConfigError(problem, "network")
     if twice := sorted(direct.keys() & nested.keys()):
         raise ConfigError(f"{', '.join(twice)}: given both beside and inside network_cfg", "network")
     cfg = NetworkCfg.from_dict({**direct, **nested}, source="network").to_dict()
-    return MLP(in_dim, out_dim, cfg.pop("hidden_sizes"), **cfg)
+    hidden = cfg.pop("hidden_sizes")
+    outputs = out_dim if isinstance(out_dim, int) else math.prod(out_dim)
+    needed = 4 * sum(width * following for width, following in pairwise([in_dim, *hidden, outputs]))
+    if needed > (room := free_memory()):
+        problem = f"hidden_sizes: a network of these sizes has {needed} bytes, and {room} are free"
+        raise ConfigError(f"{problem}; choose fewer or narrower layers", "network")
+    return MLP(in_dim, out_dim, hidden, **cfg)
+
+
+def free_memory() -> int:
+    """Return how many bytes the weights of a network may take here, where that can be known."""
+    return available_bytes() if sys.platform == "linux" else sys.maxsize
 
 
 @configclass
 class ImageEncoderCfg(Config):
     """How images become features; each camera has its own encoder, shared by actor and critic."""
 
-    channels: tuple[Count, ...] = (16, 32, 32)
+    channels: Annotated[tuple[Size, ...], Field(max_length=16)] = (16, 32, 32)
     """Channels of each convolution; every one halves height and width."""
-    feature_dim: Count = 128
+    feature_dim: Size = 128
     """Features per image."""
     activation: str = "relu"
     """After each layer: relu, elu, tanh, gelu or silu."""
@@ -213,9 +230,9 @@ class RecurrentCfg(Config):
 
     type: Literal["gru", "lstm"] = "gru"
     """Kind of layer."""
-    hidden_size: Count = 128
+    hidden_size: Size = 128
     """Width of what actor and critic see; the recurrent state is as wide, that of an LSTM twice as wide."""
-    num_layers: Count = 1
+    num_layers: Layers = 1
     """Stacked layers."""
 
 

@@ -13,7 +13,7 @@ from embodichain.agents.rl.models.policy import Evaluation, Policy
 from embodichain.agents.rl.models.vla.loading import LoRACfg, apply_lora, freeze_but, load_vla_model, saved_config
 from embodichain.agents.rl.models.vla.model import VLAModel, get_vla_model_class
 from embodichain.agents.rl.utils.tensordicts import Observation
-from embodichain.config.classes import Config, Count, configclass
+from embodichain.config.classes import Config, Size, configclass
 from embodichain.errors import ConfigError
 
 __all__ = ["VLACfg", "VLAPolicy", "VLAPolicyCfg", "load_vla_model"]
@@ -44,7 +44,7 @@ class VLAPolicyCfg(Config):
 
     vla_config: VLACfg = VLACfg()
     """The model."""
-    chunk_size: Count | None = None
+    chunk_size: Size | None = None
     """Actions per decision of a model class that does not derive from ``VLAModel``; others know it themselves."""
 
 

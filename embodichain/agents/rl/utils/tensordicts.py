@@ -112,6 +112,13 @@ def zeros_in(space: gym.spaces.Dict, rows: int, device: torch.device) -> TensorD
     return dict_to_tensordict(create_empty_array(space, rows), device)["observation"]
 
 
+def space_bytes(space: gym.Space[Any]) -> int:
+    """Return about how many bytes one element of a space takes."""
+    if isinstance(space, gym.spaces.Dict):
+        return sum(map(space_bytes, space.spaces.values()))
+    return math.prod(space.shape or (1,)) * (space.dtype or np.dtype(np.int64)).itemsize
+
+
 def _bound(values: np.ndarray) -> float | int | np.ndarray:
     """Return one number where all are equal, as they are for images and actions."""
     is_constant = values.size > 0 and bool((values == values.flat[0]).all())

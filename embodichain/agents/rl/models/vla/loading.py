@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from embodichain.agents.rl.models.vla.model import VLAModel, get_vla_model_class, registered_name
-from embodichain.config.classes import Config, Count, Fraction, Positive, configclass
+from embodichain.config.classes import Config, Fraction, Positive, Size, configclass
 from embodichain.config.files import save_config
 from embodichain.errors import CheckpointError, ConfigError
 from embodichain.extras import require
@@ -192,7 +192,7 @@ def _belongs(name: str, part: str) -> bool:
 class LoRACfg(Config):
     """Which layers get low-rank additions, and how large these are."""
 
-    rank: Count = 16
+    rank: Size = 16
     """Rank of the additions."""
     alpha: Positive = 32.0
     """The additions are scaled by ``alpha / rank``."""

@@ -22,7 +22,7 @@ from embodichain.agents.rl.models.observation import (
     space_entries,
 )
 from embodichain.agents.rl.utils import Registry
-from embodichain.config.classes import MISSING, Config, Count, configclass
+from embodichain.config.classes import MISSING, Config, Count, Number, Size, configclass
 from embodichain.errors import ConfigError, ObservationError, UnknownNameError, nearest
 from embodichain.extras import allowed_modules, check_trusted
 
@@ -47,17 +47,17 @@ class VLAModelCfg(Config):
 
     cameras: dict[str, tuple[Count, Count, Count]] = MISSING
     """Images: name of the camera to ``[height, width, channels]``. In a config a list of names is enough."""
-    proprio: dict[str, Count] = MISSING
+    proprio: dict[str, Size] = MISSING
     """Vectors of the robot's own state: key to width. In a config a list of keys or groups is enough."""
-    instruction_length: Annotated[int, Field(ge=0)] = MISSING
+    instruction_length: Annotated[int, Field(ge=0, le=16_384)] = MISSING
     """Bytes of ``instruction``; 0 for a task without one."""
-    action_dim: Count = MISSING
+    action_dim: Size = MISSING
     """Numbers per action."""
-    chunk_size: Count = 4
+    chunk_size: Size = 4
     """Actions per decision."""
-    init_log_std: float = -1.5
+    init_log_std: Number = -1.5
     """First value of the learnable log-std of every action."""
-    num_points: Annotated[int, Field(ge=0)] = 0
+    num_points: Annotated[int, Field(ge=0, le=16_384)] = 0
     """Coordinates that the model learns to predict while it imitates, such as those of the goal that is meant."""
 
 
@@ -156,7 +156,7 @@ class VLAModel(nn.Module, ABC):
 
 def _cameras(given: Any, entries: Mapping[str, ObservationEntry]) -> dict[str, list[int]]:
     images = {name.removeprefix("image/"): list(entry.shape) for name, entry in entries.items() if entry.is_image}
-    chosen = list(images if given is None else given)
+    chosen = list(images if given is None else _names(given, "cameras"))
     if missing := [name for name in chosen or [""] if name not in images]:
         camera = f"no camera {missing[0]!r}" if missing[0] else "no camera"
         known = nearest(missing[0], images)
@@ -172,9 +172,20 @@ def _cameras(given: Any, entries: Mapping[str, ObservationEntry]) -> dict[str, l
     return shapes
 
 
+def _names(given: Any, setting: str) -> list[str]:
+    """Return the names in a list, or the keys of a mapping, of names."""
+    names: list[Any] = list(given) if isinstance(given, Mapping | list | tuple) else [None]
+    if not all(isinstance(name, str) for name in names):
+        problem = f"{setting}: expected a list of names, got {given!r:.60} ({type(given).__name__})"
+        raise ConfigError(problem, "model_config")
+    return names
+
+
 def _proprio(given: Any, entries: Mapping[str, ObservationEntry]) -> dict[str, int]:
     vectors = [entry for name, entry in entries.items() if not entry.is_image and name != "instruction"]
-    if given is None:
+    if given is not None:
+        given = _names(given, "proprio")
+    else:
         given = ["robot"] if any(entry.path[0] == "robot" for entry in vectors) else []
     return {entry.name: entry.size for entry in select_entries(vectors, given, "proprio", "model_config")}
 

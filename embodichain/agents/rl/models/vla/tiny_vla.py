@@ -13,7 +13,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from embodichain.agents.rl.models.vla.model import Decoded, VLAModel, VLAModelCfg, register_vla_model
-from embodichain.config.classes import Count, configclass
+from embodichain.config.classes import Layers, Size, configclass
 from embodichain.errors import ConfigError
 
 PAD = 0
@@ -42,19 +42,19 @@ class ByteTokenizer(nn.Module):
 class TinyVLACfg(VLAModelCfg):
     """Settings of ``TinyVLA``."""
 
-    width: Count = 128
+    width: Size = 128
     """Numbers per token."""
-    depth: Count = 2
+    depth: Layers = 2
     """Layers of attention."""
-    num_readouts: Count = 4
+    num_readouts: Layers = 4
     """Readout tokens, which carry information from the context to the heads."""
-    hidden_size: Count = 256
+    hidden_size: Size = 256
     """Width of the heads' hidden layers."""
-    num_heads: Count = 4
+    num_heads: Layers = 4
     """Attention heads; they divide the width."""
     patch_size: Literal[2, 4, 8, 16, 32] = 8
     """Pixels along a side of one patch; it divides height and width of every image."""
-    bytes_per_token: Count = 4
+    bytes_per_token: Size = 4
     """Bytes of the instruction that make one token."""
     value_shapes_perception: bool = True
     """Whether the gradient of the value also trains perception; ``false`` preserves what was imitated."""
