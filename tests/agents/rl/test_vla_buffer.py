@@ -198,14 +198,19 @@ for overwrite, entry in ((None, rollout), (False, rollout), (False, transition))
             buffer.add(entry)
         except BufferWaitError as error:
             print(error)
+try:
+    VLABuffer(4).get(timeout=None)
+except BufferWaitError as error:
+    print(error)
 """
 
 
 def test_whoever_would_wait_for_itself_gets_an_error():
     """One thread adds and takes, so nobody makes room while it waits."""
     done = subprocess.run([sys.executable, "-c", ALONE], timeout=60, capture_output=True, text=True, check=True)
-    lines = done.stdout.splitlines()
+    *lines, empty = done.stdout.splitlines()
     assert len(lines) == 6
+    assert "empty, and no other thread could add" in empty
     for line in lines:
         assert "would wait for itself" in line
         assert "overwrite=True" in line

@@ -137,6 +137,8 @@ class VLABuffer:
             self.producer.before_get()
         began = time.monotonic()
         with self._changed:
+            if timeout is None and not self._entries and self.producer is None and threading.active_count() == 1:
+                raise BufferWaitError("the buffer is empty, and no other thread could add to it: add something first")
             if not self._changed.wait_for(lambda: bool(self._entries), timeout):
                 raise BufferWaitError(f"the buffer is empty, also after {timeout} s: nothing was added to it")
             self._get_wait += time.monotonic() - began
