@@ -141,6 +141,14 @@ def resume(run: Path, overrides: list[str]) -> None:
     resume_training(run, overrides)
 
 
+def resume_or_tell(run: Path) -> None:
+    """Go on with a run; leave the error beside it if that fails."""
+    try:
+        resume_training(run)
+    except EmbodiChainError as error:
+        (run.parent / f"told_{os.environ['RANK']}.txt").write_text(f"{type(error).__name__}: {error}")
+
+
 def train_with(fault: str, config: Path) -> None:
     """Start a run in which something happens to rank 1 in its third rollout; leave the error in a file."""
     collect, count = SyncCollector.collect, 0

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from embodichain.agents.rl.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from embodichain.agents.rl.config import TrainerCfg
+from embodichain.agents.rl.run_lock import RunLock
 from embodichain.agents.rl.runs import read_metrics, run_to_continue
 from embodichain.agents.rl.train import train_from_config
 from embodichain.agents.rl.utils.distributed import Ranks, joined_ranks
@@ -50,6 +52,30 @@ def test_a_restarted_run_goes_on_although_only_rank_0_has_its_folder(tmp_path):
     assert said == [[3, 3 * 2 * PER_RANK]] * 2
     saved = load_checkpoint(find_checkpoint(tmp_path / "machine_0" / "run"))
     assert (saved["trainer"]["iteration"], int(saved["policy"]["version"])) == (3, 3)
+
+
+def test_ranks_share_one_lock_and_agree_on_what_is_intact(tmp_path):
+    run = tmp_path / "run"
+    settings = {"iterations": 2, "save_freq": 1, "enable_eval": False}
+    assert run_ranks(2, rank_cases.train, write_config(tmp_path / "c.json", run, trainer=settings), []) == [0, 0]
+    last, metrics = find_checkpoint(run), (run / "metrics.jsonl").read_text()
+    os.truncate(last / "tensors.safetensors", 100)
+    lock = RunLock(run)
+    lock.acquire()
+    assert run_ranks(2, rank_cases.resume_or_tell, run) == [0, 0]
+    lock.release()
+    first, second = ((tmp_path / f"told_{rank}.txt").read_text() for rank in range(2))
+    assert f"is in use by process {os.getpid()} on" in first
+    assert second.startswith("RankError: rank 0 failed while locking the folder of the run: TrainingStateError: ")
+    assert (run / "metrics.jsonl").read_text() == metrics
+
+    assert run_ranks(2, rank_cases.resume, run, ["--trainer.iterations", "3"]) == [0, 0]
+    assert (run / "checkpoints" / f"damaged_{last.name}").is_dir()
+    assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == [2 * PER_RANK * n for n in (1, 2, 3)]
+
+    shutil.rmtree(run / "checkpoints")  # as if it had been killed before the first one
+    assert run_ranks(2, rank_cases.resume, run, ["--trainer.iterations", "1"]) == [0, 0]
+    assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == [2 * PER_RANK]
 
 
 SITUATIONS = {
