@@ -161,6 +161,9 @@ class RunFolder:
         for unfinished in self.checkpoints.glob(".*"):
             if _UNFINISHED.fullmatch(unfinished.name):
                 _remove(unfinished)
+        for name in (CONFIG_FILE, self.metrics.name):
+            for unfinished in self.path.glob(f".{name}.*"):
+                unfinished.unlink(missing_ok=True)
 
     def _link(self, name: str, checkpoint: Path) -> None:
         """Let a link point at a checkpoint; at any time it points at the old one or the new one."""

@@ -289,11 +289,12 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(tmp_path,
     if logged:
         (run / "metrics.jsonl").write_text('{"step": 1, "update/policy_loss": 0.5}\n{"step": 2, "upd')
         (run / "checkpoints" / ".step_000000000000.77.partial").mkdir(parents=True)
+        (run / ".train_config.json.77").write_text("{")
     with caplog.at_level(logging.WARNING):
         assert resume_training(run).iteration == 4
     assert f"{run} holds a run without a checkpoint: the run begins anew" in caplog.text
     compare(run, finished)
-    assert not list((run / "checkpoints").glob(".*"))
+    assert not list(run.rglob(".*"))
 
 
 def test_options_hold_for_a_run_that_begins_anew(tmp_path):
