@@ -37,6 +37,8 @@ class RecordArgs:
     """What is to be done, in words; None takes the name of the environment."""
     quality: int = 18
     """Quality of the videos: 0 is lossless, 51 the worst."""
+    trust: tuple[str, ...] = ()
+    """Modules (names or .py files) that may be imported: those that register a task, an environment or an actor."""
     read: bool = False
     """Read the folder back and compare it with what was written."""
 

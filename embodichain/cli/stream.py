@@ -22,6 +22,7 @@ from embodichain.config import load_config, parse_overrides
 from embodichain.config.files import find_config
 from embodichain.envs.registration import list_envs, load_gym_config
 from embodichain.errors import writing
+from embodichain.extras import check_trusted, import_trusted
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -61,6 +62,8 @@ class StreamArgs:
     """Show what every worker does, node by node."""
     tensorboard: Path | None = None
     """Folder for TensorBoard scalars of the stream and of every node."""
+    trust: tuple[str, ...] = ()
+    """Modules (names or .py files) that may be imported: those that register a task, an environment or an actor."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -107,7 +110,12 @@ def parse_command(command: type[Args], prog: str, argv: Sequence[str]) -> tuple[
     ``--help`` prints both, with the values of a config if one is given."""
     if not {"-h", "--help"} & set(argv):
         args, flags = tyro.cli(command, args=list(argv), prog=prog, return_unknown_args=True)
-        return args, parse_overrides(load_stream_config(args.config), flags, prog=f"{prog} CONFIG")
+        import_trusted(args.trust, [Path.cwd()])
+        loaded = load_stream_config(args.config)
+        cfg = parse_overrides(loaded.replace(trusted_modules=[]), flags, prog=f"{prog} CONFIG")
+        trusted = [*args.trust, *cfg.trusted_modules]  # on the command line; a file alone allows nothing
+        check_trusted(loaded.trusted_modules, trusted, str(args.config))
+        return args, cfg.replace(trusted_modules=trusted)
     given = [word for word in argv[:1] if not word.startswith("-")]
     cfg = load_stream_config(given[0]) if given else OnlineDataEngineCfg()
     with suppress(SystemExit):

@@ -342,6 +342,11 @@ def test_the_time_limit_of_gymnasium_make_holds(limit):
     assert (steps, terminated) == (limit or 500, False)
 
 
+def test_without_a_wrapper_there_is_no_limit_to_state():
+    with GymnasiumVecEnv.from_factory(lambda: gym.make("embodichain/CartPoleRL-v0").unwrapped, 1) as env:
+        assert env.max_episode_steps is None
+
+
 def test_a_config_with_a_time_limit_of_its_own_holds(tmp_path):
     path = tmp_path / "gym_config.json"
     path.write_text('{"id": "ReachRL", "max_episode_steps": 4}')

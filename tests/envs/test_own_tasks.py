@@ -188,8 +188,8 @@ def test_record_and_stream_agree(folder, capfd, changes, words):
     path = folder / "stream.json"
     path.write_text(json.dumps(settings("Skilled", **changes)))
     commands = {
-        "stream": ["stream", str(path), "--duration", "0.2", "--chunk-size", "2"],
-        "record": ["record", str(path), "--out", str(folder / "out"), "--episodes", "2"],
+        "stream": ["stream", str(path), "--duration", "0.2", "--chunk-size", "2", "--trust", "own_tasks"],
+        "record": ["record", str(path), "--out", str(folder / "out"), "--episodes", "2", "--trust", "own_tasks"],
     }
     codes, told = {}, {}
     for name, command in commands.items():
@@ -198,3 +198,24 @@ def test_record_and_stream_agree(folder, capfd, changes, words):
     assert set(codes.values()) == {0 if words is None else 2}, told
     if words is not None:
         assert all(words in text for text in told.values())
+
+
+@pytest.mark.parametrize("command", ["stream", "record"])
+def test_modules_that_a_file_trusts_are_not_imported(folder, capfd, command):
+    """A config is data: only the command line allows a module, by its name or as a file."""
+    (folder / "own_tasks.py").write_text(f"open({str(folder / 'imported')!r}, 'w')\n" + TASK)
+    path = folder / "stream.json"
+    path.write_text(json.dumps(settings("Skilled")))
+    rest = ["--out", str(folder / "out")] if command == "record" else ["--duration", "0.1"]
+    assert main([command, str(path), *rest]) == 2
+    assert "--trust own_tasks" in capfd.readouterr().err
+    assert not (folder / "imported").exists()
+
+
+def test_trusted_file_is_streamed(folder, capfd, monkeypatch):
+    (folder / "own_tasks.py").rename(folder / "elsewhere.py")
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != str(folder)])
+    words = ["stream", "Skilled", "--duration", "0.1", "--chunk-size", "2", "--buffer_size", "2"]
+    words += ["--gym_config.num_envs", "2", "--trust", str(folder / "elsewhere.py")]
+    assert main(words) == 0, capfd.readouterr().err
+    sys.modules.pop("elsewhere", None)

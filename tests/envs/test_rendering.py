@@ -356,3 +356,11 @@ def test_probe_survives_what_a_driver_does(monkeypatch, script, problem):
         assert answer is None
     else:
         assert re.search(problem, answer)
+
+
+def test_gpu_tests_of_images_are_skipped_where_nothing_can_draw(fresh_choice, monkeypatch):
+    from tests.gpu.test_recorded_policies import images
+
+    monkeypatch.setattr(gl, "_failure", "no OpenGL here")
+    with pytest.raises(pytest.skip.Exception, match="needs OpenGL: no OpenGL here"):
+        images(1)

@@ -14,7 +14,7 @@ import numpy as np
 from gymnasium.envs.registration import EnvSpec, find_highest_version, get_env_id, parse_env_id
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
-from embodichain.envs.gymnasium_env.tasks import TaskGymnasiumEnv, TaskGymnasiumVectorEnv
+from embodichain.envs.gymnasium_env.tasks import NO_LIMIT, TaskGymnasiumEnv, TaskGymnasiumVectorEnv
 from embodichain.errors import ConfigError, EnvContractError, UnknownNameError, UntrustedModuleError
 
 _KNOWN_WRAPPERS = (gym.wrappers.TimeLimit, gym.wrappers.OrderEnforcing, gym.wrappers.PassiveEnvChecker)
@@ -208,7 +208,7 @@ def env_limit(env: gym.Env) -> int | None:
     limits = [_spec_limit(env.spec), *(limit._max_episode_steps for limit in _limits(env))]
     if isinstance(env.unwrapped, TaskGymnasiumEnv):
         limits.append(env.unwrapped.vec_env.max_episode_steps)
-    return min((limit for limit in limits if limit is not None), default=None)
+    return min((limit for limit in limits if limit not in (None, NO_LIMIT)), default=None)
 
 
 def _spec_limit(spec: EnvSpec | None) -> int | None:

@@ -20,7 +20,8 @@ from embodichain.errors import EnvContractError
 
 Config = VecEnv | GymCfg | Mapping[str, Any] | str
 """An environment of ours, or the id or config of one."""
-_NO_LIMIT = 1 << 40  # steps of an episode that something else ends
+NO_LIMIT = 1 << 40
+"""Steps of an episode that something else ends."""
 _SETTINGS = {field.name for field in fields(GymCfg)}
 
 
@@ -84,7 +85,7 @@ class RegisteredTaskEnv(TaskGymnasiumEnv):
 
             cfg = load_gym_config(config, **overrides)
             usual = load_gym_config(cfg.id).max_episode_steps
-            config = cfg.replace(max_episode_steps=_NO_LIMIT) if cfg.max_episode_steps == usual else cfg
+            config = cfg.replace(max_episode_steps=NO_LIMIT) if cfg.max_episode_steps == usual else cfg
             overrides = {}
         super().__init__(config, render_mode, **overrides)
 
