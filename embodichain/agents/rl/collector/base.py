@@ -5,14 +5,16 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from embodichain.agents.rl.utils.tensordicts import Observation
-from embodichain.envs.vec_env import StepResult
+from embodichain.envs.vec_env import StepResult, VecEnv
+from embodichain.errors import ActionError
 
 LARGE_STEP = 50_000_000
 """Multiplications per environment step above which one thread is no longer the fastest choice."""
@@ -59,6 +61,34 @@ class BaseCollector(ABC):
     def close(self) -> None:
         """Stop, and release what it has made itself."""
         self.stop()
+
+
+class EnvErrors:
+    """A context in which an environment is called: tells what it raises from what a policy or a callback does."""
+
+    def __init__(self) -> None:
+        self._last: int | None = None  # the error itself would keep alive all that it went through
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._last = self._last if error is None else id(error)
+
+    def include(self, error: Exception) -> bool:
+        """Tell whether an environment raised this just now, and not because of what a policy wanted it to do."""
+        last, self._last = self._last, None
+        return id(error) == last and not isinstance(error, ActionError)
+
+
+class Recovery(Protocol):
+    """What replaces an environment that failed; see ``recovery.py``."""
+
+    seed: int
+    """What the seeds of new episodes are derived from."""
+
+    def replace(self, env: VecEnv, error: Exception) -> tuple[VecEnv, Observation]:
+        """Return an environment to continue with, and its first observation; ``CollectorError`` beyond the budget."""
 
 
 def result_to(result: StepResult, device: torch.device) -> StepResult:

@@ -1,22 +1,19 @@
 """What becomes of a collector whose environment fails: another one takes its place, as often as allowed."""
 
 import contextlib
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from types import TracebackType
 
 import torch
 
 from embodichain.agents.processes.failure import FailureReport, drop_locals
 from embodichain.agents.processes.pool import Restarts
+from embodichain.agents.rl.collector.base import Recovery
 from embodichain.agents.rl.utils.tensordicts import Observation
 from embodichain.envs.random import combine
 from embodichain.envs.vec_env import StepsInHalves, VecEnv
-from embodichain.errors import ActionError, CollectorError, EnvironmentHungError, WorkerError
-
-log = logging.getLogger("embodichain.collector")
+from embodichain.errors import CollectorError, EnvironmentHungError, WorkerError
 
 _POLL_SECONDS = 0.05
 _NAME = "the environment"
@@ -27,25 +24,7 @@ def mixed_seed(seed: int, number: int) -> int:
     return int(combine(torch.tensor(seed), torch.tensor(number))) % 2**31
 
 
-class EnvErrors:
-    """A context in which an environment is called: tells what it raises from what a policy or a callback does."""
-
-    def __init__(self) -> None:
-        self._last: int | None = None  # the error itself would keep alive all that it went through
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self._last = self._last if error is None else id(error)
-
-    def include(self, error: Exception) -> bool:
-        """Tell whether an environment raised this just now, and not because of what a policy wanted it to do."""
-        last, self._last = self._last, None
-        return id(error) == last and not isinstance(error, ActionError)
-
-
-class EnvRecovery:
+class EnvRecovery(Recovery):
     """Replaces an environment that failed, within a budget of restarts; see ``Restarts``.
 
     One that simulates in other processes starts those again that failed, any other is made anew by ``make_env``, or
@@ -63,7 +42,6 @@ class EnvRecovery:
         """Prepare; ``pause`` waits between two attempts, ``before_build`` is called before each, ``silence`` is for how
         long an environment may give no answer before it has failed."""
         self.seed = 0
-        """What the seeds of new episodes are derived from."""
         self._make, self._pause, self._before_build = make_env, pause, before_build
         self._restarts = Restarts(_NAME, 1, max_restarts, silence)
         self._restarts.due()  # the first one is there

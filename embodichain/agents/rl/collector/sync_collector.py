@@ -13,15 +13,16 @@ from embodichain.agents.rl.collector.base import (
     BaseCollector,
     Decision,
     DiscountedReturns,
+    EnvErrors,
     EpisodeTracker,
     InfoAverages,
+    Recovery,
     StepCallback,
     collection_threads,
     result_to,
     summarize,
 )
 from embodichain.agents.rl.collector.pipeline import Pipeline
-from embodichain.agents.rl.collector.recovery import EnvErrors, EnvRecovery
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils.tensordicts import Observation, zeros_in
 from embodichain.envs.vec_env import ActionBounds, StepResult, VecEnv
@@ -71,7 +72,7 @@ class SyncCollector(BaseCollector):
         self.state: Tensor | None = None
         """The recurrent state before that observation."""
         self.tracker = EpisodeTracker(env.num_envs, self.device)
-        self.recovery: EnvRecovery | None = None
+        self.recovery: Recovery | None = None
         """What replaces an environment that raises; without it, the error ends the collection."""
         self.env_errors = EnvErrors()
         self._discount = return_discount
