@@ -245,6 +245,8 @@ def check_devices(cfg: TrainCfg) -> None:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if device.type == "cuda" and (device.index or 0) >= count:
             raise ConfigError(f"{name}: expected a device of this machine, got {given!r}, but torch finds {count} GPUs")
+        if device.type == "cuda":
+            continue  # each rank begins to use its own one later
         try:
             torch.zeros(1, device=device).item()
         except (RuntimeError, NotImplementedError, AssertionError) as error:
