@@ -188,6 +188,6 @@ def test_unknown_names_are_in_the_same_error(folder: Path) -> None:
 
 def test_a_stream_of_such_an_environment(folder: Path) -> None:
     cfg = load_stream_config(folder / "tasks/reach.json")
-    assert cfg.max_episode_steps == 40
+    assert load_gym_config(cfg.gym_config).max_episode_steps == 40
     stream = write(folder / "trainings/stream.json", {"buffer_size": 8, "gym_config": "tasks/reach.json"})
     assert load_stream_config(stream).gym_config["id"] == "ReachRL"
