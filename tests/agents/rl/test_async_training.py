@@ -60,12 +60,12 @@ from embodichain.agents.rl.train import main
 
 decide, count = SyncCollector.decide, 0
 
-def decide_or_die(self, obs, state):
+def decide_or_die(self, *args):
     global count
     count += 1
     if count == int(sys.argv[2]):
         os.kill(os.getpid(), signal.SIGKILL)
-    return decide(self, obs, state)
+    return decide(self, *args)
 
 SyncCollector.decide = decide_or_die
 main(["--config", sys.argv[1]])

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 from torch import distributions as td
 
 from embodichain.agents.rl.algo import GRPO, PPO, GRPOCfg, PPOCfg
 from embodichain.agents.rl.buffer import VLABuffer
 from embodichain.agents.rl.collector import AsyncCfg, AsyncCollector, SyncCollector
 from embodichain.agents.rl.evaluation import evaluate
+from embodichain.agents.rl.export import export_onnx
 from embodichain.agents.rl.models import Policy
 from embodichain.agents.rl.models.distributions import DistributionCfg, GaussianHead, SquashedGaussianHead, build_head
 from embodichain.agents.rl.utils import torch_threads
@@ -205,4 +208,18 @@ def test_it_is_learned_with(algorithm: str, seed: int) -> None:
     after = evaluate(policy, env, episodes=16, seed=1).summary.mean_return
     assert before < -4.0  # five steps at a distance of 1
     assert after > -1.0
+    env.close()
+
+
+@pytest.mark.extra("export")
+def test_it_is_exported_without_its_noise(tmp_path: Path) -> None:
+    env = still_envs(1)
+    torch.manual_seed(0)
+    policy = gsde_policy(env)
+    written = export_onnx(policy, env.observation_space, env.action_space, tmp_path / "p.onnx")  # compares actions
+    session = pytest.importorskip("onnxruntime").InferenceSession(str(written))
+    seen = torch.randn(4, 2)
+    with torch.no_grad():
+        wanted = policy.get_action(TensorDict({"state": seen}, [4]), deterministic=True)[0]
+    assert np.allclose(session.run(None, {"state": seen.numpy()})[0], wanted.clamp(-1, 1).numpy(), atol=1e-5)
     env.close()

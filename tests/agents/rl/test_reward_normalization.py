@@ -15,6 +15,7 @@ from embodichain.agents.rl.algo.advantages import RewardNormalizer
 from embodichain.agents.rl.buffer import VLABuffer
 from embodichain.agents.rl.checkpoint import find_checkpoint, load_checkpoint
 from embodichain.agents.rl.collector import AsyncCfg, AsyncCollector, SyncCollector
+from embodichain.agents.rl.collector.base import DiscountedReturns
 from embodichain.agents.rl.runs import read_metrics
 from embodichain.agents.rl.train import resume_training, train_from_config
 from embodichain.agents.rl.utils import torch_threads
@@ -205,3 +206,13 @@ def test_large_rewards_are_learned_from_with_a_critic_that_keeps_up(seed: int) -
         env.close()
     assert value_loss[True] < 2.0  # in units of the returns' spread
     assert value_loss[False] > 1e5
+
+
+def test_a_chunk_of_actions_discounts_by_as_many_steps() -> None:
+    returns = DiscountedReturns(GAMMA, 1, torch.device("cpu"))
+    reward, done = torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([[False], [True], [False]])
+    given = returns.update(reward, done, torch.tensor([[2], [3], [1]]))
+    assert given[:, 0].tolist() == pytest.approx([1.0, 2.0 + GAMMA**3, 4.0])
+    assert returns.update(torch.ones(1, 1), torch.tensor([[False]]), torch.tensor([[2]])).item() == pytest.approx(
+        1.0 + GAMMA**2 * 4.0
+    )
