@@ -192,10 +192,8 @@ def test_training_goes_on_from_a_saved_state() -> None:
         train(algorithm, 2)
     assert_same_weights(whole, first)
     assert_same_weights(whole, second)
-    on_cpu = PPO(
-        PPOCfg(batch_size=300, lr_schedule="adaptive"),
-        build_policy({"name": "actor_critic", "normalize_obs": True}, OBS, ACT, "cpu"),
-    )
+    policy = build_policy({"name": "actor_critic", "normalize_obs": True}, OBS, ACT, "cpu")
+    on_cpu = PPO(PPOCfg(batch_size=300, learning_rate=1e-3, lr_schedule="adaptive"), policy)
     on_cpu.load_state_dict(first.state_dict())
     assert on_cpu.optimizer.learning_rate == pytest.approx(first.optimizer.learning_rate)
 

@@ -171,8 +171,9 @@ def test_a_world_that_breaks_starts_over_alone() -> None:
         for action in actions(env, 5).cuda():
             env.step(action)
         env.physics.qvel[3] = float("nan")
-        obs, reward, terminated, _, info = env.step(torch.zeros(8, 6, device="cuda"))
-        assert terminated.tolist() == [i == 3 for i in range(8)]
+        obs, reward, terminated, truncated, info = env.step(torch.zeros(8, 6, device="cuda"))
+        assert truncated.tolist() == [i == 3 for i in range(8)]
+        assert not terminated.any()
         assert all(leaf.isfinite().all() for leaf in [*leaves(obs), *leaves(info["final_observation"]), reward.cpu()])
 
 
@@ -197,11 +198,15 @@ def test_a_task_that_waits_runs_unrecorded(caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_errors_say_what_to_change() -> None:
+    from embodichain.envs.physics.mujoco_warp import MujocoWarpPhysics
+
     with pytest.raises(ConfigError, match="this machine has"):
         make_task(device="cuda:99")
-    with pytest.raises(SimulationError, match="use fewer num_envs"):
+    with pytest.raises(ConfigError, match="num_envs"):
         make_task(num_envs=20_000_000)
-    with pytest.raises(SimulationError, match="use fewer num_envs"):
-        make_task(num_envs=2_000_000_000)
+    model = Reach.build_model(load_gym_config("ReachRL"))
+    for num_envs in (20_000_000, 2_000_000_000):
+        with pytest.raises(SimulationError, match="use fewer num_envs"):
+            MujocoWarpPhysics(model, num_envs)
     with make_task(num_envs=8) as env:  # and the device still works
         env.step(torch.zeros(8, 6, device="cuda"))
