@@ -126,6 +126,17 @@ def _sample_until_failure(engine: OnlineDataEngine, pipe: Any) -> None:
 
 
 def test_a_worker_that_keeps_failing_is_reported_to_every_process(tmp_path: Path) -> None:
+    """In a program of its own: this one may have threads that hang, and a fork could keep a lock of theirs."""
+    parent = run_script(
+        "from pathlib import Path\n"
+        "from tests.faults.test_stream_faults import report_to_every_process\n"
+        f"report_to_every_process(Path({str(tmp_path)!r}))\n"
+    )
+    _, errors = parent.communicate(timeout=90)
+    assert parent.returncode == 0, errors
+
+
+def report_to_every_process(tmp_path: Path) -> None:
     context = mp.get_context("fork")
     settings = stream_settings(gym_config=faulty(tmp_path, ["raise"] * 9), refill_threshold=1, max_restarts=1)
     with OnlineDataEngine(OnlineDataEngineCfg(**settings)) as engine:
@@ -221,7 +232,7 @@ def test_a_supervisor_that_fails_says_why_wherever_somebody_samples() -> None:
             list(loader)
 
 
-@pytest.mark.parametrize("rows", [60_000, 2**61])
+@pytest.mark.parametrize("rows", [60_000, 2**52])
 def test_who_starts_an_engine_without_enough_address_space_is_told_so(rows: int) -> None:
     parent = run_script(
         "import resource, sys\n"
