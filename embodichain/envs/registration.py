@@ -157,16 +157,22 @@ def _make(cfg: GymCfg, trusted_modules: Sequence[str]) -> VecEnv:
     if cfg.num_envs > MAX_COPIES:
         problem = f"num_envs: expected at most {MAX_COPIES} copies of a Gymnasium environment, got {cfg.num_envs}"
         raise ConfigError(problem, cfg.id)
-    return make_gymnasium(
-        cfg.id,
-        cfg.num_envs,
-        cfg.kwargs,
-        max_episode_steps=cfg.max_episode_steps,
-        asynchronous=cfg.asynchronous,
-        trusted_modules=tuple(trusted_modules),
-        device=cfg.device,
-        seed=cfg.seed,
-    )
+    try:
+        return make_gymnasium(
+            cfg.id,
+            cfg.num_envs,
+            cfg.kwargs,
+            max_episode_steps=cfg.max_episode_steps,
+            asynchronous=cfg.asynchronous,
+            trusted_modules=tuple(trusted_modules),
+            device=cfg.device,
+            seed=cfg.seed,
+        )
+    except TypeError as error:
+        refused = [name for name in cfg.kwargs if f"argument '{name}'" in str(error)]
+        if refused:
+            raise ConfigError(f"kwargs.{refused[0]}: {cfg.id} takes no such argument ({error})") from error
+        raise
 
 
 def make_to_watch(

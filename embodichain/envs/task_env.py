@@ -288,6 +288,8 @@ class Scoring:
             if diverged is not None:
                 success = success & ~diverged
             scene["success"] = success.float()
+        elif self._sparse:
+            raise ConfigError("env.rewards.mode: this task cannot be solved, so its reward cannot be sparse; use dense")
         kept = None if diverged is None else diverged.unsqueeze(1)
         rewards, reward = self._reward(scene, action, kept, step)
         terminated = success if success is not None and self._ends_with_success else self._none

@@ -150,9 +150,58 @@ def test_gymnasium_itself_is_used_where_it_is_asked_for(settings: dict[str, Any]
         assert isinstance(env, GymnasiumVecEnv)
 
 
-def test_an_argument_that_nobody_knows_is_an_error_of_gymnasium() -> None:
-    with pytest.raises(Exception, match="no_such_argument"):
-        make("HalfCheetah-v5", kwargs={"no_such_argument": 1})
+@pytest.mark.parametrize(
+    ("id", "kwargs"),
+    [
+        ("HalfCheetah-v5", {"no_such_argument": 1}),
+        ("HalfCheetah-v5", {"frame_skip": "x"}),
+        ("HalfCheetah-v5", {"frame_skip": 0}),
+        ("HalfCheetah-v5", {"frame_skip": 2.7}),
+        ("HalfCheetah-v5", {"xml_file": "nope.xml"}),
+        ("HalfCheetah-v5", {"reset_noise_scale": "x"}),
+        ("HalfCheetah-v5", {"ctrl_cost_weight": None}),
+        ("HalfCheetah-v5", {"exclude_current_positions_from_observation": "no"}),
+        ("Ant-v5", {"healthy_z_range": 5}),
+        ("Ant-v5", {"contact_force_range": [1.0]}),
+        ("Ant-v5", {"contact_force_range": [1.0, -1.0]}),
+        ("Ant-v5", {"main_body": "nope"}),
+        ("Reacher-v5", {"xml_file": "ant.xml"}),
+    ],
+)
+def test_arguments_of_the_wrong_kind_are_named(id: str, kwargs: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"kwargs\.{next(iter(kwargs))}"):
+        make(id, kwargs=kwargs)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"env": {"events": {"randomize_robot": {"position": 0.1}}}},
+        {"env": {"actions": {"qpos": {}}}},
+        {"robot": {"init_qpos": [0.1]}},
+    ],
+    ids=["events", "actions", "robot"],
+)
+def test_settings_of_robots_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="has no such settings"):
+        make("HalfCheetah-v5", **settings)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_contact_forces_are_those_of_each_envs_own_model(threads: int) -> None:
+    """The oracle is ``mj_step`` with a model of 20 times the mass."""
+    with batched("Ant-v5", 3, num_threads=threads) as env:
+        env.reset()
+        env.physics.model_field("body_mass")[1].mul_(20.0)
+        env.physics.refresh_model(torch.tensor([1]))
+        models = [env.physics._batch.get_model(row) for row in range(3)]  # type: ignore[attr-defined]
+        data = [env.physics._batch.get_data(row) for row in range(3)]  # type: ignore[attr-defined]
+        env.step(torch.full((3, 8), 0.5))
+        for row, (model, one) in enumerate(zip(models, data, strict=True)):
+            one.ctrl[:] = env.physics.ctrl[row].numpy()
+            mujoco.mj_step(model, one, env.task.substeps)
+            assert np.array_equal(env.physics.qvel[row].numpy(), one.qvel)
+        assert not torch.equal(env.physics.qvel[0], env.physics.qvel[1])
 
 
 def test_a_suite_task_has_no_sparse_reward() -> None:

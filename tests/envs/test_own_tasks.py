@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,10 @@ from embodichain.cli.main import main
 from embodichain.cli.stream import load_stream_config
 from embodichain.envs import registration
 from embodichain.envs.checker import run_checks
-from embodichain.envs.registration import make
+from embodichain.envs.physics.mujoco_cpu import MujocoCpuPhysics
+from embodichain.envs.registration import load_gym_config, make
+from embodichain.envs.task_env import TaskEnv
+from embodichain.envs.tasks.reach import Reach
 from embodichain.errors import AssetError, ConfigError, EnvContractError
 
 TASK = """
@@ -219,3 +223,23 @@ def test_trusted_file_is_streamed(folder, capfd, monkeypatch):
     words += ["--gym_config.num_envs", "2", "--trust", str(folder / "elsewhere.py")]
     assert main(words) == 0, capfd.readouterr().err
     sys.modules.pop("elsewhere", None)
+
+
+def test_sparse_reward_needs_success() -> None:
+    class Endless(Reach):
+        def success(self, scene: Any) -> Any:
+            return None
+
+        def reward_terms(self, scene: Any, action: Any) -> dict[str, Any]:
+            return {"distance": scene["distance"], "effort": scene["distance"], "success": scene["distance"]}
+
+    cfg = load_gym_config("ReachRL", num_envs=1)
+    for mode in ("dense", "sparse"):
+        chosen = cfg.replace(env=cfg.env.replace(rewards=cfg.env.rewards.replace(mode=mode)))
+        physics = MujocoCpuPhysics(Endless.build_model(chosen), 1, 1)
+        with TaskEnv(chosen, Endless, physics) as env:
+            if mode == "dense":
+                assert "success" not in env.step(torch.zeros(1, 6))[4]["metrics"]
+            else:
+                with pytest.raises(ConfigError, match=r"rewards\.mode"):
+                    env.step(torch.zeros(1, 6))

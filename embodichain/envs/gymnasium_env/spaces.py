@@ -30,6 +30,8 @@ Encode = Callable[[Any], Any]
 Decode = Callable[[np.ndarray], np.ndarray]
 """Turns one action of all envs into what a Gymnasium vector env expects, rows first."""
 _CPU = torch.device("cpu")
+_HUGE = 1e30
+"""Bounds beyond it are none: some environments write the largest number there is for infinity."""
 
 
 def choose(mask: Tensor, yes: Rows, no: Rows) -> Rows:
@@ -75,6 +77,7 @@ def action_decoder(source: gym.Space[Any], num_envs: int) -> tuple[gym.Space[Any
             "it takes one of these (gymnasium.wrappers.TransformAction)."
         )
     low, high = source.low.astype(np.float64).reshape(-1), source.high.astype(np.float64).reshape(-1)
+    low, high = np.where(low < -_HUGE, -np.inf, low), np.where(high > _HUGE, np.inf, high)
     bounded = np.isfinite(low) & np.isfinite(high)
     with np.errstate(invalid="ignore"):  # inf - inf, where there is no bound to map to
         scale = np.where(bounded, 0.5 * (high - low), 1.0)

@@ -1,9 +1,10 @@
 """Physics on the CPU: ``mujoco.batch.Batch`` on its own threads, bit for bit equal to ``mj_step`` env by env."""
 
+import copy
 import logging
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import mujoco
@@ -55,23 +56,36 @@ class ContactForces:
     """
 
     def __init__(self, model: mujoco.MjModel, batch: Any, outputs: dict[str, np.ndarray], num_threads: int) -> None:
-        self._model, self._batch, self._outputs = model, batch, outputs
+        self._batch, self._outputs = batch, outputs
+        self._models = [model] * num_threads
         self._data = [mujoco.MjData(model) for _ in range(num_threads)]
         self._pool = ThreadPoolExecutor(num_threads) if num_threads > 1 else None
+        self._differ = False
+
+    def let_models_differ(self) -> None:
+        """Step every env with a model of its own from now on, as fields of the batch's model were given rows."""
+        if not self._differ:
+            self._models, self._differ = [copy.copy(model) for model in self._models], True
 
     def step(self, count: int) -> None:
         """Advance all envs by ``count`` substeps, and write their states, outputs and warnings."""
         shares = np.array_split(np.arange(len(self._batch.state)), len(self._data))
+        work = list(zip(self._models, self._data, shares, strict=True))
         if self._pool is None:
-            self._step_some(self._data[0], shares[0], count)
-        else:
-            list(self._pool.map(self._step_some, self._data, shares, [count] * len(shares)))
+            self._step_some(*work[0], count)
+            return
+        futures = [self._pool.submit(self._step_some, *share, count) for share in work]
+        wait(futures)  # all of them: a failure leaves nobody behind who still writes
+        for future in futures:
+            future.result()
 
-    def _step_some(self, data: mujoco.MjData, envs: np.ndarray, count: int) -> None:
-        model, rows, warnings = self._model, self._batch.state, data.warning.number
+    def _step_some(self, model: mujoco.MjModel, data: mujoco.MjData, envs: np.ndarray, count: int) -> None:
+        rows, warnings = self._batch.state, data.warning.number
         whole = int(mujoco.mjtState.mjSTATE_INTEGRATION)
         fields = [(getattr(data, name), array) for name, array in self._outputs.items()]
         for env in envs.tolist():
+            if self._differ:
+                self._batch.get_model(env, model)
             mujoco.mj_setState(model, data, rows[env], whole)
             mujoco.mj_step(model, data, count)
             mujoco.mj_rnePostConstraint(model, data)
@@ -177,6 +191,8 @@ class MujocoCpuPhysics(Physics):
     def model_field(self, name: str) -> Tensor:
         if name not in self._fields:
             self._fields[name] = torch.from_numpy(self._batch.expand(name))
+            if self._forces is not None:
+                self._forces.let_models_differ()
         return self._fields[name]
 
     def refresh_model(self, env_ids: Tensor) -> None:

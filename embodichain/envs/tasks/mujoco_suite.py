@@ -8,7 +8,7 @@ import inspect
 import math
 import warnings
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,7 +20,7 @@ from gymnasium.envs.mujoco.mujoco_env import expand_model_path
 from gymnasium.envs.registration import load_env_creator
 from torch import Tensor
 
-from embodichain.envs.env_cfg import EnvCfg, GymCfg
+from embodichain.envs.env_cfg import ActionsCfg, EnvCfg, EventsCfg, GymCfg, RobotCfg
 from embodichain.envs.physics import Physics
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.rendering import camera_names, mount_cameras
@@ -47,6 +47,44 @@ def understands(id: str, kwargs: Mapping[str, Any]) -> bool:
     return not kwargs.keys() - _IGNORED - (_defaults(id).keys() - _ELSEWHERE)
 
 
+def _check_arguments(id: str, kwargs: Mapping[str, Any]) -> None:
+    """Raise ``ConfigError`` unless arguments are of the kind of their defaults."""
+    problems = []
+    for name, value in kwargs.items():
+        default = _defaults(id).get(name)
+        if name in _IGNORED or default is None:
+            continue
+        if name == "main_body":
+            wanted, fits = "the number or name of a body", isinstance(value, int | str)
+        elif name == "frame_skip":
+            wanted, fits = "a whole number of at least 1", _is_number(value) and int(value) == value >= 1
+        elif isinstance(default, bool):
+            wanted, fits = "true or false", isinstance(value, bool)
+        elif isinstance(default, str):
+            wanted, fits = "text", isinstance(value, str)
+        elif isinstance(default, tuple):
+            pair = isinstance(value, Sequence) and len(value) == 2 and all(_is_number(v) for v in value)
+            wanted, fits = "two numbers, the lower one first", pair and value[0] <= value[1]
+        else:
+            wanted, fits = "a finite number", _is_number(value) and math.isfinite(value)
+        if not fits:
+            problems.append(f"kwargs.{name}: expected {wanted}, got {value!r:.80}")
+    if problems:
+        raise ConfigError(problems, id)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+
+
+def _body(model: mujoco.MjModel, name: int | str, argument: str) -> int:
+    """Return the number of a body; ``ConfigError`` names the argument that is to blame if there is none."""
+    try:
+        return int(model.body(name).id)
+    except (KeyError, IndexError):
+        raise ConfigError(f"kwargs.{argument}: the model has no body {name!r}") from None
+
+
 class MujocoTask(Task):
     """One environment of the suite; formulas are written on float64 rows of the state, as in Gymnasium."""
 
@@ -59,6 +97,12 @@ class MujocoTask(Task):
     def __init__(self, cfg: GymCfg, physics: Physics, robot: Robot | None) -> None:
         if cfg.env.rewards.mode == "sparse":
             raise ConfigError(f"env.rewards.mode: {cfg.id} cannot be solved once and for all, so its reward is dense")
+        chosen = {"env.events": cfg.env.events != EventsCfg(), "env.actions": cfg.env.actions != ActionsCfg()}
+        chosen["robot"] = cfg.robot != RobotCfg()
+        if any(chosen.values()):
+            raise ConfigError(
+                [f"{key}: {cfg.id} has no such settings; leave it out" for key, given in chosen.items() if given]
+            )
         super().__init__(cfg, physics, robot)
         self.settings = {**_defaults(self.id), **cfg.kwargs}
         model = physics.model
@@ -79,11 +123,16 @@ class MujocoTask(Task):
 
     @classmethod
     def build_model(cls, cfg: GymCfg) -> mujoco.MjModel:
+        _check_arguments(cls.id, cfg.kwargs)
         file = cfg.kwargs.get("xml_file", _defaults(cls.id)["xml_file"])
+        try:
+            path = Path(expand_model_path(file))
+        except OSError as error:
+            raise ConfigError(f"kwargs.xml_file: {error}") from error
         cameras = cfg.env.observations.cameras
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # deprecated words in Gymnasium's files
-            spec = read_spec(Path(expand_model_path(file)))
+            spec = read_spec(path)
             model = mount_cameras(spec, cameras) if cameras and cfg.device != "cpu" else spec.compile()
         if cfg.env.timestep is not None:
             model.opt.timestep = cfg.env.timestep
@@ -244,7 +293,7 @@ class Ant(Walker):
 
     def __init__(self, cfg: GymCfg, physics: Physics, robot: Robot | None) -> None:
         super().__init__(cfg, physics, robot)
-        self._main_body = int(physics.model.body(self.settings["main_body"]).id)
+        self._main_body = _body(physics.model, self.settings["main_body"], "main_body")
 
     def place(self, scene: Scene) -> Tensor | None:
         return scene["xpos"][:, self._main_body, :2]
@@ -325,7 +374,7 @@ class Reacher(MujocoTask):
 
     def __init__(self, cfg: GymCfg, physics: Physics, robot: Robot | None) -> None:
         super().__init__(cfg, physics, robot)
-        self._tip, self._target = (int(physics.model.body(name).id) for name in ("fingertip", "target"))
+        self._tip, self._target = (_body(physics.model, name, "xml_file") for name in ("fingertip", "target"))
 
     def sample_start(self, env_ids: Tensor, streams: RandomStreams) -> ResetState:
         model = self.physics.model
@@ -362,7 +411,7 @@ class Pusher(MujocoTask):
     def __init__(self, cfg: GymCfg, physics: Physics, robot: Robot | None) -> None:
         super().__init__(cfg, physics, robot)
         names = ("tips_arm", "object", "goal")
-        self._bodies = torch.tensor([int(physics.model.body(name).id) for name in names], device=physics.device)
+        self._bodies = torch.tensor([_body(physics.model, name, "xml_file") for name in names], device=physics.device)
 
     def sample_start(self, env_ids: Tensor, streams: RandomStreams) -> ResetState:
         count = env_ids.numel()

@@ -340,3 +340,21 @@ def test_several_choices_are_exported(kind: str, tmp_path: Path) -> None:
             kind
         ]
     )
+
+
+def test_the_largest_number_is_no_bound() -> None:
+    class Reads(gym.Env):
+        observation_space = gym.spaces.Box(-1.0, 1.0, (1,))
+        largest = float(np.finfo(np.float32).max)
+        action_space = gym.spaces.Box(-largest, largest, (2,))
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
+            return np.zeros(1, np.float32), {}
+
+        def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+            return np.zeros(1, np.float32), float(action[0]), False, False, {}
+
+    with GymnasiumVecEnv.from_factory(Reads, 1, max_episode_steps=5) as env:
+        env.reset()
+        assert float(env.step(torch.tensor([[0.5, 2.5]]))[1]) == 0.5
+        assert np.isinf(env.action_space.high).all()  # type: ignore[attr-defined]
