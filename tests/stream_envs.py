@@ -39,7 +39,7 @@ class StampEnv(gym.Env):
 
     Faults: after ``after`` steps in one process the next of ``kinds`` happens that has not happened yet, which is known
     from files in ``folder``: ``raise``, ``hang``, ``nan`` or ``exit``. A process has one fault at the most. Half of the
-    first ``solves`` episodes succeed, and none later.
+    first ``solves`` episodes succeed, and none later. Steps after the first ``slow_after`` take ``slow_seconds`` more.
     """
 
     def __init__(
@@ -49,11 +49,14 @@ class StampEnv(gym.Env):
         pixels: int = 0,
         step_seconds: float = 0.0,
         solves: int = STAMPS,
+        slow_seconds: float = 0.0,
+        slow_after: int = STAMPS,
         **fault: Any,
     ) -> None:
         self.lengths = (min_steps, max_steps)
         self.solves = solves
         self.step_seconds = step_seconds
+        self.slow_seconds, self.slow_after = slow_seconds, slow_after
         self.fault = fault
         self.total = 0
         self.kind = ""
@@ -79,6 +82,8 @@ class StampEnv(gym.Env):
     def step(self, action: np.ndarray) -> tuple[dict, float, bool, bool, dict]:
         if self.step_seconds:
             time.sleep(self.step_seconds)
+        if self.total >= self.slow_after:
+            time.sleep(self.slow_seconds)
         self.at += 1
         self.total += 1
         if self.fault and self.total == self.fault["after"]:

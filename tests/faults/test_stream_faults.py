@@ -204,6 +204,16 @@ def test_a_stream_of_slow_episodes_is_not_held_to_stall() -> None:
         assert engine.stats().restarts == 0
 
 
+def test_a_stream_that_becomes_slow_is_not_held_to_stall() -> None:
+    """Episodes were quick, and then take longer than worker_timeout: the worker steps, so it does not stall."""
+    slow = gym_config(num_envs=1, min_steps=6, max_steps=6, slow_seconds=0.5, slow_after=48)
+    settings = stream_settings(gym_config=slow, buffer_size=4, refill_threshold=1, worker_timeout=1.5)
+    with OnlineDataEngine(OnlineDataEngineCfg(**settings)) as engine:
+        sample_until(engine, lambda: engine.stats().episodes_written >= 8)
+        sample_until(engine, lambda: engine.stats().episodes_written >= 10)
+        assert engine.stats().restarts == 0
+
+
 def test_who_samples_is_told_why_the_engine_ended() -> None:
     def cut_off(seconds: float) -> None:
         raise ClusterError("the connection is lost")

@@ -105,8 +105,8 @@ class OnlineDataEngineCfg(Config):
     start_timeout: Positive = 120.0
     """Seconds a worker may take to build its environment, and then to deliver its first episode."""
     worker_timeout: Positive = 60.0
-    """Seconds without a sign of life after which a worker counts as hung, and without any episode that is due after
-    which the stream has stalled."""
+    """Seconds without a sign of life after which a worker counts as hung, and after which the stream
+    has stalled if episodes end, or should have, but none that is due is written."""
     trusted_modules: list[str] = []
     """Modules (names or .py files) that an environment id like ``my_module:MyEnv-v0`` may import, or that register
     tasks, environments and actors. In a file they have to be allowed on the command line as well, with ``--trust``."""

@@ -59,6 +59,7 @@ class Work(enum.IntEnum):
     TARGET = 5
     SERVED = 6
     IDLE = 7
+    STEPS = 8
 
 
 WORK_WORDS = 16

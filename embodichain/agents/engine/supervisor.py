@@ -32,6 +32,8 @@ _DEPTH = 2
 """Requests that it has at a time: it begins the next one while the answer to the last one is on its way."""
 STOP_SECONDS = 3.0
 """How long workers may take to stop by themselves before they are killed."""
+_OVERDUE = 3
+"""So many times the longest episode's steps without one that ended are too many."""
 
 
 class LocalPool(WorkerPool):
@@ -158,6 +160,8 @@ class RefreshWatch:
     """Notices that episodes which are due are not written any more, although the workers are alive.
 
     A stall is ``worker_timeout`` long, or three times the longest wait for an episode so far, whichever is longer.
+    Nobody writes meanwhile, although episodes end, or should have ended: who needs long for an episode is slow, and
+    who does not write while others do is left behind. These are warnings.
     """
 
     def __init__(self, worker_timeout: float) -> None:
@@ -166,11 +170,18 @@ class RefreshWatch:
         """When each last wrote, or had nothing to write, and its record at that time."""
         self._longest: dict[str, float] = {}
         self._warned: set[str] = set()
+        self._last_write = 0.0
+        """When anybody wrote."""
 
-    def check(self, who: str, record: Ints, alive_at: float | None, awake_since: float) -> tuple[str, bool]:
-        """Return what to say of somebody who does not write, "" if nothing, and whether that is for good."""
+    def check(
+        self, who: str, record: Ints, alive_at: float | None, awake_since: float, most_steps: int
+    ) -> tuple[str, bool]:
+        """Return what to say of somebody who does not write, "" if nothing, and whether that is for good.
+        He takes at most ``most_steps`` until an episode ends."""
         since, before = self._since.get(who, (0.0, record))
         has_written = record[Work.WRITTEN] > before[Work.WRITTEN]
+        if has_written:
+            self._last_write = time.monotonic()
         if has_written and alive_at is not None:
             self._longest[who] = max(self._longest.get(who, 0.0), alive_at - since)
         if who not in self._since or has_written or alive_at is None or since < awake_since:
@@ -178,13 +189,15 @@ class RefreshWatch:
             self._warned.discard(who)
             return "", False
         limit, waited = max(self._timeout, 3.0 * self._longest.get(who, 0.0)), alive_at - since
-        if waited < limit / 2 or (waited < limit and who in self._warned):
+        done = record - before
+        is_overdue = done[Work.FINISHED] > 0 or done[Work.STEPS] > _OVERDUE * most_steps
+        for_good = bool(is_overdue and min(waited, alive_at - self._last_write) >= limit)
+        if waited < limit / 2 or (who in self._warned and not for_good):
             return "", False
         self._warned.add(who)
-        done = record - before
         told = f"{done[Work.FINISHED]} episodes finished, and {done[Work.SUCCEEDED]} of the {done[Work.JUDGED]} that "
         told = f"{who} wrote no episode for {waited:.0f} s, although some are due: {told}say so succeeded"
-        return told, waited >= limit
+        return told, for_good
 
 
 class Supervisor(threading.Thread):
@@ -208,6 +221,8 @@ class Supervisor(threading.Thread):
         """Episodes written before the first fill, and the seconds since there was a new one."""
         self._last_look = time.monotonic()
         self._refresh = RefreshWatch(cfg.worker_timeout)
+        self._most_steps = 0
+        """Steps that a worker takes at most until an episode ends."""
 
     @property
     def is_ready(self) -> bool:
@@ -261,6 +276,7 @@ class Supervisor(threading.Thread):
     def _admit(self, worker: WorkerHandle, layout: list[list[Any]], max_steps: int) -> None:
         """Give a worker that has built its environment the buffer, made to measure for the first one."""
         frames = FrameLayout.from_json(layout)
+        self._most_steps = max(self._most_steps, max_steps)
         if self.buffer is None:
             cfg = self._cfg
             self.buffer = SharedBuffer(frames, cfg.buffer_size, cfg.max_episode_steps or max_steps, cfg.num_workers)
@@ -293,8 +309,9 @@ class Supervisor(threading.Thread):
 
     def _check_refresh(self, buffer: SharedBuffer, may_complain: bool) -> None:
         """Raise if episodes are due and nobody writes them; before, warn."""
+        most_steps = self._most_steps * (self._cfg.num_workers if self._cfg.workers == "ray" else 1)
         for who, record, alive_at in self._pool.progress(buffer):
-            told, for_good = self._refresh.check(who, record, alive_at, self._pool.awake_since)
+            told, for_good = self._refresh.check(who, record, alive_at, self._pool.awake_since, most_steps)
             if told and may_complain:  # before the first fill start_timeout decides
                 told = f"{told}. Readers get old episodes; check only_success and what acts, or raise worker_timeout"
                 if for_good:

@@ -71,6 +71,7 @@ class Worker:
                 continue
             for episode in self._source.advance():
                 self.take(episode)
+            self._record[Work.STEPS] += 1
 
     def take(self, episode: Episode) -> None:
         """Count a finished episode and store it if it is wanted."""
@@ -171,6 +172,7 @@ class StreamWorker:
                 for episode in source.advance():
                     if is_wanted(episode, self._only_success, batch.counts):
                         batch.add(episode)
+                batch.counts[Work.STEPS] += 1
             return {"event": "episodes", "batch": batch.take()}
         except Exception as error:  # noqa: BLE001 - whatever it is, the engine reports it
             return self._failed(error)

@@ -12,15 +12,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from stream_envs import check_chunks, gym_config, stream_settings
 
 from embodichain.agents.datasets.frames import FrameLayout, Leaf
 from embodichain.agents.engine.data import OnlineDataEngine, OnlineDataEngineCfg
-from embodichain.agents.engine.shared_buffer import SharedBuffer, Work
+from embodichain.agents.engine.shared_buffer import WORK_WORDS, SharedBuffer, Work
 from embodichain.agents.engine.sources import check_layout, open_source
-from embodichain.agents.engine.supervisor import Supervisor
+from embodichain.agents.engine.supervisor import RefreshWatch, Supervisor
 from embodichain.envs.registration import make
 from embodichain.errors import ConfigError, EngineStateError, StreamStalledError, UnknownNameError, UntrustedModuleError
 
@@ -271,6 +272,44 @@ def test_demonstrations_that_never_succeed_do_not_block_for_ever() -> None:
     time.sleep(0.1)
     with pytest.raises(StreamStalledError, match=r"3 of 16 rows .* 40 episodes finished, and 3 of the 30 that say so"):
         supervisor._check_first_fill(buffer)
+
+
+@pytest.mark.parametrize(
+    ("done", "is_stalled"),
+    [
+        ({Work.STEPS: 19}, False),  # slow: the first episode cannot have ended yet
+        ({Work.STEPS: 61}, True),  # three episodes should have ended
+        ({Work.STEPS: 25, Work.FINISHED: 1}, True),  # one has ended, and was not written
+    ],
+)
+def test_who_steps_slowly_does_not_stall(done: dict[Work, int], is_stalled: bool) -> None:
+    watch, record, start = RefreshWatch(4.0), np.zeros(WORK_WORDS, np.int64), time.monotonic()
+    assert watch.check("worker 0", record, start, 0.0, 20) == ("", False)
+    for word, count in done.items():
+        record[word] += count
+    told, for_good = watch.check("worker 0", record, start + 3.0, 0.0, 20)
+    assert "worker 0 wrote no episode for 3 s" in told
+    assert not for_good
+    told, for_good = watch.check("worker 0", record, start + 6.0, 0.0, 20)
+    assert (bool(told), for_good) == (is_stalled, is_stalled)  # one warning is enough
+
+
+def test_who_does_not_write_while_others_do_is_not_a_stall() -> None:
+    watch, start = RefreshWatch(0.2), time.monotonic()
+    idle, busy = np.zeros(WORK_WORDS, np.int64), np.zeros(WORK_WORDS, np.int64)
+    warnings = []
+    while time.monotonic() < start + 1.0:
+        idle[Work.FINISHED] += 1
+        busy[Work.WRITTEN] += 1
+        for who, record in (("worker 1", busy), ("worker 0", idle)):
+            told, for_good = watch.check(who, record, time.monotonic(), 0.0, 20)
+            assert not for_good
+            warnings += [told] if told else []
+        time.sleep(0.01)
+    assert len(warnings) == 1
+    assert warnings[0].startswith("worker 0 wrote no episode")
+    told, for_good = watch.check("worker 0", idle, time.monotonic() + 1.0, 0.0, 20)
+    assert for_good  # nobody writes any more
 
 
 def test_continuous_refill_keeps_to_the_ratio() -> None:
