@@ -118,7 +118,10 @@ def _unknown_id(name: str) -> str | None:
     names = [*_TASKS, *(name for name in gym.registry if not name.startswith(("phys2d/", "tabular/")))]
     close = nearest(name, names).split(" Valid:")[0]
     tasks = ", ".join(sorted(_TASKS.keys() - MUJOCO_SUITE.keys()))
-    return f"unknown environment {name!r}.{close} Tasks: {tasks}; or any Gymnasium id."
+    return (
+        f"unknown environment {name!r}.{close} Tasks: {tasks}; or any Gymnasium id. If a module of your own registers "
+        "it, name that module: --trust MODULE, or trusted_modules in Python."
+    )
 
 
 def _lay_over(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

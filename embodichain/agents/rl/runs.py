@@ -19,11 +19,12 @@ import logging
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -282,13 +283,14 @@ def run_to_continue(trainer: TrainerCfg, ranks: Ranks) -> Path | None:
     return None
 
 
-def resume_command(run: Path) -> str:
+def resume_command(run: Path, trusted_modules: Collection[str] = ()) -> str:
     """Return the command that continues a run as it was started; several machines have more options."""
     launcher = ""
     if is_launched():
         several = int(os.environ["WORLD_SIZE"]) > local_count()
         launcher = f"torchrun {'...' if several else f'--nproc-per-node={local_count()}'} -m "
-    return f"{launcher}embodichain train --resume {run}"
+    trust = "".join(f" --trust {shlex.quote(module)}" for module in trusted_modules)
+    return f"{launcher}embodichain train --resume {run}{trust}"
 
 
 class RunLog:

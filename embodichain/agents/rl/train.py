@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             result = resume_training(args.resume, args.overrides, args.trust, console)
         else:
             result = train_from_config(args.config, args.overrides, args.trust, console)
-    console.print(report(result), highlight=False, markup=False, soft_wrap=True)
+    console.print(report(result, args.trust), highlight=False, markup=False, soft_wrap=True)
     return EXIT_INTERRUPTED if result.reason == "interrupted" else 0
 
 
@@ -115,7 +115,7 @@ def _check_launch(distributed: bool | None) -> None:
         raise ConfigError("--no-distributed: start it without torchrun to train in one process", "command line")
 
 
-def report(result: TrainingResult) -> str:
+def report(result: TrainingResult, trusted_modules: Collection[str] = ()) -> str:
     """Return what a person wants to know after a run."""
     speed = result.global_step / result.seconds if result.seconds else 0.0
     end = "interrupted" if result.reason == "interrupted" else f"ended by {result.reason}"
@@ -124,7 +124,7 @@ def report(result: TrainingResult) -> str:
         lines.append(f"last evaluation: {result.evaluation}")
     lines.append(f"run: {result.run_dir}")
     if result.reason == "interrupted":
-        lines.append(f"continue with: {resume_command(result.run_dir)}")
+        lines.append(f"continue with: {resume_command(result.run_dir, trusted_modules)}")
     return "\n".join(lines)
 
 
@@ -233,7 +233,7 @@ def opened_trainer(
             if "--resume" not in str(error):
                 with suppress(EmbodiChainError):
                     find_checkpoint(folder.path)
-                    error.add_note(f"continue with: {resume_command(folder.path)}")
+                    error.add_note(f"continue with: {resume_command(folder.path, trusted_modules)}")
             raise
 
 

@@ -266,3 +266,20 @@ def test_wrapped_envs_are_filmed(tmp_path):
     assert result.problem is None
     assert result.summary.mean_return == 20.0
     assert torch.is_tensor(env.reset()[0]["state"])
+
+
+def test_an_observation_that_is_not_finite_is_named_and_the_run_can_be_continued(tmp_path):
+    broken = MINIMAL.replace("return self.x, -float", "return self.x * (np.nan if self.t == 5 else 1), -float")
+    (tmp_path / "point_mass.py").write_text(broken)
+    config = {
+        "trainer": {"gym_config": "PointMass-v7", "iterations": 2, "run_dir": "run", "num_envs": 2, "eval_freq": 0},
+        "policy": {"name": "actor_critic"},
+        "algorithm": {"name": "ppo"},
+    }
+    (tmp_path / "train.json").write_text(json.dumps(config))
+    unknown = command(tmp_path, "train", "train.json")
+    assert "--trust MODULE" in unknown.stderr
+    done = command(tmp_path, "train", "train.json", "--trust", "point_mass")
+    assert done.returncode == 2, done.stderr
+    assert "observation 'state' of env" in done.stderr
+    assert "--resume run --trust point_mass" in done.stderr

@@ -24,9 +24,9 @@ from embodichain.agents.rl.collector.base import (
 )
 from embodichain.agents.rl.collector.pipeline import Pipeline
 from embodichain.agents.rl.models.policy import Policy
-from embodichain.agents.rl.utils.tensordicts import Observation, zeros_in
+from embodichain.agents.rl.utils.tensordicts import Observation, sorted_leaves, zeros_in
 from embodichain.envs.vec_env import ActionBounds, StepResult, VecEnv
-from embodichain.errors import CheckpointError, RolloutError
+from embodichain.errors import ActionError, CheckpointError, NotFiniteError, RolloutError
 from embodichain.utils.torch_runtime import torch_threads
 
 RolloutStart = Callable[[VecEnv], Observation | None]
@@ -147,7 +147,12 @@ class SyncCollector(BaseCollector):
                 for _ in range(num_steps):
                     version = self.next_version()
                     decision = self.decide(obs, self.state)
-                    obs = self.record(decision, self._env_step(decision.action), version, buffer)
+                    try:
+                        result = self._env_step(decision.action)
+                    except ActionError as error:
+                        _blame_observation(obs, error)
+                        raise
+                    obs = self.record(decision, result, version, buffer)
             self.obs = obs
             self._values.finish(buffer, obs, self.state)
             storage = buffer.full_storage("collect()")
@@ -291,3 +296,14 @@ class SyncCollector(BaseCollector):
         if state is None or initial is None:
             return state
         return torch.where(done.view(-1, *[1] * (state.ndim - 1)), initial, state)
+
+
+def _blame_observation(obs: Observation, error: ActionError) -> None:
+    """Raise ``NotFiniteError`` if an action is wrong because what the policy was shown is not finite."""
+    for path, leaf in [((), obs)] if isinstance(obs, Tensor) else sorted_leaves(obs):
+        if leaf.is_floating_point() and not bool(leaf.isfinite().all()):
+            env = int((~leaf.isfinite()).flatten(1).any(1).nonzero()[0])
+            raise NotFiniteError(
+                f"the environment returned an observation {'/'.join(path)!r} of env {env} that is not finite, so the "
+                f"action is not either: {leaf[env].flatten()[:8].tolist()}"
+            ) from error
