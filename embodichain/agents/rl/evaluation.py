@@ -51,13 +51,18 @@ class Evaluation:
 
 
 class PolicyActor:
-    """Lets a policy act on observations one after the other, keeping its recurrent state between them."""
+    """Lets a policy act on observations one after the other, keeping its recurrent state between them.
+
+    One that samples keeps exploration noise for as many steps as in a rollout (``noise_steps``), at most an episode.
+    """
 
     def __init__(self, policy: Policy, env: VecEnv, deterministic: bool = True) -> None:
         self.policy, self.env, self.deterministic = policy, env, deterministic
         self.state = policy.initial_state(env.num_envs)
         self._bounds = ActionBounds(env.action_space)
         self.version = int(policy.version)
+        self._noise: Tensor | None = None
+        self._steps = [0] * env.num_envs  # of each env since its episode began
 
     @classmethod
     def from_checkpoint(
@@ -75,14 +80,35 @@ class PolicyActor:
     @torch.no_grad()
     def __call__(self, obs: TensorDict) -> Tensor:
         """Return the action that the environment is given."""
-        action, _, _, self.state = self.policy.act(obs.to(self.policy.device), self.state, self.deterministic)
+        if not self.deterministic:
+            self._renew_noise()
+        self.policy.hold_noise(self._noise)
+        try:
+            action, _, _, self.state = self.policy.act(obs.to(self.policy.device), self.state, self.deterministic)
+        finally:
+            self.policy.hold_noise(None)
         return self._bounds.clip(action).to(self.env.device)
 
     def reset(self, env_ids: list[int]) -> None:
-        """Clear the recurrent state of envs whose episode ended."""
+        """Clear the recurrent state of envs whose episode ended, and let them explore by new noise."""
+        for env_id in env_ids:
+            self._steps[env_id] = 0
         initial = self.policy.initial_state(len(env_ids))
         if self.state is not None and initial is not None and env_ids:
             self.state = self.state.index_copy(0, torch.tensor(env_ids, device=self.state.device), initial)
+
+    def _renew_noise(self) -> None:
+        """Draw the noise of envs that have kept theirs for long enough."""
+        kept_for = self.policy.noise_steps
+        if kept_for is None:
+            return
+        due = torch.tensor([step % kept_for == 0 if kept_for else step == 0 for step in self._steps])
+        self._steps = [step + 1 for step in self._steps]
+        if not due.any() or (new := self.policy.draw_noise(len(due))) is None:
+            return
+        if self._noise is not None:
+            new = torch.where(due.to(new.device).view(-1, *[1] * (new.dim() - 1)), new, self._noise)
+        self._noise = new
 
 
 @torch.no_grad()

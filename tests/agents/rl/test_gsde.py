@@ -15,7 +15,7 @@ from torch import distributions as td
 from embodichain.agents.rl.algo import GRPO, PPO, GRPOCfg, PPOCfg
 from embodichain.agents.rl.buffer import VLABuffer
 from embodichain.agents.rl.collector import AsyncCfg, AsyncCollector, SyncCollector
-from embodichain.agents.rl.evaluation import evaluate
+from embodichain.agents.rl.evaluation import PolicyActor, evaluate
 from embodichain.agents.rl.export import export_onnx
 from embodichain.agents.rl.models import Policy
 from embodichain.agents.rl.models.distributions import DistributionCfg, GaussianHead, SquashedGaussianHead, build_head
@@ -25,6 +25,7 @@ from embodichain.envs.vec_env import VecEnv
 from embodichain.envs.wrappers import GroupedEnv
 from embodichain.errors import ConfigError
 from tests.agents.rl.helpers import make_policy, network
+from tests.agents.rl.test_evaluation import Recorder
 
 ACTIONS, LATENT = 3, 5
 GSDE = DistributionCfg(std="gsde", init_log_std=-0.5)
@@ -94,6 +95,27 @@ def test_squashed_actions_have_the_density_of_their_tanh() -> None:
     assert torch.equal(log_prob, head.evaluate(params, action)[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("squash", [False, True])
+def test_autocast_leaves_densities_and_noise_in_float32(squash: bool, dtype: torch.dtype) -> None:
+    head, params = head_and_params(50, squash)
+    with torch.no_grad():
+        head.log_std.sub_(8.0)  # a variance of 1e-7 or so, which float16 cannot tell from zero
+    params = params.to(dtype)  # as the networks return them there
+    head.held = torch.randn(50, LATENT, ACTIONS)
+    action = head.sample(params)[0].detach()
+
+    plain = [*head.sample(params), *head.evaluate(params, action)]
+    with torch.autocast("cpu", dtype):
+        reduced = [*head.sample(params), *head.evaluate(params, action)]
+        assert (params.float() @ params.float().t()).dtype == dtype  # networks that follow run reduced again
+    for results in (plain, reduced):
+        results += torch.autograd.grad(results[-2].sum() + results[-1].sum(), head.log_std)
+    for got, wanted in zip(reduced, plain, strict=True):
+        assert got.dtype == torch.float32
+        assert torch.equal(got, wanted)
+
+
 @pytest.mark.extra("peers")
 def test_densities_are_those_of_stable_baselines() -> None:
     from stable_baselines3.common.distributions import StateDependentNoiseDistribution
@@ -160,6 +182,51 @@ def test_collectors_keep_noise_for_as_many_steps(freq: int, squash: bool) -> Non
     with torch.no_grad():  # outside of a rollout, every action has noise of its own
         obs = rollouts[0]["observation"][:, 0]
         assert not torch.allclose(policy.get_action(obs)[0], policy.get_action(obs)[0])
+    env.close()
+
+
+@pytest.mark.parametrize("memory", [None, {"hidden_size": 8}])
+@pytest.mark.parametrize("freq", [-1, 1, 2])
+def test_evaluations_that_sample_keep_noise_within_an_episode(freq: int, memory: Any) -> None:
+    torch.manual_seed(0)
+    env = Recorder(still_envs(3))
+    policy = make_policy(
+        env,
+        actor=network((16,)),
+        distribution={"std": "gsde", "init_log_std": -3.0, "sde_sample_freq": freq, "squash": True},
+        memory=memory,
+    )
+    evaluate(policy, env, episodes=6, seed=0, deterministic=False)
+    episodes = torch.stack(env.actions, dim=1).split(5, dim=1)  # Still ends after five steps
+    assert len(episodes) == 2
+    if memory is None:  # with memory, features differ from step to step, and so does the noise of one function
+        for episode in episodes:
+            check_kept(episode, 5 if freq < 1 else freq)
+    assert not torch.allclose(episodes[0][:, -1], episodes[1][:, 0])
+    assert policy.head.held is None  # the policy is left as it was
+    sampled = [torch.stack(env.actions)]
+    for _ in range(2):
+        env.actions.clear()
+        evaluate(policy, env, episodes=6, seed=0, deterministic=False)
+        sampled.append(torch.stack(env.actions))
+    assert torch.equal(sampled[0], sampled[1])
+    assert torch.equal(sampled[1], sampled[2])
+    env.close()
+
+
+def test_noise_of_an_env_is_renewed_where_its_own_episode_ends() -> None:
+    torch.manual_seed(0)
+    env = still_envs(3)
+    actor = PolicyActor(gsde_policy(env, sde_sample_freq=3), env, deterministic=False)
+    obs, _ = env.reset(seed=0)
+    actions = []
+    for step in range(7):
+        if step == 2:
+            actor.reset([1])
+        actions.append(actor(obs))
+    changed = (torch.stack(actions[1:]) - torch.stack(actions[:-1])).abs().amax(-1) > 1e-6
+    due = [[step in steps for steps in ({3, 6}, {2, 5}, {3, 6})] for step in range(1, 7)]
+    assert changed.tolist() == due
     env.close()
 
 

@@ -17,6 +17,7 @@ from embodichain.agents.rl.checkpoint import load_policy
 from embodichain.agents.rl.collector import SyncCollector
 from embodichain.agents.rl.export import export_onnx
 from embodichain.agents.rl.models import build_policy
+from embodichain.agents.rl.models.mlp import ImageLayout
 from embodichain.agents.rl.models.observation import FeatureEncoder
 from embodichain.agents.rl.models.vla.tiny_vla import TinyVLA
 from embodichain.agents.rl.runs import read_metrics
@@ -90,6 +91,24 @@ def test_bytes_of_other_ranges_are_scaled_by_their_own() -> None:
     assert vectors.images == []
     vectors = FeatureEncoder(gym.spaces.Box(-np.inf, np.inf, (4, 84, 84), np.float32))
     assert vectors.images == []
+
+
+@pytest.mark.parametrize(
+    ("shape", "sizes"),
+    [
+        ((8, 8, 111), (111, 8, 8)),  # the planes of a chess board
+        ((111, 8, 8), (111, 8, 8)),
+        ((4, 4, 16), (16, 4, 4)),
+        ((19, 19, 17), (17, 19, 19)),
+        ((3, 4, 4), (3, 4, 4)),
+        ((4, 4, 3), (3, 4, 4)),
+        ((2, 8, 8, 20), (40, 8, 8)),
+        ((2, 20, 8, 8), (40, 8, 8)),
+        ((6, 8, 20), (6, 8, 20)),  # no two sides are equal: the smaller one
+    ],
+)
+def test_two_equal_neighbours_are_height_and_width(shape: tuple[int, ...], sizes: tuple[int, int, int]) -> None:
+    assert ImageLayout.of(shape, "board").sizes == sizes
 
 
 def test_what_cannot_be_told_is_refused_until_it_is_said() -> None:

@@ -3,6 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Annotated, Any, Literal
 
 import gymnasium as gym
@@ -93,7 +94,9 @@ class GaussianHead(ActionHead):
         params = params.float()
         if self.cfg.std == "gsde":
             mean, latent = params.tensor_split([self.action_dim], dim=-1)
-            return mean, 0.5 * (latent.square() @ (2.0 * self.log_std).exp() + SDE_EPSILON).log()
+            with full_precision(params):
+                variance = latent.square() @ (2.0 * self.log_std).exp()
+            return mean, 0.5 * (variance + SDE_EPSILON).log()
         if not self.state_dependent:
             return params, self.log_std
         mean, raw = params.chunk(2, dim=-1)
@@ -111,7 +114,8 @@ class GaussianHead(ActionHead):
         if self.held is None:
             return normal_like(mean, generator)
         latent = params.float()[:, self.action_dim :]
-        deviation = torch.bmm(latent.unsqueeze(1), self.held * self.log_std.exp()).squeeze(1)
+        with full_precision(params):
+            deviation = torch.bmm(latent.unsqueeze(1), self.held * self.log_std.exp()).squeeze(1)
         return deviation * (-log_std).exp()
 
     def evaluate(self, params: Tensor, action: Tensor) -> Pair:
@@ -162,7 +166,8 @@ class SquashedGaussianHead(GaussianHead):
         mean, std = mean.unsqueeze(-1), ((2.0 * log_std).exp().unsqueeze(-1) + self.variances).sqrt()
         distance = mean / (math.sqrt(2.0) * std)
         magnitude = math.sqrt(2.0 / math.pi) * std * (-distance.square()).exp() + mean * distance.erf()
-        return magnitude @ self.weights
+        with full_precision(magnitude):
+            return magnitude @ self.weights
 
     def _log_prob_of(self, action: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
         # Sampling, too, goes through the action alone, so that the ratio of unchanged weights is exactly 1.
@@ -246,6 +251,14 @@ class BernoulliHead(ActionHead):
 
     def _log_prob(self, logits: Tensor, action: Tensor) -> Tensor:
         return (logits * action - F.softplus(logits)).sum(-1)
+
+
+def full_precision(like: Tensor) -> AbstractContextManager[Any]:
+    """Return the context of a product on a tensor's device that autocast, which networks run in, leaves in float32."""
+    device_type = like.device.type
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
 
 
 def normal_like(like: Tensor, generator: Generator | None = None) -> Tensor:

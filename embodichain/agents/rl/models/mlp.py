@@ -158,7 +158,8 @@ class ImageEncoderCfg(Config):
     activation: str = "relu"
     """After each layer: relu, elu, tanh, gelu or silu."""
     layout: Literal["auto", "channels_first", "channels_last"] = "auto"
-    """Where an image has its channels; ``auto`` tells it by its shape: 1, 3 or 4 of them, else the smaller side."""
+    """Where an image has its channels; ``auto`` tells it by its shape: the side beside two equal ones, else
+    1, 3 or 4 of them, else the smaller side."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,11 @@ class ImageLayout:
             if first == last:
                 problem = f"an image of shape {list(shape)} may have its channels first or last"
                 raise ConfigError(f"{name}: {problem}; say which by policy.image_encoder.layout", "image encoder")
-            layout = "channels_last" if (usual[1] if usual[0] != usual[1] else last < first) else "channels_first"
+            if middle in (first, last):  # [8, 8, 111] is a square of many channels
+                is_last = first == middle
+            else:
+                is_last = usual[1] if usual[0] != usual[1] else last < first
+            layout = "channels_last" if is_last else "channels_first"
         return cls((stack, first, middle, last), layout == "channels_last")
 
     @property
