@@ -46,10 +46,20 @@ class _Translation:
 
     def rename(self, block: dict[str, Any], old: str, new: str, prefix: str) -> None:
         """Give an entry the name that it has here."""
-        if old in block and new in block:
-            self.problems.append(f"{prefix}{old}: is called {new} here, and both are given")
         if old in block:
-            block.setdefault(new, block.pop(old))
+            self.put(block, new, block.pop(old), f"{prefix}{old}", new)
+
+    def put(self, block: dict[str, Any], new: str, value: Any, old: str, called: str) -> None:
+        """Put a value that had the key ``old`` where it belongs, where nothing else may be."""
+        if new in block:
+            self.problems.append(f"{old}: is called {called} here, and both are given")
+        block.setdefault(new, value)
+
+    def mapping(self, value: Any, key: str) -> dict[str, Any]:
+        """Return an entry that is a mapping; anything else is a problem, but null, which says nothing."""
+        if value is not None and not isinstance(value, Mapping):
+            self.problems.append(f"{key}: expected a mapping, got {value!r:.80}")
+        return dict(value) if isinstance(value, Mapping) else {}
 
     def finish(self, source: str, hint: str = "") -> tuple[dict[str, Any], list[str]]:
         """Return the translated data and all that is wrong, after one warning for all that is ignored."""
@@ -71,21 +81,24 @@ def translate_train_config(given: Mapping[str, Any], source: str) -> tuple[dict[
     _translate_events(work, trainer)
     policy = work.block("policy")
     if "initial_log_std" in policy:
-        distribution = policy["distribution"] = dict(policy.get("distribution") or {})
-        distribution.setdefault("init_log_std", policy.pop("initial_log_std"))
-    for network in ("actor", "critic"):  # weights are always made orthogonal
-        work.ignore(
-            work.block("policy", network, "network_cfg"), ("orthogonal_init",), f"policy.{network}.network_cfg."
-        )
+        distribution = policy["distribution"] = work.mapping(policy.get("distribution"), "policy.distribution")
+        given_std = policy.pop("initial_log_std")
+        work.put(distribution, "init_log_std", given_std, "policy.initial_log_std", "distribution.init_log_std")
+    for network in ("actor", "critic"):
+        layers, prefix = work.block("policy", network, "network_cfg"), f"policy.{network}.network_cfg."
+        if layers.get("orthogonal_init", True) in (False, []):
+            got = f"got {layers.pop('orthogonal_init')!r}"
+            what = "expected true or gains, as weights are always orthogonal here"
+            work.problems.append(f"{prefix}orthogonal_init: {what}, {got}")
+        work.ignore(layers, ("orthogonal_init",), prefix)
     _translate_optimizer(work, work.block("algorithm", "cfg"))
     return work.finish(source)
 
 
 def _translate_events(work: _Translation, trainer: dict[str, Any]) -> None:
     """A camera that records evaluations is ``eval_video``, which looks through the task's own."""
-    events = trainer.pop("events", None)
-    for phase, entries in (events if isinstance(events, Mapping) else {}).items():
-        for name, entry in (entries if isinstance(entries, Mapping) else {}).items():
+    for phase, entries in work.mapping(trainer.pop("events", None), "trainer.events").items():
+        for name, entry in work.mapping(entries, f"trainer.events.{phase}").items():
             key = f"trainer.events.{phase}.{name}"
             if phase == "eval" and _function(entry).startswith("record_camera"):
                 trainer.setdefault("eval_video", True)
@@ -96,21 +109,25 @@ def _translate_events(work: _Translation, trainer: dict[str, Any]) -> None:
 
 def _translate_optimizer(work: _Translation, settings: dict[str, Any]) -> None:
     """The blocks ``optimizer`` and ``lr_scheduler`` are single settings."""
-    optimizer = settings.pop("optimizer", None)
-    if isinstance(optimizer, Mapping):
-        for key, value in optimizer.items():
-            if key == "learning_rate":
-                settings.setdefault("learning_rate", value)
-            elif key != "name" or str(value).lower() != "adam":
-                work.problems.append(f"algorithm.cfg.optimizer.{key}: expected Adam as it is, got {value!r}")
-    scheduler = settings.pop("lr_scheduler", None)
-    if isinstance(scheduler, Mapping):
-        end = scheduler.get("kwargs", {}).get("end_factor", 0.0)
-        if scheduler.get("name") in ("constant", "linear") and not end:
-            settings.setdefault("lr_schedule", scheduler["name"])
-        else:
-            expected = "expected constant, or linear, which falls to zero (set lr_schedule)"
-            work.problems.append(f"algorithm.cfg.lr_scheduler: {expected}, got {dict(scheduler)!r}")
+    prefix = "algorithm.cfg.optimizer"
+    for key, value in work.mapping(settings.pop("optimizer", None), prefix).items():
+        if key == "learning_rate":
+            work.put(settings, key, value, f"{prefix}.{key}", key)
+        elif key != "name" or str(value).lower() != "adam":
+            work.problems.append(f"{prefix}.{key}: expected Adam as it is, got {value!r}")
+    prefix = "algorithm.cfg.lr_scheduler"
+    given = settings.pop("lr_scheduler", None)
+    scheduler = work.mapping(given, prefix)
+    expected = "expected constant, or linear, which falls to zero (set lr_schedule)"
+    name, arguments = scheduler.pop("name", None), work.mapping(scheduler.pop("kwargs", None), f"{prefix}.kwargs")
+    if name in ("constant", "linear"):
+        work.put(settings, "lr_schedule", name, prefix, "lr_schedule")
+    elif isinstance(given, Mapping):
+        work.problems.append(f"{prefix}: {expected}, got {dict(given)!r}")
+    if arguments.get("end_factor") in (0, None):
+        arguments.pop("end_factor", None)
+    for key, value in (scheduler | {f"kwargs.{key}": value for key, value in arguments.items()}).items():
+        work.problems.append(f"{prefix}.{key}: {expected}, got {value!r:.80}")
 
 
 def translate_gym_config(given: Mapping[str, Any], source: str, hint: str) -> tuple[dict[str, Any], list[str]]:
@@ -126,10 +143,9 @@ def translate_gym_config(given: Mapping[str, Any], source: str, hint: str) -> tu
         work.unknown.append("robot")
     env = work.block("env")
     work.ignore(env, ("dataset",), "env.")  # recording is a command
-    extensions = env.pop("extensions", None)
-    for name, value in (extensions if isinstance(extensions, Mapping) else {}).items():
+    for name, value in work.mapping(env.pop("extensions", None), "env.extensions").items():
         if name == "success_threshold":
-            env.setdefault(name, value)
+            work.put(env, name, value, f"env.extensions.{name}", f"env.{name}")
         else:
             work.unknown.append(f"env.extensions.{name}")
     for section in ("events", "observations", "rewards", "actions"):
@@ -137,7 +153,7 @@ def translate_gym_config(given: Mapping[str, Any], source: str, hint: str) -> tu
         for name, entry in list(entries.items()):
             function = _function(entry)
             if section == "actions" and function and function == _TERMS.get(name):
-                entries[name] = dict(entry.get("params") or {})
+                entries[name] = work.mapping(entry.get("params"), f"env.{section}.{name}.params")
             elif function:
                 del entries[name]
                 record = function.startswith("record_camera")

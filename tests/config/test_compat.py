@@ -166,6 +166,84 @@ def test_all_that_is_not_understood_stands_in_one_error(folder: Path) -> None:
     assert text.count("Valid: buffer_size") == 1  # the valid names are listed once
 
 
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"algorithm__cfg": {"optimizer": "sgd"}}, "algorithm.cfg.optimizer: expected a mapping, got 'sgd'"),
+        (
+            {"algorithm__cfg": {"lr_scheduler": "cosine"}},
+            "algorithm.cfg.lr_scheduler: expected a mapping, got 'cosine'",
+        ),
+        ({"trainer__events": ["film"]}, "trainer.events: expected a mapping, got ['film']"),
+        ({"trainer__events": {"eval": "film"}}, "trainer.events.eval: expected a mapping, got 'film'"),
+        (
+            {"algorithm__cfg__learning_rate": 1e-3},
+            "algorithm.cfg.optimizer.learning_rate: is called learning_rate here, and both are given",
+        ),
+        (
+            {"algorithm__cfg": {"lr_schedule": "constant", "lr_scheduler": {"name": "linear"}}},
+            "algorithm.cfg.lr_scheduler: is called lr_schedule here, and both are given",
+        ),
+        (
+            {"algorithm__cfg": {"lr_scheduler": {"name": "linear", "kwargs": {"total_iters": 10}}}},
+            "algorithm.cfg.lr_scheduler.kwargs.total_iters: ",
+        ),
+        (
+            {"algorithm__cfg": {"lr_scheduler": {"name": "linear", "kwargs": {"end_factor": 0.1}}}},
+            "algorithm.cfg.lr_scheduler.kwargs.end_factor: ",
+        ),
+        ({"algorithm__cfg": {"lr_scheduler": {"name": "linear", "warmup": 5}}}, "algorithm.cfg.lr_scheduler.warmup: "),
+        (
+            {"algorithm__cfg": {"lr_scheduler": {"name": "linear", "kwargs": 5}}},
+            "algorithm.cfg.lr_scheduler.kwargs: expected a mapping, got 5",
+        ),
+        (
+            {"policy__distribution": {"init_log_std": 0.5}},
+            "policy.initial_log_std: is called distribution.init_log_std here, and both are given",
+        ),
+        ({"policy__distribution": "gaussian"}, "policy.distribution: expected a mapping, got 'gaussian'"),
+        ({"policy__distribution": ["a"]}, "policy.distribution: expected a mapping, got ['a']"),
+        (
+            {"policy__actor__network_cfg__orthogonal_init": False},
+            "policy.actor.network_cfg.orthogonal_init: expected true or gains, as weights are always orthogonal",
+        ),
+    ],
+)
+def test_what_cannot_be_said_here_is_not_dropped(folder: Path, changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_train_config(write(folder / "trainings/train.json", changed(TRAIN, **changes)))
+    assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"env__extensions": "fast"}, "env.extensions: expected a mapping, got 'fast'"),
+        (
+            {"env__success_threshold": 0.2},
+            "env.extensions.success_threshold: is called env.success_threshold here, and both are given",
+        ),
+        (
+            {"env__actions": {"delta_qpos": {"func": "DeltaQposTerm", "params": 5}}},
+            "env.actions.delta_qpos.params: expected a mapping, got 5",
+        ),
+    ],
+)
+def test_what_an_environment_cannot_be_told_is_not_dropped(folder: Path, changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_gym_config(write(folder / "tasks/reach.json", changed(SCENE, **changes)))
+    assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize("scheduler", [None, {"name": "linear", "kwargs": None}, {"name": "linear"}])
+def test_empty_entries_say_nothing(folder: Path, scheduler: dict[str, Any] | None) -> None:
+    settings = {"optimizer": None, "lr_scheduler": scheduler}
+    data = changed(TRAIN, algorithm__cfg=settings, trainer__events=None, policy__distribution=None)
+    cfg = load_train_config(write(folder / "trainings/train.json", data))
+    assert cfg.algorithm.cfg["lr_schedule"] == ("linear" if scheduler else "constant")
+    assert cfg.policy["distribution"] == {"init_log_std": -0.5}
+
+
 def test_an_environment_given_by_a_flag_takes_the_place_of_a_scene(folder: Path) -> None:
     write(folder / "tasks/reach.json", changed(SCENE, robot={"urdf_cfg": {}}))
     path = write(folder / "trainings/train.json", changed(TRAIN, trainer__enable_eval=False))
