@@ -1,6 +1,7 @@
 """Config files: JSON and YAML that load to the same thing, saved so that they load to the same thing again."""
 
 import json
+import logging
 import os
 import re
 from collections import Counter
@@ -12,6 +13,8 @@ import yaml
 
 from embodichain.config.classes import to_data
 from embodichain.errors import ConfigError, writing
+
+_LOG = logging.getLogger(__name__)
 
 MAX_BYTES, MAX_ENTRIES, MAX_LEVELS = 1 << 20, 20_000, 64
 """Bounds of a config: of its file, of its keys and values (with YAML's aliases written out), and of its nesting."""
@@ -109,11 +112,14 @@ def load_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def find_config(name: str, folder: Path) -> Path:
-    """Return the file that another one in ``folder`` names: as seen from there, or from the working directory; else a
-    file of that name beside it."""
-    places = dict.fromkeys((folder / name, Path.cwd() / name, folder / Path(name).name))
+    """Return the file that another one in ``folder`` names: as seen from there, or from the working directory; else,
+    with a warning, a file of that name beside it. An absolute path is that file and no other."""
+    given, beside = Path(name), folder / Path(name).name
+    places = dict.fromkeys((given,) if given.is_absolute() else (folder / name, Path.cwd() / name, beside))
     for file in places:
         if file.is_file():
+            if file == beside and beside != folder / name:
+                _LOG.warning("%s: no such file, taking %s", name, file.absolute())
             return file
     raise ConfigError(f"no such file (looked for {', '.join(str(file.absolute()) for file in places)})", name)
 

@@ -113,6 +113,24 @@ def test_the_environment_is_found_beside_the_config_and_in_the_working_directory
     assert cfg.trainer.environment["max_episode_steps"] == 33
 
 
+def test_a_file_that_is_only_called_the_same_is_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (folder / "tasks/reach.json").unlink()
+    write(folder / "trainings/reach.json", {"id": "ReachRL"})
+    with caplog.at_level(logging.WARNING):
+        load_train_config(write(folder / "trainings/train.json", changed(TRAIN, trainer__gym_config="reach.json")))
+        assert "reach.json" not in caplog.text.replace(str(folder / "trainings/train.json"), "")
+        load_train_config(write(folder / "trainings/train.json", TRAIN))
+    assert f"tasks/reach.json: no such file, taking {folder / 'trainings/reach.json'}" in caplog.text
+
+
+def test_an_absolute_path_is_that_file_or_an_error(folder: Path) -> None:
+    write(folder / "trainings/reach.json", {"id": "ReachRL"})
+    path = str(folder / "elsewhere/reach.json")
+    with pytest.raises(ConfigError) as caught:
+        load_train_config(write(folder / "trainings/train.json", changed(TRAIN, trainer__gym_config=path)))
+    assert f"no such file (looked for {path})" in str(caught.value)
+
+
 def test_a_missing_environment_says_where_it_was_looked_for(folder: Path) -> None:
     (folder / "tasks/reach.json").unlink()
     with pytest.raises(ConfigError) as caught:

@@ -24,9 +24,9 @@ from embodichain.errors import SharedMemoryError
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
-_CGROUP_V2 = ("memory.max", "memory.current", "inactive_file")
-_CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-"""Files with the limit and the usage of a group and those below it, and the name of what can be given up."""
+_CGROUP_V2 = ("memory.max", "memory.current", "active_file", "inactive_file", "slab_reclaimable")
+_CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_active_file", "total_inactive_file")
+"""Files with the limit and the usage of a group and those below it, and the names of what can be given up."""
 
 
 class Segment:
@@ -102,13 +102,14 @@ def available_bytes() -> int:
     return there
 
 
-def _room_in_cgroup(folder: Path, names: tuple[str, str, str], unlimited: int) -> int:
-    """Return what a control group leaves; file pages nobody uses are given up for us, so they count as free."""
+def _room_in_cgroup(folder: Path, names: tuple[str, ...], unlimited: int) -> int:
+    """Return what a control group leaves; cached pages of files are given up when memory is needed: they are free."""
     limit, usage = _lines(folder / names[0]), _lines(folder / names[1])
     if not limit or not usage or not limit[0].isdigit():
         return unlimited
     statistics = dict(line.split() for line in _lines(folder / "memory.stat"))
-    return max(int(limit[0]) - int(usage[0]) + int(statistics.get(names[2], 0)), 0)
+    cached = sum(int(statistics.get(name, 0)) for name in names[2:])
+    return max(int(limit[0]) - int(usage[0]) + cached, 0)
 
 
 def _room_in_address_space() -> int:

@@ -117,20 +117,25 @@ def test_available_memory_is_no_more_than_the_machine_has() -> None:
 def test_the_limit_of_a_control_group_is_heeded(
     version: int, limited: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A hundred MiB are allowed, sixty in use, ten of them file pages that nobody needs: fifty are left."""
+    """A hundred MiB are allowed, eighty in use, thirty of them pages of files and caches of the kernel, which the
+    kernel gives up when memory is needed: fifty are left."""
     names = {
-        1: ("memory/jobs/mine", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-        2: ("jobs/mine", "memory.max", "memory.current", "inactive_file"),
+        1: ("memory/jobs/mine", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+        2: ("jobs/mine", "memory.max", "memory.current"),
     }
-    own, limit, usage, unused = names[version]
+    own, limit, usage = names[version]
+    statistics = {
+        1: {"inactive_file": 1, "active_file": 1, "total_inactive_file": 10, "total_active_file": 20},
+        2: {"file": 70, "inactive_file": 5, "active_file": 20, "slab_reclaimable": 5, "slab_unreclaimable": 9},
+    }[version]
     unlimited = {1: str(2**63 - 4096), 2: "max"}[version]
     group = tmp_path / own
     group.mkdir(parents=True)
     for folder in (group, group.parent):
         is_limited = (folder == group) == (limited == "own")
         (folder / limit).write_text(f"{100 << 20 if is_limited else unlimited}\n")
-        (folder / usage).write_text(f"{60 << 20}\n")
-        (folder / "memory.stat").write_text(f"inactive_file {1 << 20}\n{unused} {10 << 20}\n")
+        (folder / usage).write_text(f"{80 << 20}\n")
+        (folder / "memory.stat").write_text("".join(f"{name} {size << 20}\n" for name, size in statistics.items()))
     (tmp_path / "cgroup").write_text(
         {1: "11:cpu,cpuacct:/jobs/mine\n4:memory:/jobs/mine\n", 2: "0::/jobs/mine\n"}[version]
     )
