@@ -122,6 +122,31 @@ def test_a_process_that_is_killed_is_an_error_at_once() -> None:
     assert not alive(env.pid)
 
 
+def make_unless_marked(mark: str) -> VecEnv:
+    if os.path.exists(mark):
+        os.unlink(mark)
+        raise OSError("the licence server is busy")
+    return make_task("CartPoleRL", 2)
+
+
+def test_a_restart_that_fails_does_not_forget_the_chunk_size(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    with RemoteEnv(partial(make_unless_marked, str(mark))) as env:
+        env.in_chunks(4).reset(seed=0)
+        for failing in (False, True, True):
+            os.kill(env.pid, signal.SIGKILL)
+            with pytest.raises(WorkerError, match="killed by SIGKILL"):
+                env.step(torch.zeros(2, 4, 1))
+            if failing:
+                mark.touch()
+                with pytest.raises(WorkerError, match="licence server"):
+                    env.restart()
+            env.restart()
+            assert env.action_space.shape == (4, 1)
+            env.reset(seed=0)
+            assert env.step(torch.zeros(2, 4, 1))[4]["chunk"]["num_actions"].tolist() == [4, 4]
+
+
 class Drawing(Patient):
     """Draws from the global generators, which no environment should."""
 

@@ -49,6 +49,7 @@ class RemoteEnv(StepsInHalves):
         self, make: Callable[[], VecEnv], *, start_timeout: float = START_TIMEOUT, step_timeout: float = STEP_TIMEOUT
     ) -> None:
         """Start the process; a step may take ``step_timeout`` seconds, the start, first steps and the rest more."""
+        self._chunk_size = 1
         self._start(make, start_timeout, step_timeout)
         self._meet()
 
@@ -65,6 +66,7 @@ class RemoteEnv(StepsInHalves):
         try:
             for make in makes:
                 env = cls.__new__(cls)
+                env._chunk_size = 1
                 env._start(make, start_timeout, step_timeout)
                 envs.append(env)
             waiting: dict[Any, Self] = {env._process.channel.socket: env for env in envs}
@@ -82,7 +84,7 @@ class RemoteEnv(StepsInHalves):
         return envs
 
     def _start(self, make: Callable[[], VecEnv], start_timeout: float, step_timeout: float) -> None:
-        self._make, self._chunk_size = make, 1
+        self._make = make
         self._timeouts = {"start_timeout": start_timeout, "step_timeout": step_timeout}
         self._steps = 0
         self._failed = True
@@ -149,13 +151,12 @@ class RemoteEnv(StepsInHalves):
         """Replace the process if it ended, hung, or did not do what it was asked last; ``reset`` has to follow."""
         if self._closed or not self._failed:
             return
-        chunk_size = self._chunk_size
         self._process.kill()
         self._channel.close()
         self._start(self._make, *self._timeouts.values())
         self._meet()
-        if chunk_size > 1:
-            self.in_chunks(chunk_size)
+        if self._chunk_size > 1:
+            self.in_chunks(self._chunk_size)
 
     def get_state(self) -> TensorDict:
         state: TensorDict = self._ask("get_state")
