@@ -181,6 +181,27 @@ def test_bounds_of_the_adaptive_rate_are_settings() -> None:
     assert PPOCfg(learning_rate=1e-3, lr_max=5e-4).lr_max == 5e-4  # other schedules know no bounds
 
 
+def test_a_loaded_adaptive_rate_keeps_within_other_bounds() -> None:
+    adaptive = {"lr_schedule": "adaptive", "learning_rate": 1e-3}
+    before = PPO(PPOCfg(**adaptive), setup()[1])
+    for kl, bounds, expected in (
+        (0.0, {"lr_max": 2e-3}, 2e-3),
+        (0.0, {"lr_min": 5e-4}, None),
+        (0.0, {}, None),  # None: what it was, to the last bit
+        (1.0, {"lr_min": 5e-4}, 5e-4),
+        (1.0, {"lr_max": 2e-3}, None),
+        (1.0, {}, None),
+    ):
+        before.optimizer.learning_rate = 1e-3
+        for _ in range(3):
+            before.optimizer.adapt_learning_rate(torch.tensor(kl), 0.01, before.cfg.lr_bounds)
+        rate = before.optimizer.learning_rate
+        assert rate == pytest.approx(1e-3 * 1.5 ** (3 if kl == 0.0 else -3))
+        after = PPO(PPOCfg(**adaptive, **bounds), setup()[1])
+        after.load_state_dict(before.state_dict())
+        assert after.optimizer.learning_rate == (rate if expected is None else expected), bounds
+
+
 def test_early_stop_on_kl() -> None:
     _, policy, rollout = setup()
     cfg = PPOCfg(n_epochs=9, batch_size=16, learning_rate=0.1, target_kl=1e-4)

@@ -198,6 +198,9 @@ class PPO(MinibatchAlgorithm):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
+        if self.cfg.lr_schedule == "adaptive":  # its bounds may have been set otherwise since
+            low, high = self.cfg.lr_bounds
+            self.optimizer.learning_rate = min(max(self.optimizer.learning_rate, low), high)
         if self.reward_normalizer is not None and "reward_normalizer" in state:
             self.reward_normalizer.load_state_dict(state["reward_normalizer"])
 
