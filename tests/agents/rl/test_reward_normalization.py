@@ -208,6 +208,26 @@ def test_large_rewards_are_learned_from_with_a_critic_that_keeps_up(seed: int) -
     assert value_loss[False] > 1e5
 
 
+def test_returns_at_the_end_of_chunks_are_those_of_single_actions() -> None:
+    """A chunk that an episode's end cuts has fewer actions; the rest of it is zero."""
+    torch.manual_seed(0)
+    steps, size = 6, 4
+    taken = torch.tensor([[4, 2, 4, 4, 1, 4], [3, 4, 4, 2, 4, 4]]).t()
+    done = taken < size
+    rewards = torch.rand(steps, 2, size) * (torch.arange(size) < taken.unsqueeze(-1))
+    expected = torch.zeros(steps, 2, dtype=torch.float64)
+    for env in range(2):
+        x = 0.0
+        for step in range(steps):
+            for i in range(int(taken[step, env])):
+                x = float(rewards[step, env, i]) + GAMMA * x
+            expected[step, env] = x
+            x *= not done[step, env]
+    returns, parts = DiscountedReturns(GAMMA, 2, torch.device("cpu")), (rewards.sum(-1), done, taken, rewards)
+    given = torch.cat([returns.update(*(part[chosen] for part in parts)) for chosen in (slice(0, 3), slice(3, 6))])
+    torch.testing.assert_close(given, expected)
+
+
 def test_a_chunk_of_actions_discounts_by_as_many_steps() -> None:
     returns = DiscountedReturns(GAMMA, 1, torch.device("cpu"))
     reward, done = torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([[False], [True], [False]])

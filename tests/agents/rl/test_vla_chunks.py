@@ -101,6 +101,20 @@ def test_a_rollout_of_chunks_counts_actions():
     assert (rollout["next_value"][cut] != 0).all()  # the value of the state the time limit cut off
 
 
+def test_discounted_returns_of_chunks_count_action_by_action():
+    env, policy = chunked_pair()
+    collector = SyncCollector(env, policy, return_discount=GAMMA)
+    rollout = torch.cat([collector.collect(4).clone() for _ in range(2)], dim=1)
+    assert rollout["done"].any()
+    for row in rollout.unbind(0):
+        x = 0.0
+        for step in row.unbind(0):
+            for i in range(int(step["num_actions"])):
+                x = float(step["chunk_reward"][i]) + GAMMA * x
+            assert float(step["discounted_return"]) == pytest.approx(x, rel=1e-5)
+            x *= not step["done"]
+
+
 def test_the_value_at_a_cut_is_that_of_the_observation_reached_there():
     env, policy = chunked_pair(2)
     seen = []

@@ -11,7 +11,8 @@ A rollout is a TensorDict ``[num_envs, num_steps]``, stored time-major underneat
 * ``num_actions`` and ``chunk_reward``, where decisions are chunks of actions (``ChunkedEnv``): how many of the chunk
   were taken, and the reward of each ``[num_envs, num_steps, chunk_size]``. ``reward`` is then their plain sum, and
   ``sample_log_prob`` has one entry per action as well;
-* ``discounted_return``, where the algorithm normalises rewards: ``x_t = reward_t + gamma x_{t-1}`` of the episode.
+* ``discounted_return``, where the algorithm normalises rewards: ``x_t = reward_t + gamma x_{t-1}`` of the episode;
+  for a chunk, that of its last action.
 
 Algorithms add ``advantage`` and ``return``.
 """

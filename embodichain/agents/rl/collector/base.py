@@ -163,8 +163,17 @@ class DiscountedReturns:
         self.value = torch.zeros(num_envs, dtype=torch.float64, device=device)
         """What the episodes under way have, ``[num_envs]``."""
 
-    def update(self, reward: Tensor, done: Tensor, num_actions: Tensor | None = None) -> Tensor:
-        """Take in a rollout's ``[num_steps, num_envs]`` and return those of its steps; a chunk is ``num_actions``."""
+    def update(
+        self, reward: Tensor, done: Tensor, num_actions: Tensor | None = None, chunk_reward: Tensor | None = None
+    ) -> Tensor:
+        """Take in a rollout's ``[num_steps, num_envs]`` and return those of its steps; a chunk is ``num_actions``.
+
+        ``chunk_reward`` ``[num_steps, num_envs, chunk_size]`` has the reward of each action of a chunk, which counts as
+        a step then: what is returned is that of the last one. Without it, a chunk's reward is that of its last action.
+        """
+        if num_actions is not None and chunk_reward is not None:
+            later = num_actions.unsqueeze(-1) - 1 - torch.arange(chunk_reward.shape[-1], device=reward.device)
+            reward = (chunk_reward.double() * self.gamma ** later.clamp_min(0).double()).sum(-1)
         age = torch.ones_like(reward, dtype=torch.float64) if num_actions is None else num_actions.double()
         discounts, goes_on = (self.gamma**age).unbind(0), (~done).double().unbind(0)
         returns = []

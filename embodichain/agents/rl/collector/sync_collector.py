@@ -159,7 +159,8 @@ class SyncCollector(BaseCollector):
             parts = storage["reward"], storage["done"], storage.get("num_actions", None)
             self.tracker.update(*parts, self._begins_anew)
             if self._returns is not None:
-                buffer.set_extras({"discounted_return": self._returns.update(*parts)})
+                returns = self._returns.update(*parts, storage.get("chunk_reward", None))
+                buffer.set_extras({"discounted_return": returns})
             return buffer.get()
 
     @property
