@@ -337,6 +337,8 @@ class Trainer:
             later_seed = ranks.seed(self.cfg.trainer.seed + self.counters.iteration)  # not the episodes of the start
             if env_state is None:
                 self.collector.reset(seed=later_seed)
+            else:
+                self.collector.seed_recovery(later_seed)
             if same_ranks:
                 set_random_state(own["random"])
             else:

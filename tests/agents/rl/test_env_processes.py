@@ -25,13 +25,15 @@ from embodichain.agents.rl.collector.recovery import EnvRecovery
 from embodichain.agents.rl.collector.remote_env import RemoteEnv
 from embodichain.agents.rl.models import build_policy
 from embodichain.agents.rl.runs import read_metrics
-from embodichain.agents.rl.train import EnvMaker, in_chunks, train_from_config
+from embodichain.agents.rl.train import EnvMaker, in_chunks, resume_training, train_from_config
 from embodichain.agents.rl.trainer import Trainer
+from embodichain.agents.rl.utils.distributed import Ranks
 from embodichain.envs.physics.mujoco_cpu import available_cores
 from embodichain.envs.vec_env import StepResult, VecEnv
 from embodichain.envs.wrappers import GroupedEnv, RemoteGroups, arrange, make_grouped
 from embodichain.errors import CollectorError, ConfigError, EnvContractError, UnknownNameError, WorkerError
 from tests.agents.rl.remote_cases import Patient, alive, assert_same, make_task
+from tests.agents.rl.training_cases import write_config
 
 TASK = """
 from embodichain.envs.registration import register_task
@@ -338,6 +340,37 @@ def test_contradictions_are_told_before_a_run_begins(tmp_path: Path) -> None:
     assert "trainer.num_envs: expected a multiple of the 3 env_processes, got 7" in str(caught.value)
     assert "trainer.collector.env_processes: expected a multiple of the 2 pipeline_stages, got 3" in str(caught.value)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"env_processes": 2}, {"mode": "async"}, {"mode": "async", "worker": "process"}],
+)
+def test_environments_replaced_after_a_resume_begin_other_episodes(
+    changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The seed of the new episodes has the iteration and the rank in it."""
+    trainer = {"iterations": 3, "seed": 7, "enable_eval": False, "collector": changes}
+    config = write_config(tmp_path / "c.json", tmp_path / "run", trainer=trainer)
+    train_from_config(config)
+    seeds: list[int | None] = []
+    start = Trainer.restore
+
+    def watched(self: Trainer, state: Any) -> None:
+        start(self, state)
+        if isinstance(self.collector, SyncCollector):
+            assert self.collector.recovery is not None
+            seeds.append(self.collector.recovery.seed)
+        else:
+            seeds.append(self.collector._backend._seed)
+
+    monkeypatch.setattr(Trainer, "restore", watched)
+    resume_training(tmp_path / "run", ["--trainer.iterations", "4"])
+    resume_training(tmp_path / "run", ["--trainer.iterations", "4"])
+    assert seeds == [7 + 3, 7 + 4]
+    monkeypatch.setattr(Ranks, "seed", lambda _, common: common + 1000)
+    resume_training(tmp_path / "run")
+    assert seeds[2:] == [7 + 4 + 1000]
 
 
 def test_processes_need_a_thread_to_ask_them() -> None:

@@ -351,6 +351,11 @@ class AsyncCollector(BaseCollector):
         stamps = [entry["policy_version"].unique().tolist() for entry in state["queue"]["entries"]]
         self._store.acknowledged.update(*stamps)
 
+    def seed_recovery(self, seed: int) -> None:
+        """Let environments that replace failed ones begin episodes that follow from this seed; ``reset`` does so."""
+        self._need_rest("seed_recovery()")
+        self._backend.seed_recovery(seed)
+
     def _command(self, name: Command, timeout: float) -> dict[str, Any] | None:
         if not self.is_running:
             raise CollectorError("the collector is not running: call start() first")

@@ -97,11 +97,16 @@ class SyncCollector(BaseCollector):
 
     def reset(self, seed: int | None = None) -> None:
         """Reset all envs and begin with new episodes."""
-        if self.recovery is not None and seed is not None:
-            self.recovery.seed = seed
+        if seed is not None:
+            self.seed_recovery(seed)
         with self.env_errors:
             obs = self.env.reset(seed=seed)[0]
         self.begin(obs)
+
+    def seed_recovery(self, seed: int) -> None:
+        """Let environments that replace failed ones begin episodes that follow from this seed; ``reset`` does so."""
+        if self.recovery is not None:
+            self.recovery.seed = seed
 
     def begin(self, obs: Observation) -> None:
         """Begin with an observation that begins an episode in every env."""

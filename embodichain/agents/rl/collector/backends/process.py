@@ -36,7 +36,6 @@ class SupervisedBackend(Backend):
 
     def __init__(self, spec: WorkerSpec) -> None:
         super().__init__(spec)
-        self._seed: int | None = None
         self._state: Mapping[str, Any] | None = None
         self._lock = threading.RLock()
 

@@ -51,6 +51,7 @@ class Backend(ABC):
         self._spec, self._cfg = spec, spec.cfg
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
+        self._seed: int | None = None
 
     @property
     @abstractmethod
@@ -64,6 +65,10 @@ class Backend(ABC):
     @abstractmethod
     def reset(self, seed: int | None) -> None:
         """Begin with new episodes; not while it collects."""
+
+    def seed_recovery(self, seed: int) -> None:
+        """Let workers and environments that replace failed ones begin episodes that follow from this seed."""
+        self._seed = seed
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
@@ -160,7 +165,6 @@ class ThreadBackend(Backend):
 
     def __init__(self, spec: WorkerSpec) -> None:
         super().__init__(spec)
-        self._seed = spec.cfg.seed or 0
         self._given = spec.make_env()
         self._worker = RolloutWorker(self._given, spec)
         self.num_envs = self._given.num_envs
@@ -196,7 +200,7 @@ class ThreadBackend(Backend):
         self._worker.collector.recovery = EnvRecovery(
             self._cfg.max_restarts, self._spec.make_another, self._pause, self._before_build, silence
         )
-        self._worker.collector.recovery.seed = self._seed
+        self._worker.collector.recovery.seed = self._cfg.seed or 0 if self._seed is None else self._seed
         self._hangs = HangDetector(self._cfg.start_timeout, self._cfg.step_timeout)
 
     def send(self, instruction: Instruction) -> None:
