@@ -111,6 +111,10 @@ class CheckpointVersionError(CheckpointError):
     """A checkpoint is intact, but a newer version of this package wrote it."""
 
 
+class CheckpointUnreadableError(CheckpointError):
+    """A checkpoint may be intact, but the file system or a lack of memory keeps it from being read at present."""
+
+
 class NotFiniteError(EmbodiChainError, ArithmeticError):
     """Training met NaN or infinity; the message says where, and where the failing batch was saved."""
 

@@ -8,8 +8,8 @@ import textwrap
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Self, TextIO
+from contextlib import contextmanager, suppress
+from typing import IO, Self, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -71,11 +71,41 @@ class _TerminalHandler(logging.StreamHandler[TextIO]):
         return "\n".join([text, *rest])
 
 
+class MessageConsole(Console):
+    """Prints to ``stderr``; where Rich would end the program because nobody reads that any more, it goes quiet."""
+
+    def __init__(self, quiet: bool = False, file: IO[str] | None = None, force_terminal: bool | None = None) -> None:
+        super().__init__(stderr=True, quiet=quiet, file=file, force_terminal=force_terminal)
+
+    def on_broken_pipe(self) -> None:
+        """Print nothing more."""
+        go_quiet(self)
+
+
+@contextmanager
+def printing(console: Console) -> Iterator[None]:
+    """Let a terminal or a pipe that is gone end nothing but what is printed on it."""
+    try:
+        yield
+    except (OSError, SystemExit):  # a console of Rich's own ends the program when a pipe is closed
+        go_quiet(console)
+
+
+def go_quiet(console: Console) -> None:
+    """Print nothing more on a console; what its stream still holds must not fail when the program ends, either."""
+    console.quiet = True
+    if console.file in (sys.__stderr__, sys.__stdout__):
+        with suppress(OSError, ValueError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, console.file.fileno())
+            os.close(nowhere)
+
+
 class ProgressView:
     """Shows return, success, steps per second and the time left: a bar on a terminal, a line now and then elsewhere."""
 
     def __init__(self, name: str, console: Console | None = None) -> None:
-        self.console = console or Console(stderr=True)
+        self.console = console or MessageConsole()
         self._name = name
         self._marks: deque[tuple[float, int, float]] = deque(maxlen=_SPEED_WINDOW)  # time, step, share done
         self._last_line = 0.0
@@ -86,12 +116,14 @@ class ProgressView:
             columns = TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[text]}")
             self._bar = Progress(*columns, console=self.console, transient=True)
             self._task = self._bar.add_task(self._name, total=1.0, text="")
-            self._bar.start()
+            with printing(self.console):
+                self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
-            self._bar.stop()
+            with printing(self.console):
+                self._bar.stop()
 
     def show(self, step: int, done: float, mean_return: float | None, success: float | None) -> None:
         """Show the environment steps so far, the share that is done, and the results of recent episodes if known."""
@@ -101,14 +133,16 @@ class ProgressView:
         parts += [] if success is None else [f"success {success:.0%}"]
         text = " | ".join([*parts, *self._speed()])
         if self._bar is not None:
-            self._bar.update(self._task, completed=done, text=text)
+            with printing(self.console):
+                self._bar.update(self._task, completed=done, text=text)
         elif time.monotonic() - self._last_line > _LINE_SECONDS:
             self._last_line = time.monotonic()
             self.print(f"{self._name}: {text}")
 
     def print(self, text: str) -> None:
         """Print a line above the bar."""
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        with printing(self.console):
+            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def _speed(self) -> Iterator[str]:
         """Yield steps per second and the time left, over the last iterations."""

@@ -11,11 +11,13 @@ A run's checkpoints hold ``config`` (the resolved config), ``spaces``, ``policy`
 """
 
 import contextlib
+import errno
 import json
 import math
 import os
 import re
 import shutil
+import stat
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -33,6 +35,7 @@ from embodichain.agents.rl.utils.tensordicts import space_from_data
 from embodichain.envs.vec_env import VecEnv
 from embodichain.errors import (
     CheckpointError,
+    CheckpointUnreadableError,
     CheckpointVersionError,
     EmbodiChainError,
     EnvironmentHungError,
@@ -50,6 +53,8 @@ _STEP = re.compile("step_([0-9]+)")
 _COPY = re.compile(r"\.(step_[0-9]+)\.[0-9]+\.partial")
 _FORMER = ".former"
 """How the name of a checkpoint ends while another one takes its place."""
+_ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+"""What the file system says about a checkpoint that is not whole."""
 
 PathLike = str | os.PathLike[str]
 
@@ -81,7 +86,7 @@ def load_checkpoint(path: PathLike) -> dict[str, Any]:
     with reading_checkpoint(str(folder)):
         document = _read_document(folder / STATE_FILE)
         about, file = document["tensors"], folder / TENSOR_FILE
-        if not os.path.isfile(file):
+        if not _is_file(file):
             raise CheckpointError(f"{file} cannot be read: it is missing, or no file")
         size = file.stat().st_size
         if size != about.get("bytes"):
@@ -100,11 +105,21 @@ def load_checkpoint(path: PathLike) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def reading_checkpoint(source: str) -> Iterator[None]:
-    """Turn whatever is raised by content that nobody would have saved into one ``CheckpointError``."""
+    """Turn whatever is raised by content that nobody would have saved into one ``CheckpointError``.
+
+    It is a ``CheckpointUnreadableError`` if the reason is not the content.
+    """
     try:
         yield
     except EmbodiChainError:
         raise
+    except (OSError, MemoryError) as error:
+        reason = "there is not enough memory" if isinstance(error, MemoryError) else error.strerror or str(error)
+        if isinstance(error, _ABSENT):
+            raise CheckpointError(f"{source} cannot be read: {reason}") from error
+        raise CheckpointUnreadableError(
+            f"{source} cannot be read: {reason}. That need not be its fault: try again, or move it away"
+        ) from error
     except Exception as error:  # content of the wrong kind may make anything of what it is given to fail
         reason = (str(error).strip() or "no further message").splitlines()[0]
         raise CheckpointError(f"{source} cannot be read: {type(error).__name__}: {reason}") from error
@@ -168,9 +183,13 @@ def restore_former(folder: Path) -> None:
     copies = [copy for copy in folder.glob(".step_*.partial") if _COPY.fullmatch(copy.name) and is_checkpoint(copy)]
     for copy in sorted(copies, key=lambda copy: (copy / STATE_FILE).stat().st_mtime_ns, reverse=True):
         target = copy.with_name(copy.name.split(".")[1])
-        with contextlib.suppress(CheckpointError):  # it was not complete
+        try:
             if not target.exists() and load_checkpoint(copy):
                 copy.rename(target)
+        except CheckpointUnreadableError:
+            raise
+        except CheckpointError:  # it was not complete
+            continue
     for former in folder.glob(f".*{_FORMER}"):
         target = former.with_name(_final_name(former))
         if target.exists():
@@ -229,11 +248,11 @@ def load_policy(
 
 
 def _read_document(file: Path) -> dict[str, Any]:
-    if not os.path.isfile(file):
+    if not _is_file(file):
         raise CheckpointError(f"{file.parent} is no checkpoint: there is no {file.name} in it")
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is damaged or truncated: {error}") from None
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise CheckpointError(f"{file} is no checkpoint of this package")
@@ -247,6 +266,18 @@ def _read_document(file: Path) -> dict[str, Any]:
     if not isinstance(document.get("tensors"), dict) or _data_crc(document.get("state")) != document.get("crc32"):
         raise CheckpointError(f"{file} is damaged: its content does not match its checksum")
     return document
+
+
+def _is_file(path: Path) -> bool:
+    """Tell whether there is a file; unlike ``os.path.isfile``, an error that says nothing about that is raised."""
+    try:
+        return stat.S_ISREG(os.stat(path).st_mode)
+    except (*_ABSENT, ValueError):  # a NUL in the name
+        return False
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENAMETOOLONG):
+            return False
+        raise
 
 
 def _data_crc(data: Any) -> int:

@@ -9,12 +9,13 @@ import json
 import logging
 import os
 import socket
+import stat
 import time
 import weakref
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from embodichain.errors import TrainingStateError, writing
+from embodichain.errors import OutputError, TrainingStateError, writing
 
 LOCK_FILE = "run.lock"
 _LOCK_BYTES = 4096
@@ -69,7 +70,7 @@ class RunLock:
     def _open(self) -> BinaryIO:
         """Return the file, locked."""
         while True:
-            file = os.fdopen(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0)
+            file = os.fdopen(self._descriptor(), "r+b", buffering=0)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
@@ -82,9 +83,23 @@ class RunLock:
                     error.strerror,
                 )
             with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(file.fileno()), os.stat(self._path)):
+                if os.path.samestat(os.fstat(file.fileno()), os.lstat(self._path)):
                     return file
             file.close()  # somebody removed the folder meanwhile
+
+    def _descriptor(self) -> int:
+        """Open the file, but nothing that it links to, and no device."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+        try:
+            descriptor = os.open(self._path, flags, 0o666)
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+        else:
+            if stat.S_ISREG(os.fstat(descriptor).st_mode):
+                return descriptor
+            os.close(descriptor)
+        raise OutputError(f"{self._path} is no file: expected one that only says who trains in its folder; remove it")
 
     def _refuse(self, holder: dict[str, Any] | None) -> None:
         """Raise the error that says who has the lock."""
@@ -121,7 +136,7 @@ os.register_at_fork(after_in_child=_forget_locks)
 def _read_holder(file: BinaryIO) -> dict[str, Any] | None:
     """Return who wrote a lock file and has not emptied it, if that can be read."""
     file.seek(0)
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         holder = json.loads(file.read(_LOCK_BYTES))
         if isinstance(holder, dict) and {"host", "pid", "since"} <= holder.keys():
             return holder

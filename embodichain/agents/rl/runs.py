@@ -46,6 +46,7 @@ from embodichain.agents.rl.utils.distributed import Ranks, is_launched, is_torch
 from embodichain.config import save_config
 from embodichain.errors import (
     CheckpointError,
+    CheckpointUnreadableError,
     CheckpointVersionError,
     ConfigError,
     OutputError,
@@ -63,6 +64,8 @@ _UNFINISHED = re.compile(rf"\.step_[0-9]+\.[0-9]+\.partial|\.({LATEST}|{BEST})\.
 _STDERR = 2
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Ctrl-C, and what schedulers send before they end a job: Slurm, for one, SIGTERM, or what ``--signal`` asks for."""
+_ALWAYS_TAKEN = (signal.SIGINT, signal.SIGTERM)
+"""The others are left to a program that has a handler for them, or ignores them, as ``nohup`` does."""
 _LOG = logging.getLogger(__name__)
 
 
@@ -87,7 +90,7 @@ class RunFolder:
         folder = cls(path)
         folder.lock.acquire()
         try:
-            if list_checkpoints(folder.checkpoints):
+            if list_checkpoints(folder.checkpoints, damaged=True):
                 raise TrainingStateError(
                     f"{path} holds a run already: continue it with --resume {path}, or choose another --trainer.run_dir"
                 )
@@ -98,13 +101,42 @@ class RunFolder:
         return folder
 
     def begin(self, cfg: TrainCfg) -> None:
-        """Write the config of a new run, and remove what one without a checkpoint has left."""
-        if (self.path / CONFIG_FILE).exists():
+        """Write the config of a new run, and remove what one without a checkpoint has left.
+
+        ``TrainingStateError`` if what is there may be more than that: nothing is changed then.
+        """
+        logs = [file for file in (self.metrics, *self.path.glob("events.out.tfevents.*")) if os.path.lexists(file)]
+        is_run = (self.path / CONFIG_FILE).exists()
+        if logs and not is_run:
+            raise TrainingStateError(
+                f"{self.path} holds {logs[0].name} of something else, as there is no {CONFIG_FILE}: choose another "
+                "--trainer.run_dir, or move the file away"
+            )
+        self._check_not_begun()
+        if is_run:
             _LOG.warning("%s holds a run without a checkpoint: the run begins anew", self.path)
         self.configure(cfg)
-        for old in (self.metrics, *self.path.glob("events.out.tfevents.*")):
+        for old in logs:
             old.unlink(missing_ok=True)
         self._forget_unfinished()
+
+    def _check_not_begun(self) -> None:
+        """Raise ``TrainingStateError`` if there must be checkpoints that cannot be seen: they come before the log."""
+        if os.path.lexists(self.checkpoints) and not os.path.isdir(self.checkpoints):
+            kind = "a link to what is not there" if self.checkpoints.is_symlink() else "no folder"
+            raise TrainingStateError(
+                f"{self.checkpoints} is {kind}: mount or restore the folder to continue the run, or choose another "
+                "--trainer.run_dir to begin one"
+            )
+        first = re.compile(r"\.step_0+\.[0-9]+\.partial")  # it was killed while it saved the first one
+        if any(first.fullmatch(path.name) for path in self.checkpoints.glob(".step_*.partial")):
+            return
+        if self.metrics.is_file() and _has_line(self.metrics):
+            raise TrainingStateError(
+                f"{self.path} holds the log of a run, {self.metrics.name}, but {CHECKPOINTS} has no checkpoint of it. "
+                "Mount or restore that folder to continue the run; to begin anew, choose another --trainer.run_dir or "
+                f"move {self.metrics.name} away"
+            )
 
     def configure(self, cfg: TrainCfg) -> None:
         """Write the config into the folder, and keep as many checkpoints as it says."""
@@ -131,7 +163,7 @@ class RunFolder:
         for checkpoint in reversed(list_checkpoints(self.checkpoints, damaged=True)):
             try:
                 state = load_checkpoint(checkpoint)
-            except CheckpointVersionError:
+            except (CheckpointVersionError, CheckpointUnreadableError):
                 raise
             except CheckpointError as error:
                 damaged[checkpoint] = error
@@ -142,8 +174,8 @@ class RunFolder:
         if damaged:
             problems = "; ".join(map(str, damaged.values()))
             raise CheckpointError(
-                f"none of the {len(damaged)} checkpoints of {self.path} can be read: {problems}. Move the folder "
-                f"{CHECKPOINTS} away to begin anew"
+                f"none of the {len(damaged)} checkpoints of {self.path} can be read: {problems}. To begin "
+                f"anew, choose another --trainer.run_dir, or move {CHECKPOINTS} and {self.metrics.name} away"
             )
         return None
 
@@ -175,6 +207,11 @@ class RunFolder:
             if link.is_dir() and not link.is_symlink():  # a copy that was made without links
                 shutil.rmtree(link)
             fresh.replace(link)
+
+
+def _has_line(file: Path) -> bool:
+    with file.open("rb") as lines:
+        return lines.readline().endswith(b"\n")
 
 
 def _is_new(path: Path) -> bool:
@@ -386,7 +423,8 @@ def _start_wandb(run: RunFolder, cfg: TrainCfg) -> Any:
 class StopSignals:
     """While active, the first Ctrl-C (or signal of a scheduler) asks the loop to stop; another Ctrl-C interrupts it.
 
-    Schedulers and launchers may send their signals more than once, and different ones: only the first counts.
+    Schedulers and launchers may send their signals more than once, and different ones: only the first counts. SIGHUP
+    and SIGUSR1 stay with a program that handles or ignores them itself.
     """
 
     def __init__(self, aloud: bool = True) -> None:
@@ -399,7 +437,8 @@ class StopSignals:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # Python handles signals nowhere else
             for number in _STOP_SIGNALS:
-                if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup asks for
+                former = signal.getsignal(number)
+                if former is signal.SIG_DFL or (number in _ALWAYS_TAKEN and former is not None):
                     self._former[number] = signal.signal(number, self._receive)
         return self
 

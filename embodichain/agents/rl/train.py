@@ -50,7 +50,7 @@ from embodichain.envs.vec_env import VecEnv
 from embodichain.envs.wrappers import GroupedEnv, arrange, chunked, make_grouped
 from embodichain.errors import CheckpointError, ConfigError, EmbodiChainError
 from embodichain.extras import import_trusted, module_folders, module_name
-from embodichain.utils.console import shown_messages
+from embodichain.utils.console import MessageConsole, printing, shown_messages
 from embodichain.utils.torch_runtime import seed_everything
 
 PathLike = str | os.PathLike[str]
@@ -96,13 +96,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Main entry point for command-line training; return the exit code."""
     args, rank = parse_args(argv), global_rank()
     _check_launch(args.distributed)
-    console = Console(stderr=True, quiet=rank > 0)
+    console = MessageConsole(quiet=rank > 0)
     with shown_messages(rank):
         if args.resume is not None:
             result = resume_training(args.resume, args.overrides, args.trust, console)
         else:
             result = train_from_config(args.config, args.overrides, args.trust, console)
-    console.print(report(result, args.trust), highlight=False, markup=False, soft_wrap=True)
+    with printing(console):
+        console.print(report(result, args.trust), highlight=False, markup=False, soft_wrap=True)
     return EXIT_INTERRUPTED if result.reason == "interrupted" else 0
 
 
@@ -217,7 +218,7 @@ def opened_trainer(
         check_devices(cfg)
     check_same_config(cfg, ranks)
     folder = open_folder(cfg, folder, ranks, anew=state is None)
-    console = console if ranks.is_first else Console(stderr=True, quiet=True)
+    console = console if ranks.is_first else MessageConsole(quiet=True)
     with ExitStack() as stack:
         stack.callback(folder.lock.release)
         trainer = build_trainer(cfg, folder, trusted_modules, console, ranks)

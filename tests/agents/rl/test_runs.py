@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import io
 import json
 import logging
 import os
@@ -23,7 +24,8 @@ from embodichain.agents.rl.run_lock import LOCK_FILE
 from embodichain.agents.rl.runs import RunFolder, read_metrics
 from embodichain.agents.rl.train import resume_training, train_from_config
 from embodichain.cli.main import main
-from embodichain.errors import OutputError, TrainingStateError
+from embodichain.errors import CheckpointError, OutputError, TrainingStateError
+from embodichain.utils.console import MessageConsole, ProgressView
 from tests.agents.rl.training_cases import write_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -95,6 +97,44 @@ def test_a_killed_process_leaves_no_lock(tmp_path):
         assert first.wait(100) == -signal.SIGKILL
         assert resume_training(run).iteration == 5
     assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == [128 * n for n in range(1, 6)]
+
+
+@pytest.mark.parametrize("number", [None, signal.SIGHUP])
+def test_a_closed_terminal_ends_no_run(tmp_path, number):
+    """Whoever read the messages is gone; nothing is lost, and the exit code says how the run ended."""
+    run, go = tmp_path / "run", tmp_path / "go"
+    settings = {"iterations": 5, "save_freq": 10_000, "eval_freq": 128, "num_eval_episodes": 1}
+    with paused_training(go, write_config(tmp_path / "c.json", run, trainer=settings)) as process:
+        process.stderr.close()
+        if number is not None:
+            process.send_signal(number)
+        go.touch()
+        assert process.wait(100) == (0 if number is None else 130)
+    steps = 128 * (5 if number is None else 3)
+    assert list_checkpoints(run / "checkpoints")[-1].name == f"step_{steps:012d}"
+    assert read_metrics(run / "metrics.jsonl")[-1]["step"] == steps
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize("code", [errno.EPIPE, errno.EIO])
+def test_progress_goes_quiet_when_its_stream_is_gone(terminal, code):
+    stream, error = io.StringIO(), OSError(code, os.strerror(code))
+    tries = []
+
+    def fail(text=""):
+        tries.append(text)
+        raise error
+
+    view = ProgressView("test", MessageConsole(file=stream, force_terminal=terminal))
+    with view:
+        view.print("before")
+        stream.write = stream.flush = fail
+        view.print("first")
+        seen = len(tries)
+        view.print("second")
+        view.show(1, 0.5, None, None)
+    assert "before" in stream.getvalue()
+    assert len(tries) == seen >= 1
 
 
 def test_a_lock_that_is_taken_and_released_in_turn(tmp_path):
@@ -170,6 +210,28 @@ def test_a_folder_that_cannot_be_locked_is_refused(tmp_path):
     (tmp_path / LOCK_FILE).mkdir()
     with pytest.raises(OutputError, match=r"cannot write to .*: Is a directory"):
         RunFolder(tmp_path).lock.acquire()
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "pipe"])
+def test_a_lock_file_that_is_no_file_is_left_alone(tmp_path, kind):
+    notes, lock = tmp_path / "notes.txt", tmp_path / "run" / LOCK_FILE
+    lock.parent.mkdir()
+    if kind == "pipe":
+        os.mkfifo(lock)
+    else:
+        lock.symlink_to(notes)
+    if kind == "link":
+        notes.write_text("mine")
+    with pytest.raises(OutputError, match=r"run\.lock is no file: .*remove it"):
+        RunFolder(lock.parent).lock.acquire()
+    assert notes.exists() == (kind == "link")
+    assert kind != "link" or notes.read_text() == "mine"
+
+
+def test_a_lock_file_of_nested_brackets_is_read_over(tmp_path):
+    (tmp_path / LOCK_FILE).write_text("[" * 4096)
+    RunFolder(tmp_path).lock.acquire()
+    assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == os.getpid()
 
 
 def test_a_failed_start_leaves_no_lock(tmp_path):
@@ -250,6 +312,69 @@ def test_other_things_among_checkpoints_are_left_alone(tmp_path, finished, capsy
     assert {"step_abc", "step_", "step_9x", "step_000000000999", "step_latest", "notes.txt"} <= names
     if command == "resume":
         assert [path.name for path in list_checkpoints(run / "checkpoints")] == ["step_000000000512"]
+
+
+def content(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != LOCK_FILE}
+
+
+@pytest.mark.parametrize("command", ["resume", "begin"])
+@pytest.mark.parametrize("how", ["gone", "empty", "dangling link", "dangling link and no log", "file", "damaged"])
+def test_a_run_whose_checkpoints_cannot_be_seen_is_left_alone(tmp_path, finished, how, command):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run, symlinks=True)
+    checkpoints = run / "checkpoints"
+    if how == "damaged":
+        for checkpoint in list_checkpoints(checkpoints):
+            (checkpoint / "state.json").unlink()
+    else:
+        checkpoints.rename(tmp_path / "elsewhere")
+    if how == "empty":
+        checkpoints.mkdir()
+    elif how == "file":
+        checkpoints.write_text("")
+    elif how.startswith("dangling"):
+        checkpoints.symlink_to(tmp_path / "unmounted")
+    if how.endswith("no log"):
+        (run / "metrics.jsonl").unlink()
+    before = content(run)
+    config = write_config(tmp_path / "c.json", run)
+    with pytest.raises((TrainingStateError, CheckpointError), match=str(run)) as caught:
+        resume_training(run) if command == "resume" else train_from_config(config)
+    assert "checkpoint" in str(caught.value) or "--resume" in str(caught.value)
+    assert content(run) == before
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.out.tfevents.1700.host.other"])
+def test_logs_of_something_else_are_not_removed(tmp_path, name):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / name).write_text("precious")
+    with pytest.raises(TrainingStateError, match=rf"holds {name} .*choose another --trainer\.run_dir"):
+        train_from_config(write_config(tmp_path / "c.json", run))
+    assert content(run) == {run / name: b"precious"}
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ESTALE, "Stale handle"), PermissionError(13, "no"), MemoryError()])
+@pytest.mark.parametrize("reader", ["_file_crc", "_read_text"])
+def test_an_error_of_the_moment_demotes_no_checkpoint(tmp_path, finished, monkeypatch, error, reader):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run, symlinks=True)
+    before = content(run)
+
+    def fail(*_, **__):
+        raise error
+
+    with monkeypatch.context() as patch:
+        if reader == "_file_crc":
+            patch.setattr("embodichain.agents.rl.checkpoint._file_crc", fail)
+        else:
+            patch.setattr("pathlib.Path.read_text", fail)
+        with pytest.raises(CheckpointError, match=r"step_000000000256.*cannot be read.* [Tt]ry again"):
+            RunFolder(run).load_latest()
+    assert content(run) == before
+    newest, _ = RunFolder(run).load_latest()
+    assert newest.name == "step_000000000256"
 
 
 def test_checkpoints_behind_links_are_used_and_only_the_links_removed(tmp_path, finished):

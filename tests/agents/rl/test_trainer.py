@@ -296,6 +296,18 @@ def test_nohup_still_holds():
         signal.signal(signal.SIGHUP, before)
 
 
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
+def test_handlers_of_the_program_are_left_alone(number):
+    calls = []
+    before = signal.signal(number, lambda *_: calls.append(number))
+    try:
+        with StopSignals(aloud=False) as signals:
+            os.kill(os.getpid(), number)
+        assert (calls, signals.received) == ([number], None)
+    finally:
+        signal.signal(number, before)
+
+
 def test_evaluation_does_not_change_training(tmp_path):
     for name, settings in (("with", {"eval_freq": 1}), ("without", {"enable_eval": False})):
         train_from_config(write_config(tmp_path / f"{name}.json", tmp_path / name, trainer=settings))
