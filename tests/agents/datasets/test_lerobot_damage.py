@@ -316,9 +316,10 @@ def test_links_do_not_lead_out_of_the_folder(original: Path, tmp_path: Path, nam
         read_all(folder)
 
 
-def test_links_of_the_hugging_face_cache_are_followed(original: Path, tmp_path: Path) -> None:
-    """A downloaded snapshot consists of links to the blobs beside it."""
-    snapshot, blobs = tmp_path / "datasets--a--b/snapshots/0123", tmp_path / "datasets--a--b/blobs"
+@pytest.mark.parametrize("inside", ["", "sets/push"])
+def test_links_of_the_hugging_face_cache_are_followed(original: Path, tmp_path: Path, inside: str) -> None:
+    """A downloaded snapshot consists of links to the blobs beside it; the dataset may be a folder of it."""
+    snapshot, blobs = tmp_path / "datasets--a--b/snapshots/0123" / inside, tmp_path / "datasets--a--b/blobs"
     shutil.copytree(original, snapshot)
     blobs.mkdir()
     for number, file in enumerate(files_of(snapshot)):

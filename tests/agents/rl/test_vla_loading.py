@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import operator
+import os
 import pickle
 import sys
 
@@ -11,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from embodichain.agents.rl.models import build_policy, load_vla_model
-from embodichain.agents.rl.models.vla import TinyVLA, save_vla_model
+from embodichain.agents.rl.models.vla import TinyVLA, loading, save_vla_model
 from embodichain.agents.rl.models.vla.loading import set_weights
 from embodichain.agents.rl.models.vla_policy import load_vla_model as documented_loader
 from embodichain.errors import CheckpointError, ConfigError, UntrustedModuleError
@@ -57,6 +59,50 @@ def test_single_files_need_class_and_settings(model, tmp_path, name):
     assert same(loaded, model)
     with pytest.raises(ConfigError, match="model_class: expected the name"):
         load_vla_model(file)
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+@pytest.mark.parametrize("function", ["save_config", "save_file", "os.rename", "second os.rename", "shutil.rmtree"])
+def test_a_save_that_is_killed_leaves_the_old_model_or_the_new_one(model, tmp_path, monkeypatch, function):
+    folder, other = save_vla_model(model, tmp_path / "vla"), TinyVLA(**{**SETTINGS, "value_shapes_perception": False})
+    name = function.removeprefix("second ")
+    real, calls = operator.attrgetter(name)(loading), []
+
+    def kill(*arguments, **options):
+        calls.append(arguments)
+        if len(calls) == 1 + function.startswith("second"):
+            raise Killed
+        return real(*arguments, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(f"embodichain.agents.rl.models.vla.loading.{name}", kill)
+        with pytest.raises(Killed):
+            save_vla_model(other, folder)
+    loaded = load_vla_model(folder)
+    is_new = function == "shutil.rmtree"
+    assert loaded.cfg.value_shapes_perception == (not is_new)
+    assert same(loaded, other if is_new else model)
+    save_vla_model(other, folder)
+    assert same(load_vla_model(folder), other)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["vla"]
+
+
+def test_saving_a_model_leaves_other_files_where_they_are(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to("there")
+    for place in (".", "link", "new/deep"):
+        torch.manual_seed(1)
+        for saved in (model, TinyVLA(**SETTINGS)):
+            save_vla_model(saved, place)
+            assert same(load_vla_model(place), saved)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert (tmp_path / "link").is_symlink()
+    assert sorted(os.listdir()) == ["config.json", "link", "model.safetensors", "new", "notes.txt", "there"]
 
 
 def test_without_a_path_the_weights_are_random(model):

@@ -253,8 +253,8 @@ def reading(root: Path) -> Iterator[None]:
 def find_inside(root: Path, name: str) -> Path:
     """Return a file of a folder; links that lead out of it are refused, but for those of the Hugging Face cache."""
     base, path = root.resolve(), (root / name).resolve()
-    blobs = base.parents[1] / "blobs" if base.parent.name == "snapshots" else base
-    if not path.is_relative_to(base) and not path.is_relative_to(blobs):
+    blobs = [parent.with_name("blobs") for parent in base.parents if parent.name == "snapshots"]
+    if not any(path.is_relative_to(place) for place in (base, *blobs)):
         raise DatasetError(f"{root / name} lies outside of the folder")
     if not path.is_file():
         raise DatasetError(f"{root / name} is missing, or no file")

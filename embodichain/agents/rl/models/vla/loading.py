@@ -8,6 +8,7 @@ config and tokenizer in ``backbone/``: nothing else is needed to load it. ``load
 import json
 import os
 import pickle
+import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,12 +23,13 @@ from torch import Tensor, nn
 from embodichain.agents.rl.models.vla.model import VLAModel, get_vla_model_class, registered_name
 from embodichain.config.classes import Config, Fraction, Positive, Size, configclass
 from embodichain.config.files import save_config
-from embodichain.errors import CheckpointError, ConfigError
+from embodichain.errors import CheckpointError, ConfigError, writing
 from embodichain.extras import require
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 FORMAT, VERSION = "embodichain-vla", 2
 _SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
+_FILES = (CONFIG_FILE, WEIGHTS_FILE, "backbone")
 _LORA = "_lora_settings"
 """Attribute of a model with low-rank parts: their settings."""
 _NESTED = ("model_state_dict", "state_dict", "model")
@@ -69,9 +71,69 @@ def load_vla_model(
 
 
 def save_vla_model(model: nn.Module, folder: PathLike) -> Path:
-    """Write a model whole to a folder that ``load_vla_model`` reads: settings, weights, low-rank parts, tokenizer."""
-    target = Path(folder)
-    target.mkdir(parents=True, exist_ok=True)
+    """Write a model whole to a folder that ``load_vla_model`` reads: settings, weights, low-rank parts, tokenizer.
+
+    The folder appears complete, and replaces that of another model at once. In one with other files, which stay, and in
+    the working directory, only each file is replaced at once.
+    """
+    with writing(folder):
+        target = Path(os.path.realpath(folder))
+        former, is_whole = _former(target), _may_be_replaced(target)
+        if former.exists() and not target.exists():  # a process ended between the two names
+            former.rename(target)
+            is_whole = _may_be_replaced(target)
+        name = f".{target.name}.partial"
+        partial = target.with_name(name) if is_whole else target / name
+        for left in (partial, former):
+            if left.exists():
+                shutil.rmtree(left)
+        partial.mkdir(parents=True)
+        try:
+            _write_model(model, partial)
+            if is_whole:
+                if target.exists():
+                    os.rename(target, former)
+                os.rename(partial, target)
+            else:
+                for file in sorted(partial.rglob("*"), reverse=True):
+                    if file.is_file():
+                        place = target / file.relative_to(partial)
+                        place.parent.mkdir(parents=True, exist_ok=True)
+                        file.replace(place)
+        except Exception:
+            if not target.exists() and former.exists():
+                former.rename(target)
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        for left in (partial, former):
+            if left.exists():
+                shutil.rmtree(left)
+    return Path(folder)
+
+
+def _settled(path: Path) -> Path:
+    """Return a folder, or what it is called if a process ended while another one took its place."""
+    former = _former(Path(os.path.realpath(path)))
+    return former if not path.exists() and former.is_dir() else path
+
+
+def _former(target: Path) -> Path:
+    """Return what a folder is called while another one takes its place."""
+    return target.with_name(f".{target.name}.former")
+
+
+def _may_be_replaced(target: Path) -> bool:
+    """Whether a folder is not there, or holds a model and nothing else, so that another folder can take its name."""
+    if not target.exists():
+        return True
+    if not target.is_dir() or target.is_mount() or Path.cwd().is_relative_to(target):
+        return False
+    names = {entry.name for entry in target.iterdir()}
+    return bool(names) and names <= {*_FILES}
+
+
+def _write_model(model: nn.Module, target: Path) -> None:
+    """Write the files of a model into a new folder."""
     settings = {**model.cfg.to_dict(), **model.save_files(target)} if isinstance(model, VLAModel) else {}
     files = {name: value.as_posix() for name, value in settings.items() if isinstance(value, Path)}
     lora = lora_of(model)
@@ -85,12 +147,11 @@ def save_vla_model(model: nn.Module, folder: PathLike) -> Path:
     # Tensors that share memory are written once each: the format has no sharing.
     weights = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in model.state_dict().items()}
     save_file(weights, target / WEIGHTS_FILE)
-    return target
 
 
 def saved_config(model_path: PathLike | None) -> dict[str, Any]:
     """Return what a folder's ``config.json`` says: ``model_class``, ``model_config``, ``lora``; empty without one."""
-    file = Path(model_path or "") / CONFIG_FILE
+    file = _settled(Path(model_path or "")) / CONFIG_FILE
     if model_path is None or not file.is_file():
         return {}
     try:
@@ -121,6 +182,7 @@ def saved_config(model_path: PathLike | None) -> dict[str, Any]:
 
 def read_weights(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint by name."""
+    path = _settled(path)
     file = path / WEIGHTS_FILE if path.is_dir() else path
     if not file.is_file():
         raise CheckpointError(f"{path}: there is no checkpoint; expected a folder with {WEIGHTS_FILE}, or a file")
