@@ -74,6 +74,7 @@ def test_ranks_share_one_lock_and_agree_on_what_is_intact(tmp_path):
     assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == [2 * PER_RANK * n for n in (1, 2, 3)]
 
     shutil.rmtree(run / "checkpoints")  # as if it had been killed before the first one
+    (run / "metrics.jsonl").write_text("")
     assert run_ranks(2, rank_cases.resume, run, ["--trainer.iterations", "1"]) == [0, 0]
     assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == [2 * PER_RANK]
 
