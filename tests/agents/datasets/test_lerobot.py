@@ -345,6 +345,48 @@ def test_a_folder_of_somebody_else(folder: Path) -> None:
     assert episode.success is None
 
 
+@pytest.mark.parametrize("unknown", [None, "next.terminated", "next.truncated"])
+@pytest.mark.parametrize("end", ["terminated", "truncated"])
+def test_ends_of_somebody_else_are_read(tmp_path: Path, end: str, unknown: str | None) -> None:
+    (episode,) = Frames().advance()
+    for name in ("terminated", "truncated"):
+        episode.frames[(name,)] = (torch.arange(7) == (6 if name == end else 7),)
+    with LeRobotWriter(tmp_path / "set", LAYOUT, fps=20, task="push") as writer:
+        writer.add(episode)
+    (tmp_path / "set/meta/embodichain.json").unlink()
+    info = json.loads((tmp_path / "set/meta/info.json").read_text())
+    info["features"].pop(unknown, None)
+    (tmp_path / "set/meta/info.json").write_text(json.dumps(info))
+    read = LeRobotReader(tmp_path / "set").read(0)
+    for name in ("terminated", "truncated"):
+        assert torch.equal(read.frames[(name,)][0], episode.frames[(name,)][0])
+
+
+@pytest.mark.parametrize("killed_at", range(3))
+def test_a_writer_that_is_killed_leaves_no_dataset_of_somebody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_at: int
+) -> None:
+    """The description by which others know a dataset comes last, so half a folder is none."""
+    written: list[str] = []
+    real = Path.write_text
+
+    def kill(path: Path, text: str, **options: Any) -> int:
+        if len(written) == killed_at:
+            real(path, text[: len(text) // 2], **options)
+            raise KeyboardInterrupt
+        written.append(path.name)
+        return real(path, text, **options)
+
+    writer = LeRobotWriter(tmp_path / "set", LAYOUT, fps=20, task="push")
+    writer.add(Frames().advance()[0])
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", kill)
+        with pytest.raises(KeyboardInterrupt):
+            writer.close()
+    with pytest.raises(DatasetError, match="no LeRobotDataset"):
+        LeRobotReader(tmp_path / "set")
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [

@@ -193,7 +193,7 @@ def checked_layout(leaves: Sequence[Leaf]) -> FrameLayout:
 
 
 def foreign_features(entries: Mapping[str, FeatureEntry]) -> list[Feature]:
-    """Return what is read of a folder that another program wrote: observations, actions, and a reward if it has one.
+    """Return what is read of a folder that another program wrote: observations, actions, and reward and ends if any.
 
     Text and images that are not RGB, such as depth maps, are left out.
     """
@@ -211,6 +211,8 @@ def foreign_features(entries: Mapping[str, FeatureEntry]) -> list[Feature]:
             features.append(Feature(name, leaf, shape[2] != _CHANNELS, in_table=entry.dtype == "image"))
         elif name == "next.reward":
             features.append(Feature(name, Leaf(("reward",), torch.float32, ())))
+        elif name in ("next.terminated", "next.truncated") and entry.dtype == "bool" and shape in ((), (1,)):
+            features.append(Feature(name, Leaf((name.removeprefix("next."),), torch.bool, ())))
         elif (name == "action" or name.startswith("observation.")) and entry.dtype not in ("string", "language"):
             features.append(Feature(name, Leaf(tuple(name.split(".")), torch_dtype(name, entry.dtype), shape)))
     if not any(feature.name == "action" for feature in features):

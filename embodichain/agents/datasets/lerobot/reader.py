@@ -83,10 +83,11 @@ class LeRobotReader:
         with reading(self.root):
             length, table = row["length"], self._rows(row)
             frames = {leaf.key: torch.zeros(length, *leaf.shape, dtype=leaf.dtype) for leaf in self._missing}
-            if ("terminated",) in frames:
-                frames[("terminated",)][-1] = True
+            guessed = [key for key in (("terminated",), ("truncated",)) if key in frames]
             for feature in self._features:
                 frames[feature.leaf.key] = self._frames(feature, row, table)
+            if guessed and not (frames[("terminated",)][-1] or frames[("truncated",)][-1]):
+                frames[guessed[0]][-1] = True  # every episode ends
         own = OwnEpisode()
         if self._own is not None and row["episode_index"] < len(self._own.episodes):  # else somebody appended it
             own = self._own.episodes[row["episode_index"]]

@@ -211,12 +211,15 @@ class LeRobotWriter:
         own = {"version": 2, "fps": self.fps, "layout": self.layout.to_json(), "episodes": self._own}
         own["checksums"] = checksums
         descriptions = {
-            INFO_PATH: self._info(),
             STATS_PATH: {name: value.result() for name, value in self._statistics.items()},
             OWN_PATH: {**own, "crc32": data_checksum(own)},
+            INFO_PATH: self._info(),  # last: without it the folder is no dataset
         }
         for name, data in descriptions.items():
-            (self.root / name).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+            file = self.root / name
+            partial = file.with_name(f".{file.name}.partial")
+            partial.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+            partial.replace(file)
 
     def _write_episodes(self) -> None:
         """Write where each episode begins and ends, and its statistics."""
