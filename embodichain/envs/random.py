@@ -80,13 +80,22 @@ class RandomStreams:
         self.state[env_ids, DRAWS] = drawn + size
         return low + (high - low) * self._unit(env_ids, drawn, size)
 
+    def normal(self, env_ids: Tensor, size: int) -> Tensor:
+        """Draw standard normal float64 ``[len(env_ids), size]``."""
+        return _box_muller(self.uniform(env_ids, 2 * size))
+
     def noise(self, env_ids: Tensor, step: Tensor, size: int) -> Tensor:
         """Return standard normal float64 ``[len(env_ids), size]``, a function of (episode seed, step) alone."""
-        u = self._unit(env_ids, _NOISE_DRAWS + step * (2 * size), 2 * size).view(-1, 2, size)
-        return torch.sqrt(-2.0 * torch.log1p(-u[:, 0])) * torch.cos(2.0 * math.pi * u[:, 1])  # Box-Muller
+        return _box_muller(self._unit(env_ids, _NOISE_DRAWS + step * (2 * size), 2 * size))
 
     def _unit(self, env_ids: Tensor, first: Tensor, size: int) -> Tensor:
         """Return the numbers ``first .. first + size`` of the episodes' sequences, float64 in [0, 1)."""
         index = first.unsqueeze(1) + torch.arange(size, device=self.state.device)
         bits = _shift_right(combine(self.state[env_ids, SEED].unsqueeze(1), index), 11)  # 53 bits fill a double
         return bits.to(torch.float64) * 2.0**-53
+
+
+def _box_muller(uniform: Tensor) -> Tensor:
+    """Turn numbers ``[n, 2 * size]`` in [0, 1) into half as many standard normal ones."""
+    first, second = uniform.chunk(2, dim=1)
+    return torch.sqrt(-2.0 * torch.log1p(-first)) * torch.cos(2.0 * math.pi * second)

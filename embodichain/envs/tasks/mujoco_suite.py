@@ -108,7 +108,6 @@ class MujocoTask(Task):
         model = physics.model
         self.dt = float(model.opt.timestep) * self.substeps
         self.camera = "track" if "track" in camera_names(model) else None
-        self._before: Tensor | None = None
 
     @property
     def substeps(self) -> int:
@@ -149,7 +148,7 @@ class MujocoTask(Task):
         scale = float(self.settings["reset_noise_scale"])
         qpos = self._home + streams.uniform(env_ids, nq, -scale, scale)
         if self.gaussian_velocity:
-            return ResetState(qpos, scale * _normal(env_ids, nv, streams))
+            return ResetState(qpos, scale * streams.normal(env_ids, nv))
         return ResetState(qpos, streams.uniform(env_ids, nv, -scale, scale))
 
     def read(self, env_ids: Tensor | None = None) -> Scene:
@@ -166,38 +165,9 @@ class MujocoTask(Task):
     def success(self, scene: Scene) -> Tensor | None:
         return None
 
-    def place(self, scene: Scene) -> Tensor | None:
-        """Return the position ``[n, 2]`` (or ``[n, 1]``) whose velocity is rewarded; ``None``: none is."""
-        return None
-
-    def before_step(self) -> None:
-        place = self.place(self.read())
-        if place is not None:
-            if self._before is None:
-                self._before = place.clone()
-            self._before.copy_(place)
-
-    def velocity(self, scene: Scene) -> Tensor:
-        """Return the mean velocity of ``place`` along x during the last step, ``[num_envs]``."""
-        place = self.place(scene)
-        if place is None or self._before is None:
-            raise RuntimeError("there is no velocity before the first step")
-        return (place[:, 0] - self._before[:, 0]) / self.dt
-
-    def metrics(self, scene: Scene) -> dict[str, Tensor]:
-        if self.place(scene) is None:
-            return {}
-        return {"x_position": scene["qpos"][:, 0].float(), "x_velocity": self.velocity(scene).float()}
-
     def control_cost(self, weight: str) -> Tensor:
         """Return the weighted sum of squared controls, ``[num_envs]``."""
         return self.settings[weight] * _square_sum(self.physics.ctrl)
-
-
-def _normal(env_ids: Tensor, size: int, streams: RandomStreams) -> Tensor:
-    """Draw standard normal numbers ``[n, size]``, float64 (Box and Muller's way)."""
-    first, second = streams.uniform(env_ids, 2 * size).chunk(2, dim=1)
-    return torch.sqrt(-2.0 * torch.log1p(-first)) * torch.cos(2.0 * math.pi * second)
 
 
 def _square_sum(values: Tensor) -> Tensor:
@@ -213,8 +183,25 @@ class Runner(MujocoTask):
     speed_limit: ClassVar[float | None] = None
     """Bound of observed velocities."""
 
-    def place(self, scene: Scene) -> Tensor | None:
-        return scene["qpos"][:, : self.plane]
+    def __init__(self, cfg: GymCfg, physics: Physics, robot: Robot | None) -> None:
+        super().__init__(cfg, physics, robot)
+        self._before = torch.zeros(physics.num_envs, dtype=physics.qpos.dtype, device=physics.device)
+
+    def x_position(self, scene: Scene) -> Tensor:
+        """Return the coordinate ``[n]`` whose velocity is rewarded."""
+        return scene["qpos"][:, 0]
+
+    def before_step(self) -> None:
+        self._before.copy_(self.x_position(self.read()))
+
+    def velocity(self, scene: Scene) -> Tensor:
+        """Return the mean velocity along x during the last step, ``[num_envs]``, which is computed once."""
+        if "velocity" not in scene:
+            scene["velocity"] = (self.x_position(scene) - self._before) / self.dt
+        return scene["velocity"]
+
+    def metrics(self, scene: Scene) -> dict[str, Tensor]:
+        return {"x_position": scene["qpos"][:, 0].float(), "x_velocity": self.velocity(scene).float()}
 
     def state_vector(self, scene: Scene) -> Tensor:
         hidden = self.plane if self.settings["exclude_current_positions_from_observation"] else 0
@@ -295,8 +282,8 @@ class Ant(Walker):
         super().__init__(cfg, physics, robot)
         self._main_body = _body(physics.model, self.settings["main_body"], "main_body")
 
-    def place(self, scene: Scene) -> Tensor | None:
-        return scene["xpos"][:, self._main_body, :2]
+    def x_position(self, scene: Scene) -> Tensor:
+        return scene["xpos"][:, self._main_body, 0]
 
     def healthy(self, scene: Scene) -> Tensor:
         low, high = self.settings["healthy_z_range"]
@@ -331,8 +318,8 @@ class Humanoid(Walker):
         mass = torch.tensor(physics.model.body_mass, dtype=physics.qpos.dtype, device=physics.device)
         self._share = mass / mass.sum()
 
-    def place(self, scene: Scene) -> Tensor | None:
-        return torch.einsum("b,nbj->nj", self._share, scene["xipos"])[:, :2]
+    def x_position(self, scene: Scene) -> Tensor:
+        return (scene["xipos"][..., 0] * self._share).sum(dim=1)  # a row's bits do not depend on the others
 
     def state_vector(self, scene: Scene) -> Tensor:
         return torch.cat((super().state_vector(scene), *_body_states(scene, self.settings)), dim=1)
