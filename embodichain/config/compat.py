@@ -4,9 +4,12 @@ Only what has no influence on learning is ignored. Other entries that cannot be 
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
+
+from embodichain.errors import nearest
 
 _LOG = logging.getLogger(__name__)
 _RUNTIME = ("distributed", "enable_rt", "gpu_id", "headless", "renderer")
@@ -130,9 +133,12 @@ def _translate_optimizer(work: _Translation, settings: dict[str, Any]) -> None:
         work.problems.append(f"{prefix}.{key}: {expected}, got {value!r:.80}")
 
 
-def translate_gym_config(given: Mapping[str, Any], source: str, hint: str) -> tuple[dict[str, Any], list[str]]:
+def translate_gym_config(
+    given: Mapping[str, Any], source: str, hint: str, functions: Mapping[str, Collection[str]] = MappingProxyType({})
+) -> tuple[dict[str, Any], list[str]]:
     """Return an environment's config with the names that its entries have here, and what cannot be said here.
-    ``hint`` says what to do about that."""
+    ``hint`` says what to do about that. ``functions`` are the registered names of sections that call functions: there,
+    ``{"name": {"func": ..., "params": ...}}`` becomes an entry of ``terms``."""
     work = _Translation(dict(given))
     work.ignore(work.data, (*_RUNTIME, "max_episodes"), "")
     for name in _SCENE:
@@ -156,9 +162,31 @@ def translate_gym_config(given: Mapping[str, Any], source: str, hint: str) -> tu
                 entries[name] = work.mapping(entry.get("params"), f"env.{section}.{name}.params")
             elif function:
                 del entries[name]
-                record = function.startswith("record_camera")
-                (work.ignored if record else work.unknown).append(f"env.{section}.{name}")
+                if function.startswith("record_camera"):
+                    work.ignored.append(f"env.{section}.{name}")
+                elif section in functions:
+                    _translate_term(work, entries, (section, name), entry, functions[section])
+                else:
+                    work.unknown.append(f"env.{section}.{name}")
     return work.finish(source, hint)
+
+
+def _translate_term(
+    work: _Translation, entries: dict[str, Any], at: tuple[str, str], entry: Any, known: Collection[str]
+) -> None:
+    """Make an entry that calls a function a term of that name; an unknown function is a problem with the nearest."""
+    (section, name), term = at, dict(entry)
+    key, function = f"env.{section}.{name}", _function(entry)
+    if function not in known:
+        work.unknown.append(f"{key} (func {function!r}: no such function here.{nearest(function, known)})")
+        return
+    if section != "events":  # which say when they happen
+        mode = term.pop("mode", "add")
+        if mode != "add":
+            work.problems.append(f"{key}.mode: expected 'add', got {mode!r}")
+    path = term.pop("name", name) if section == "observations" else name
+    entries["terms"] = work.mapping(entries.get("terms"), f"env.{section}.terms")
+    work.put(entries["terms"], path, term, key, f"terms.{path}")
 
 
 def _function(entry: Any) -> str:

@@ -73,6 +73,28 @@ class EventsCfg(Config):
 
 
 @configclass
+class ObservationTermCfg(Config):
+    """One more observation: a registered function of what the task measures."""
+
+    func: str
+    """Name of the function, see ``envs/terms.py``."""
+    params: dict[str, Any] = {}
+    """Its parameters."""
+
+
+@configclass
+class RewardTermCfg(Config):
+    """One term of the reward: a registered function of what the task measures."""
+
+    func: str
+    """Name of the function, see ``envs/terms.py``."""
+    weight: Number = 1.0
+    """Factor in the sum."""
+    params: dict[str, Any] = {}
+    """Its parameters."""
+
+
+@configclass
 class ObservationsCfg(Config):
     """What is observed beyond the task's own vectors, and how well."""
 
@@ -80,6 +102,8 @@ class ObservationsCfg(Config):
     """Cameras to render at every step, observed as ``image/<name>``."""
     noise: dict[str, NotNegative] = {}
     """Standard deviation of Gaussian noise by observation, such as ``{"robot/qpos": 0.01}``."""
+    terms: dict[str, ObservationTermCfg | None] = {}
+    """Further observations by path, such as ``{"cube/offset": {"func": "offset", ...}}``; ``null`` leaves one out."""
 
 
 @configclass
@@ -90,6 +114,8 @@ class RewardsCfg(Config):
     """``dense`` adds the weighted terms of the task; ``sparse`` is 1 in every step that ends in success, else 0."""
     weights: dict[str, Number] = {}
     """Weights of the task's reward terms that differ from its own."""
+    terms: dict[str, RewardTermCfg | None] = {}
+    """Further terms by name, such as ``{"reach": {"func": "near", "weight": 1.0, ...}}``; ``null`` leaves one out."""
 
 
 @configclass

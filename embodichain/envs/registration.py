@@ -21,6 +21,7 @@ from embodichain.envs.physics.mujoco_cpu import MujocoCpuPhysics
 from embodichain.envs.rendering import choose_backend
 from embodichain.envs.task import Task
 from embodichain.envs.task_env import TaskEnv
+from embodichain.envs.terms import OBSERVATIONS, REWARDS
 from embodichain.envs.vec_env import VecEnv
 from embodichain.errors import ConfigError, RenderingError, UnknownNameError, fits_memory, nearest, same_name
 from embodichain.extras import available
@@ -28,6 +29,8 @@ from embodichain.extras import available
 LONGEST_EPISODE = 10_000
 """Steps after which whole episodes are cut where an environment states no time limit."""
 _LOG = logging.getLogger(__name__)
+_FUNCTIONS = {"rewards": REWARDS, "observations": OBSERVATIONS}
+"""Sections of ``env`` that call registered functions, as ``{"func": NAME, "params": {...}}``."""
 
 MAX_COPIES = 16_384
 """Gymnasium's environments are Python objects, one for each copy."""
@@ -98,7 +101,7 @@ def load_gym_config(config: GymCfg | Mapping[str, Any] | str | os.PathLike[str],
         name = same_name(name, _TASKS) or name
     takes = "takes the task of that name with the scene, robot, observations and rewards that it has here"
     hint = f'"gym_config": "{name}", or --trainer.gym_config {name}, {takes}'
-    given, problems = translate_gym_config(given, source, hint if name in _TASKS else "")
+    given, problems = translate_gym_config(given, source, hint if name in _TASKS else "", _FUNCTIONS)
     base = _TASKS[name].task.default_cfg().to_dict() if name in _TASKS else {"id": name}
     try:
         cfg = GymCfg.from_dict(_lay_over(base, given) | {"id": name}, source)

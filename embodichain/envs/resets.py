@@ -1,7 +1,8 @@
 """State by row, domain randomisation, and resets: by index on the CPU, by mask on a GPU, without waiting for it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import mujoco
@@ -149,9 +150,16 @@ class Resets:
     hundred. So on the CPU those of all envs are drawn ahead, kept until they are needed, and replaced together.
     """
 
-    def __init__(self, task: Task, state: EnvState, observe: Callable[[Tensor], PackedObservation]) -> None:
-        """``observe`` returns the observation of some envs in their present state."""
-        self._task, self._state, self._observe = task, state, observe
+    def __init__(
+        self,
+        task: Task,
+        state: EnvState,
+        observe: Callable[[Tensor], PackedObservation],
+        kept: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        """``observe`` returns the observation of some envs in their present state; ``kept`` are the sizes of further
+        variables, which are zero when an episode begins."""
+        self._task, self._state, self._observe, self._kept = task, state, observe, kept
         self._all = torch.arange(state.physics.num_envs, device=state.physics.device)
         self._ahead: dict[str, Any] = {}
         self._ahead_obs: PackedObservation
@@ -161,7 +169,7 @@ class Resets:
         """Begin the next episode in each of these envs, or the episodes of these seeds."""
         state, variables = self._state, self._task.variables
         state.streams.next_episode(env_ids, episodes)
-        start = self._task.sample_start(env_ids, state.streams)
+        start = self._sample(env_ids)
         state.physics.set(env_ids, start.qpos, start.qvel)
         if state.domain.active:
             state.domain.apply(env_ids, state.streams)
@@ -201,10 +209,16 @@ class Resets:
         streams = self._state.streams
         before = streams.state.clone()
         streams.next_episode(self._all)
-        start = self._task.sample_start(self._all, streams)
+        start = self._sample(self._all)
         after = streams.state.clone()
         streams.state.copy_(before)
         return start, after
+
+    def _sample(self, env_ids: Tensor) -> ResetState:
+        start = self._task.sample_start(env_ids, self._state.streams)
+        for name, size in self._kept.items():
+            start.variables[name] = torch.zeros(env_ids.numel(), size, device=env_ids.device)
+        return start
 
     def begin_where(self, done: Tensor, drawn: Drawn) -> None:
         """Begin the episodes that were drawn in the envs where ``done`` ``[num_envs]`` holds."""

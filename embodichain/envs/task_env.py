@@ -19,6 +19,7 @@ from embodichain.envs.random import RandomStreams
 from embodichain.envs.rendering import Cameras, Load, Quality
 from embodichain.envs.resets import DomainRandomization, Drawn, EnvState, Resets, check_state
 from embodichain.envs.task import Scene, Task
+from embodichain.envs.terms import LAST_ACTION, ObservationTerms, RewardTerms
 from embodichain.envs.vec_env import Action, EnvIds, StepOutcome, StepResult, VecEnv
 from embodichain.errors import ConfigError, nearest
 from embodichain.utils.cuda_graphs import GraphedStep, StepParts, copy_together
@@ -44,6 +45,8 @@ class TaskEnv(VecEnv):
         self._joints = slice(None) if self.robot is None else self.robot.qpos
         self.action_space = self.action_manager.space
         self._scoring = Scoring(cfg, self.task, self.num_envs, self.max_episode_steps)
+        self._terms = ObservationTerms(cfg.env.observations.terms, self.task)
+        self._remembers = self._terms.needs_last_action or self._scoring.terms.needs_last_action
         self.seed = secrets.randbits(61) if cfg.seed is None else cfg.seed
         self._streams = RandomStreams(self.num_envs, self.device, self.seed)
         self._step = torch.zeros(self.num_envs, dtype=torch.int64, device=self.device)
@@ -55,7 +58,8 @@ class TaskEnv(VecEnv):
         self._observations = ObservationBuilder(cfg.env.observations, self.device, self._images, noise)
         domain = DomainRandomization(cfg.env.events, physics, task_class.object_body)
         self._state = EnvState(physics, self._streams, self._step, self.task.variables, domain)
-        self._resets = Resets(self.task, self._state, lambda ids: self._build(self.task.read(ids), ids))
+        kept = {LAST_ACTION: self.action_manager.action_dim} if self._remembers else {}
+        self._resets = Resets(self.task, self._state, lambda ids: self._build(self.task.read(ids), ids), kept)
         self._resets.begin(self._all)
         self._scene: Scene | None = None
         self._packed: PackedObservation
@@ -99,7 +103,7 @@ class TaskEnv(VecEnv):
         before = self._packed if self._before is None else self._before
         scene = self._measure()
         diverged = self.physics.diverged
-        outcome = self._scoring.score(scene, applied, self._step, diverged)
+        outcome = self._score(scene, applied)
         packed = self._build(scene, self._all)
         if diverged is not None:  # where nothing was reached, what was seen last
             packed = before.where(diverged & before.is_finite(), packed)
@@ -119,6 +123,16 @@ class TaskEnv(VecEnv):
         self._step.add_(self._one)
         self._scene = scene = self.task.read()
         return scene
+
+    def _score(self, scene: Scene, applied: Tensor) -> StepOutcome:
+        """Score the state reached by an action, which is the last one from then on."""
+        if not self._remembers:
+            return self._scoring.score(scene, applied, self._step, self.physics.diverged)
+        last = self.task.variables[LAST_ACTION]
+        scene[LAST_ACTION] = last
+        outcome = self._scoring.score(scene, applied, self._step, self.physics.diverged)
+        last.copy_(applied)
+        return outcome
 
     def _reset_done(self, done: Tensor, drawn: Drawn | None = None) -> TensorDict:
         """Begin the next episode where ``done`` ``[num_envs]`` holds, and return the observation of all envs."""
@@ -140,7 +154,7 @@ class TaskEnv(VecEnv):
         applied = self.action_manager.unwrap(action, self._step)
         self._act(applied)
         self._simulate()
-        return self._scoring.score(self._measure(), applied, self._step, self.physics.diverged)
+        return self._score(self._measure(), applied)
 
     def observe(self, mask: Tensor) -> TensorDict:
         diverged = self.physics.diverged
@@ -215,7 +229,10 @@ class TaskEnv(VecEnv):
         return self._scene
 
     def _build(self, scene: Scene, env_ids: Tensor) -> PackedObservation:
-        return self._observations.build(self.task.observe(scene), env_ids)
+        if self._remembers:
+            last = self.task.variables[LAST_ACTION]
+            scene[LAST_ACTION] = last if env_ids is self._all else last[env_ids]
+        return self._observations.build(self._terms.add_to(self.task.observe(scene), scene), env_ids)
 
     def _show(self, packed: PackedObservation) -> TensorDict:
         """Make this the current observation, and return it."""
@@ -267,9 +284,11 @@ class Scoring:
     def __init__(self, cfg: GymCfg, task: Task, num_envs: int, max_episode_steps: int) -> None:
         device = task.physics.device
         self._task = task
+        self.terms = RewardTerms(cfg.env.rewards.terms, task)
+        """Those of the config, beside the task's own."""
         self._sparse = cfg.env.rewards.mode == "sparse"
         self._ends_with_success = cfg.env.terminate_on_success
-        self._weights = _reward_weights(cfg, task)
+        self._weights = _reward_weights(cfg, task, self.terms)
         self._weight_row = torch.tensor(list(self._weights.values()), device=device)
         self._limit = torch.tensor(max_episode_steps, device=device)
         self._none = torch.zeros(num_envs, dtype=torch.bool, device=device)
@@ -312,7 +331,7 @@ class Scoring:
         if self._sparse:
             names, parts = ["success"], scene["success"].unsqueeze(1).clone()
         else:
-            terms = self._task.reward_terms(scene, action)
+            terms = {**self._task.reward_terms(scene, action), **self.terms(scene, action)}
             names = list(self._weights)
             parts = torch.stack([terms[name] for name in names], dim=1) * self._weight_row
         if kept is not None:  # nothing in the first step of an episode
@@ -336,13 +355,13 @@ class Scoring:
         return dict(zip(measures, copies.unbind(0), strict=True))
 
 
-def _reward_weights(cfg: GymCfg, task: Task) -> dict[str, float]:
+def _reward_weights(cfg: GymCfg, task: Task, terms: RewardTerms) -> dict[str, float]:
     """Return the weight of each reward term, those of the config over those of the task; 0 leaves a term out."""
-    known = task.reward_weights
+    known = {**task.reward_weights, **terms.weights}
     unknown = [name for name in cfg.env.rewards.weights if name not in known]
     if unknown:
         raise ConfigError(
             [f"env.rewards.weights.{n}: no such reward term of {cfg.id}.{nearest(n, known)}" for n in unknown]
         )
-    weights = {**known, **cfg.env.rewards.weights}
+    weights = {**known, **cfg.env.rewards.weights, **dict.fromkeys(terms.removed, 0.0)}
     return {name: weight for name, weight in weights.items() if weight != 0.0}

@@ -1,0 +1,466 @@
+"""Named functions that a config can use: reward and observation terms, and the registry they stand in.
+
+::
+
+    @register_reward("hover")
+    def hover(task, scene, action, of: str, height: float = 0.1):
+        return torch.exp(-10.0 * (position(scene, of)[:, 2] - height).abs())
+
+    "env": {"rewards": {"terms": {"hold": {"func": "hover", "weight": 2.0, "params": {"of": "cube"}}}}}
+
+A term is written in torch on the measurements of a task (``scene``, ``[n, ...]`` each), without waiting for a device.
+``position(scene, "cube")`` is ``scene["cube_pos"]``; parameters that name a thing take such names. A term may be
+a class: it is made once with its parameters, and called with the arguments of a function.
+"""
+
+import dataclasses
+import functools
+import inspect
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Generic, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from embodichain.config.classes import Config, NotNegative, Positive, configclass
+from embodichain.envs.env_cfg import ObservationTermCfg, RewardTermCfg
+from embodichain.envs.kinematics import dot, length, mean_square
+from embodichain.envs.task import Scene, Task
+from embodichain.errors import ConfigError, nearest
+
+F = TypeVar("F", bound=Callable[..., Any])
+Place = str | tuple[float, float, float]
+"""Something that is measured (``"cube"``, ``"ee"``), or a point of the world."""
+Symmetry = Literal[1, 2, 4]
+"""In how many headings a thing looks the same."""
+LAST_ACTION = "last_action"
+"""The action before the present one, zero in the first step: a quantity of the scene for terms that ask for it."""
+
+
+class Registry(Generic[F]):
+    """Functions (or classes) of one kind by name; a config gives their keyword arguments, which are checked."""
+
+    def __init__(self, kind: str, given: Sequence[str]) -> None:
+        """``given`` are the arguments that the caller gives; all others are parameters of a config."""
+        self.kind, self.given = kind, tuple(given)
+        self._functions: dict[str, F] = {}
+        self._parameters: dict[str, Any] = {}
+
+    def register(self, name: str) -> Callable[[F], F]:
+        """Return the decorator that registers a function or class; a second one of that name replaces the first."""
+
+        def add(function: F) -> F:
+            first = tuple(inspect.signature(function).parameters)[: len(self.given)]
+            if not isinstance(function, type) and first != self.given:
+                raise TypeError(f"{self.kind} {name!r}: expected the arguments {self.given} first, got {first}")
+            self._functions[name] = function
+            self._parameters.pop(name, None)
+            return function
+
+        return add
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._functions
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self._functions)
+
+    @property
+    def names(self) -> list[str]:
+        """The registered names, sorted."""
+        return sorted(self._functions)
+
+    def resolve(self, name: str, params: Mapping[str, Any], key: str) -> tuple[F, dict[str, Any]]:
+        """Return a function and its checked parameters; one ``ConfigError`` tells all that is wrong at ``key``."""
+        if name not in self._functions:
+            raise ConfigError(f"{key}.func: unknown {self.kind} {name!r}.{nearest(name, self._functions)}")
+        try:
+            checked = self._parameter_class(name).from_dict(params)
+        except ConfigError as error:
+            raise ConfigError([f"{key}.params.{problem}" for problem in error.problems]) from None
+        return self._functions[name], {f.name: getattr(checked, f.name) for f in dataclasses.fields(checked)}
+
+    def bind(self, name: str, params: Mapping[str, Any], key: str) -> Callable[..., Any]:
+        """Return the function with its parameters filled in, or the object that a class makes of them."""
+        function, checked = self.resolve(name, params, key)
+        if not isinstance(function, type):
+            return functools.partial(function, **checked)
+        try:
+            return function(**checked)
+        except ConfigError as error:
+            raise ConfigError([f"{key}.params.{problem}" for problem in error.problems]) from None
+
+    def _parameter_class(self, name: str) -> Any:
+        """Return a config class whose fields are the parameters of a function."""
+        if name not in self._parameters:
+            function = self._functions[name]
+            annotated: Any = vars(function)["__init__"] if isinstance(function, type) else function
+            hints = typing.get_type_hints(annotated, include_extras=True)
+            body: dict[str, Any] = {"__annotations__": {}, "__module__": __name__}
+            for parameter in inspect.signature(function).parameters.values():
+                if parameter.name in self.given or parameter.kind is parameter.VAR_KEYWORD:
+                    continue
+                body["__annotations__"][parameter.name] = hints.get(parameter.name, Any)
+                if parameter.default is not parameter.empty:
+                    body[parameter.name] = parameter.default
+            self._parameters[name] = configclass(type(f"{name}_params", (), body))
+        return self._parameters[name]
+
+
+RewardTerm = Callable[..., Any]
+"""``(task, scene, action, **params)`` -> ``[n]``, unweighted; or a class of such."""
+ObservationTerm = Callable[..., Any]
+"""``(task, scene, **params)`` -> ``[n, size]`` or ``[n]``, float32; or a class of such."""
+REWARDS: Registry[RewardTerm] = Registry("reward function", ("task", "scene", "action"))
+OBSERVATIONS: Registry[ObservationTerm] = Registry("observation function", ("task", "scene"))
+_remembering: set[Any] = set()
+
+
+def register_reward(name: str, last_action: bool = False) -> Callable[[F], F]:
+    """Register ``(task, scene, action, **params) -> [n]``; ``last_action``: it reads ``scene["last_action"]``."""
+    return lambda function: _register(REWARDS, name, last_action, function)
+
+
+def register_observation(name: str, last_action: bool = False) -> Callable[[F], F]:
+    """Register ``(task, scene, **params) -> [n, size]``; ``last_action``: it reads ``scene["last_action"]``."""
+    return lambda function: _register(OBSERVATIONS, name, last_action, function)
+
+
+def _register(registry: Registry[Callable[..., Any]], name: str, last_action: bool, function: F) -> F:
+    if last_action:
+        _remembering.add(function)
+    registry.register(name)(function)
+    return function
+
+
+class RewardTerms:
+    """The reward terms of a config, bound to their parameters."""
+
+    def __init__(self, cfgs: Mapping[str, RewardTermCfg | None], task: Task) -> None:
+        used = {name: cfg for name, cfg in cfgs.items() if cfg is not None}
+        self._task, self._checked = task, False
+        self._terms = _bind_all(REWARDS, used, "env.rewards.terms")
+        self.weights = {name: cfg.weight for name, cfg in used.items()}
+        """Weight of each term."""
+        self.removed = [name for name, cfg in cfgs.items() if cfg is None]
+        """Terms of the task that the config leaves out."""
+        self.needs_last_action = _need_last_action(REWARDS, used)
+
+    def __call__(self, scene: Scene, action: Tensor) -> dict[str, Tensor]:
+        """Return the unweighted terms, ``[n]`` each."""
+        values = {name: term(self._task, scene, action) for name, term in self._terms.items()}
+        if not self._checked:
+            rows = action.shape[:1]
+            wrong = {name: value for name, value in values.items() if value.shape != rows}
+            if wrong:
+                told = "expected a function that returns one number per env"
+                raise ConfigError(
+                    [f"env.rewards.terms.{name}: {told}, got shape {list(v.shape)}" for name, v in wrong.items()]
+                )
+            self._checked = True
+        return values
+
+
+class ObservationTerms:
+    """The observation terms of a config: each is a leaf of the observation, named by its path."""
+
+    def __init__(self, cfgs: Mapping[str, ObservationTermCfg | None], task: Task) -> None:
+        used = {name: cfg for name, cfg in cfgs.items() if cfg is not None}
+        self._task = task
+        self._terms = _bind_all(OBSERVATIONS, used, "env.observations.terms")
+        self._removed = [name for name, cfg in cfgs.items() if cfg is None]
+        self.needs_last_action = _need_last_action(OBSERVATIONS, used)
+
+    def add_to(self, tree: dict[str, Any], scene: Scene) -> dict[str, Any]:
+        """Add the terms to the nested observation of a task, and take out what the config leaves out."""
+        for path in self._removed:
+            _take_out(tree, path)
+        for path, term in self._terms.items():
+            value = term(self._task, scene)
+            *groups, leaf = path.split("/")
+            node = tree
+            for group in groups:
+                node = node.setdefault(group, {})
+                if not isinstance(node, dict):
+                    raise ConfigError(f"env.observations.terms.{path}: {group!r} is an observation, not a group")
+            node[leaf] = value.unsqueeze(1) if value.dim() == 1 else value
+        return tree
+
+
+def _take_out(tree: dict[str, Any], path: str) -> None:
+    *groups, leaf = path.split("/")
+    nodes = [tree]
+    for group in groups:
+        nodes.append(nodes[-1].get(group, {}))
+    if leaf not in nodes[-1]:
+        known = "/".join(groups) or "the observation"
+        problem = f"nothing to leave out; {known} has {', '.join(nodes[-1]) or 'nothing'}"
+        raise ConfigError(f"env.observations.terms.{path}: {problem}")
+    del nodes[-1][leaf]
+    for node, group in zip(reversed(nodes[:-1]), reversed(groups), strict=True):
+        if not node[group]:
+            del node[group]
+
+
+def _bind_all(
+    registry: Registry[F], cfgs: Mapping[str, RewardTermCfg] | Mapping[str, ObservationTermCfg], key: str
+) -> dict[str, Callable[..., Tensor]]:
+    """Return all terms bound, or one error with all that is wrong."""
+    bound, problems = {}, []
+    for name, cfg in cfgs.items():
+        try:
+            bound[name] = registry.bind(cfg.func, cfg.params, f"{key}.{name}")
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return bound
+
+
+def _need_last_action(registry: Registry[Any], cfgs: Mapping[str, Any]) -> bool:
+    return any(registry.resolve(cfg.func, cfg.params, "")[0] in _remembering for cfg in cfgs.values())
+
+
+def measured(scene: Scene, name: str) -> Tensor:
+    """Return a quantity of the scene by its name; ``ConfigError`` gives the nearest names."""
+    if name not in scene:
+        raise ConfigError(f"the task measures no {name!r}.{nearest(name, scene)}")
+    return scene[name]
+
+
+def position(scene: Scene, place: Place) -> Tensor:
+    """Return where something is, ``[n, 3]``: ``scene["cube_pos"]`` for ``"cube"``, or a given point."""
+    if isinstance(place, str):
+        return scene[f"{place}_pos"] if f"{place}_pos" in scene else measured(scene, place)
+    some = next(iter(scene.values()))
+    return _point(tuple(place), some.device).expand(some.shape[0], 3)
+
+
+def offset(scene: Scene, of: Place, to: Place) -> Tensor:
+    """Return the way from one place to another, ``[n, 3]``, or ``[n, 2]`` if one of them has no height."""
+    start, end = position(scene, of), position(scene, to)
+    size = min(start.shape[1], end.shape[1])
+    return end[:, :size] - start[:, :size]
+
+
+def heading(quat: Tensor, symmetry: int = 1) -> Tensor:
+    """Return sine and cosine ``[n, 2]`` of ``symmetry`` times the heading of orientations ``[n, 4]``."""
+    w, x, y, z = quat.unbind(1)
+    sine, cosine = 2.0 * (w * z + x * y), 1.0 - 2.0 * (y * y + z * z)
+    for _ in range(symmetry.bit_length() - 1):  # the angle doubles
+        sine, cosine = 2.0 * sine * cosine, cosine * cosine - sine * sine
+    return torch.stack((sine, cosine), dim=1)
+
+
+def tilt(quat: Tensor) -> Tensor:
+    """Return the cosine ``[n]`` of the angle between an object's z axis and the vertical."""
+    return 1.0 - 2.0 * (quat[:, 1] * quat[:, 1] + quat[:, 2] * quat[:, 2])
+
+
+@lru_cache(maxsize=256)
+def _point(place: tuple[float, ...], device: torch.device) -> Tensor:
+    """Return a point on a device, where it stays: a copy from the host would wait for it."""
+    return torch.tensor([place], dtype=torch.float32, device=device)
+
+
+# Rewards. Those that are told to be in [0, 1] grow towards what is wanted, and can be stages of ``staged``.
+
+
+@register_reward("success")
+def success(task: Task, scene: Scene, action: Tensor) -> Tensor:
+    """1 where the task is solved."""
+    return scene["success"]
+
+
+@register_reward("alive")
+def alive(task: Task, scene: Scene, action: Tensor) -> Tensor:
+    """1 in every step."""
+    return torch.ones_like(action[:, 0])
+
+
+@register_reward("distance")
+def distance(task: Task, scene: Scene, action: Tensor, of: Place, to: Place) -> Tensor:
+    """Distance between two things, in metres."""
+    return length(offset(scene, of, to))
+
+
+@register_reward("near")
+def near(task: Task, scene: Scene, action: Tensor, of: Place, to: Place, within: Positive = 0.1) -> Tensor:
+    """``1 - tanh(distance / within)``: 1 at the place, 0.24 at the distance ``within``."""
+    return 1.0 - torch.tanh(length(offset(scene, of, to)) / within)
+
+
+@register_reward("closeness")
+def closeness(
+    task: Task, scene: Scene, action: Tensor, of: Place, to: Place, start: Positive, end: NotNegative = 0.0
+) -> Tensor:
+    """Progress in [0, 1] of a distance from ``start`` (0) to ``end`` (1), in metres."""
+    return ((start - length(offset(scene, of, to))) / (start - end)).clamp(0.0, 1.0)
+
+
+@register_reward("lifted")
+def lifted(task: Task, scene: Scene, action: Tensor, of: str, height: Positive, rest: NotNegative = 0.0) -> Tensor:
+    """Progress in [0, 1] of a thing's height from ``rest`` to ``rest + height``, in metres."""
+    return ((position(scene, of)[:, 2] - rest) / height).clamp(0.0, 1.0)
+
+
+@register_reward("upright")
+def upright(task: Task, scene: Scene, action: Tensor, of: str) -> Tensor:
+    """Cosine of the angle between a thing's z axis and the vertical."""
+    return tilt(measured(scene, f"{of}_quat"))
+
+
+@register_reward("aligned")
+def aligned(task: Task, scene: Scene, action: Tensor, of: str, to: str, symmetry: Symmetry = 1) -> Tensor:
+    """Agreement in [0, 1] of two headings; a thing that looks the same turned by a quarter has ``symmetry`` 4."""
+    both = (heading(measured(scene, f"{name}_quat"), symmetry) for name in (of, to))
+    return 0.5 * (1.0 + dot(*both))
+
+
+@register_reward("grasped")
+def grasped(task: Task, scene: Scene, action: Tensor, of: str, width: Positive, reach: Positive = 0.025) -> Tensor:
+    """1 where a thing is between the fingers (``reach`` from the tool) and they are as far apart as it is wide."""
+    return is_held(scene, of, width, reach).to(torch.float32)
+
+
+def is_held(scene: Scene, of: str, width: float, reach: float = 0.025) -> Tensor:
+    """Tell where a thing ``width`` wide is held, bool ``[n]``: at the tool, with the fingers apart by its width."""
+    gap = measured(scene, "gripper")
+    return (length(offset(scene, of, "ee")) < reach) & (gap < width + 0.008) & (gap > width - 0.02)
+
+
+@register_reward("opened")
+def opened(task: Task, scene: Scene, action: Tensor, of: str, target: float, start: float = 0.0) -> Tensor:
+    """Progress in [0, 1] of an articulated thing's opening from ``start`` to ``target``."""
+    return ((measured(scene, f"{of}_opening") - start) / (target - start)).clamp(0.0, 1.0)
+
+
+@register_reward("speed")
+def speed(task: Task, scene: Scene, action: Tensor, of: str) -> Tensor:
+    """Speed of a thing, in m/s."""
+    return length(measured(scene, f"{of}_linvel"))
+
+
+@register_reward("effort")
+def effort(task: Task, scene: Scene, action: Tensor) -> Tensor:
+    """Mean square of the action."""
+    return mean_square(action)
+
+
+@register_reward("action_rate", last_action=True)
+def action_rate(task: Task, scene: Scene, action: Tensor) -> Tensor:
+    """Mean square of the change of the action."""
+    return mean_square(action - scene[LAST_ACTION])
+
+
+@register_reward("joint_speed")
+def joint_speed(task: Task, scene: Scene, action: Tensor) -> Tensor:
+    """Mean square of the robot's joint velocities."""
+    return mean_square(measured(scene, "qvel"))
+
+
+@register_reward("joint_limits")
+def joint_limits(task: Task, scene: Scene, action: Tensor, margin: NotNegative = 0.1) -> Tensor:
+    """How far joints are within ``margin`` of their limits or beyond them, summed, in radians or metres."""
+    joints = measured(scene, "qpos")[:, : task.robot.num_joints]
+    low, high = task.robot.lower + margin - joints, joints - task.robot.upper + margin
+    return (low.clamp_min(0.0) + high.clamp_min(0.0)).sum(dim=1)
+
+
+@configclass
+class StageCfg(Config):
+    """One stage: a reward function in [0, 1], and the value from which on it is over."""
+
+    func: str
+    """Name of the reward function."""
+    params: dict[str, Any] = {}
+    """Its parameters."""
+    done: Positive = 1.0
+    """Value from which on the next stage counts."""
+
+
+@register_reward("staged")
+class Staged:
+    """Progress in [0, 1] through stages: those that are over, and the part of the first that is not, by their number.
+
+    It grows along the way, and nowhere does a later stage pay for what an earlier one still wants.
+    """
+
+    def __init__(self, stages: list[StageCfg]) -> None:
+        if not stages:
+            raise ConfigError("stages: expected at least one stage")
+        keys = [f"stages.{i}" for i in range(len(stages))]
+        bound = [REWARDS.bind(stage.func, stage.params, key) for stage, key in zip(stages, keys, strict=True)]
+        self._stages = list(zip(bound, (stage.done for stage in stages), strict=True))
+
+    def __call__(self, task: Task, scene: Scene, action: Tensor) -> Tensor:
+        reached = torch.ones_like(action[:, 0])
+        total = torch.zeros_like(reached)
+        for term, done in self._stages:
+            value = term(task, scene, action)
+            over = (value >= done).to(torch.float32)
+            total = total + reached * torch.maximum(over, (value / done).clamp(0.0, 1.0))
+            reached = reached * over
+        return total / len(self._stages)
+
+
+# Observations.
+
+
+@register_observation("position")
+def observe_position(task: Task, scene: Scene, of: str) -> Tensor:
+    """Where a thing is, 3."""
+    return position(scene, of)
+
+
+@register_observation("offset")
+def observe_offset(task: Task, scene: Scene, of: Place, to: Place) -> Tensor:
+    """The way from one thing to another, 3."""
+    return offset(scene, of, to)
+
+
+@register_observation("distance")
+def observe_distance(task: Task, scene: Scene, of: Place, to: Place) -> Tensor:
+    """Distance between two things, 1."""
+    return length(offset(scene, of, to))
+
+
+@register_observation("heading")
+def observe_heading(task: Task, scene: Scene, of: str, symmetry: Symmetry = 1) -> Tensor:
+    """Sine and cosine of a thing's heading (times its symmetry), 2."""
+    return heading(measured(scene, f"{of}_quat"), symmetry)
+
+
+@register_observation("upright")
+def observe_upright(task: Task, scene: Scene, of: str) -> Tensor:
+    """Cosine of the angle between a thing's z axis and the vertical, 1."""
+    return tilt(measured(scene, f"{of}_quat"))
+
+
+@register_observation("velocity")
+def observe_velocity(task: Task, scene: Scene, of: str) -> Tensor:
+    """Linear and angular velocity of a thing, 6."""
+    return torch.cat((measured(scene, f"{of}_linvel"), measured(scene, f"{of}_angvel")), dim=1)
+
+
+@register_observation("grasped")
+def observe_grasped(task: Task, scene: Scene, of: str, width: Positive, reach: Positive = 0.025) -> Tensor:
+    """1 where a thing is held between the fingers, 1."""
+    return is_held(scene, of, width, reach).to(torch.float32)
+
+
+@register_observation("measured")
+def observe_measured(task: Task, scene: Scene, name: str) -> Tensor:
+    """Any quantity of the scene by its name, such as ``drawer_opening``."""
+    return measured(scene, name).to(torch.float32)
+
+
+@register_observation("last_action", last_action=True)
+def observe_last_action(task: Task, scene: Scene) -> Tensor:
+    """The action that led to this observation; zero at the start of an episode."""
+    return scene[LAST_ACTION]

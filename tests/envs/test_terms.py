@@ -1,0 +1,186 @@
+"""Reward and observation terms by name: their values, their use in a config, and what is wrong with a config."""
+
+import math
+
+import pytest
+import torch
+
+from embodichain.envs import terms
+from embodichain.envs.registration import load_gym_config, make
+from embodichain.errors import ConfigError
+
+SCENE = {
+    "ee_pos": torch.tensor([[0.0, 0.0, 0.3], [0.5, 0.0, 0.1]]),
+    "cube_pos": torch.tensor([[0.3, 0.4, 0.3], [0.5, 0.0, 0.1]]),
+    "cube_quat": torch.tensor([[1.0, 0.0, 0.0, 0.0], [math.cos(math.pi / 8), 0.0, 0.0, math.sin(math.pi / 8)]]),
+    "goal": torch.tensor([[0.3, 0.0], [0.5, 0.2]]),
+    "gripper": torch.tensor([0.08, 0.05]),
+}
+ACTION = torch.tensor([[0.5, -0.5], [1.0, 0.0]])
+
+
+def reward(func, scene=SCENE, **params):
+    return terms.REWARDS.bind(func, params, "env.rewards.terms.x")(None, scene, ACTION)
+
+
+def test_values_of_the_library_are_those_computed_by_hand():
+    close = torch.testing.assert_close
+    close(reward("distance", of="ee", to="cube"), torch.tensor([0.5, 0.0]))
+    close(reward("distance", of="cube", to="goal"), torch.tensor([0.4, 0.2]))  # a goal without height
+    close(reward("distance", of="cube", to=[0.3, 0.0, 0.0]), torch.tensor([0.5, math.sqrt(0.05)]))
+    close(reward("near", of="ee", to="cube", within=0.5), torch.tensor([1.0 - math.tanh(1.0), 1.0]))
+    close(reward("closeness", of="ee", to="cube", start=0.6, end=0.1), torch.tensor([0.2, 1.0]))
+    close(reward("lifted", of="cube", height=0.4, rest=0.1), torch.tensor([0.5, 0.0]))
+    close(reward("effort"), torch.tensor([0.25, 0.5]))
+    close(reward("action_rate", {**SCENE, "last_action": torch.zeros(2, 2)}), torch.tensor([0.25, 0.5]))
+    turned = {**SCENE, "bin_quat": SCENE["cube_quat"].flip(0)}  # 45 degrees to either side
+    close(reward("aligned", turned, of="cube", to="bin"), torch.full((2,), 0.5 + 0.5 * math.cos(math.pi / 4)))
+    close(reward("aligned", turned, of="cube", to="bin", symmetry=4), torch.zeros(2), atol=1e-6, rtol=0.0)
+    close(reward("grasped", of="cube", width=0.05), torch.tensor([0.0, 1.0]))
+    lying = torch.tensor([[math.cos(math.pi / 4), math.sin(math.pi / 4), 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]])
+    close(reward("upright", {"cube_quat": lying}, of="cube"), torch.tensor([0.0, 1.0]), atol=1e-6, rtol=0.0)
+
+
+def test_stages_pay_in_order_and_never_less_on_the_way():
+    stages = [
+        {"func": "closeness", "params": {"of": "ee", "to": "cube", "start": 1.0}, "done": 0.9},
+        {"func": "lifted", "params": {"of": "cube", "height": 0.2}},
+    ]
+    gaps = torch.tensor([1.0, 0.5, 0.05, 0.05, 0.05, 0.5])
+    heights = torch.tensor([0.0, 0.0, 0.0, 0.1, 0.2, 0.2])
+    cube = torch.stack((torch.zeros(6), torch.zeros(6), heights), dim=1)
+    scene = {"cube_pos": cube, "ee_pos": cube + torch.stack((gaps, torch.zeros(6), torch.zeros(6)), dim=1)}
+    staged = terms.REWARDS.bind("staged", {"stages": stages}, "x")
+    value = staged(None, scene, torch.zeros(6, 1))
+    # The last row: what is lifted without being reached pays nothing.
+    torch.testing.assert_close(value, torch.tensor([0.0, 0.5 / 0.9, 1.0, 1.5, 2.0, 0.5 / 0.9]) / 2.0)
+
+
+def test_a_config_adds_terms_to_a_task_of_the_package_and_takes_some_away():
+    cfg = {
+        "id": "PushCubeRL",
+        "num_envs": 3,
+        "seed": 1,
+        "env": {
+            "rewards": {
+                "terms": {
+                    "approach": {"func": "near", "weight": 2.0, "params": {"of": "ee", "to": "cube"}},
+                    "smooth": {"func": "action_rate", "weight": -0.1},
+                    "reach": None,
+                },
+                "weights": {"approach": 3.0},
+            },
+            "observations": {
+                "terms": {
+                    "object/height": {"func": "measured", "params": {"name": "distance"}},
+                    "previous": {"func": "last_action"},
+                    "object/quat": None,
+                }
+            },
+        },
+    }
+    with make(cfg) as env:
+        obs, _ = env.reset()
+        assert obs["previous"].tolist() == torch.zeros(3, 6).tolist()
+        assert set(obs["object"].keys()) == {"pos", "linvel", "offset", "height"}
+        assert obs["object", "height"].shape == (3, 1)
+        first, second = torch.full((3, 6), 0.5), torch.full((3, 6), -0.5)
+        obs, _, _, _, info = env.step(first)
+        assert set(info["rewards"]) == {"place", "effort", "success", "approach", "smooth"}
+        torch.testing.assert_close(info["rewards"]["smooth"], torch.full((3,), -0.025))
+        gap = (obs["object", "pos"] - obs["robot", "ee_pos"]).norm(dim=1)
+        torch.testing.assert_close(info["rewards"]["approach"], 3.0 * (1.0 - torch.tanh(gap / 0.1)))
+        state = env.get_state()
+        _, _, _, _, info = env.step(second)
+        torch.testing.assert_close(info["rewards"]["smooth"], torch.full((3,), -0.1))
+        env.reset()
+        obs = env.set_state(state)  # the action before is part of the state
+        assert obs["previous"].tolist() == first.tolist()
+        _, _, _, _, again = env.step(second)
+        assert again["rewards"]["smooth"].tolist() == info["rewards"]["smooth"].tolist()
+
+
+@pytest.mark.parametrize(
+    ("term", "messages"),
+    [
+        (
+            {"func": "distanse"},
+            ["env.rewards.terms.x.func: unknown reward function 'distanse'. Did you mean 'distance'"],
+        ),
+        (
+            {"func": "near", "params": {"off": "ee", "within": "far"}},
+            [
+                "env.rewards.terms.x.params.of: expected a value",
+                "x.params.to: expected a value",
+                "x.params.off: unknown key, got 'ee' (str). Did you mean 'of'",
+                "x.params.within: expected a number, got 'far' (str)",
+            ],
+        ),
+        ({"func": "near", "params": {"of": "ee", "to": "cub"}}, ["no 'cub'. Did you mean", "cube_pos"]),
+        ({"func": "staged", "params": {"stages": [{"func": "nearr"}]}}, ["x.params.stages.0.func: unknown", "'near'"]),
+        ({"func": "staged", "params": {"stages": []}}, ["x.params.stages: expected at least one"]),
+    ],
+)
+def test_a_wrong_term_is_one_error_with_its_path(term, messages):
+    with (
+        pytest.raises(ConfigError) as caught,
+        make({"id": "PushCubeRL", "env": {"rewards": {"terms": {"x": term}}}}) as env,
+    ):
+        env.step(torch.zeros(1, 6))
+    for message in messages:
+        assert message in str(caught.value)
+
+
+def test_ones_own_functions_are_registered_by_name():
+    @terms.register_reward("test_low")
+    def low(task, scene, action, of: str, limit: float = 0.1):
+        return (terms.position(scene, of)[:, 2] < limit).float()
+
+    @terms.register_reward("test_matrix")
+    def matrix(task, scene, action):
+        return action
+
+    rewards = {"mode": "dense", "terms": {"low": {"func": "test_low", "params": {"of": "cube"}}}}
+    with make({"id": "PushCubeRL", "env": {"rewards": rewards}}) as env:
+        assert env.step(torch.zeros(1, 6))[4]["rewards"]["low"].tolist() == [1.0]
+    with (
+        make({"id": "PushCubeRL", "env": {"rewards": {"terms": {"bad": {"func": "test_matrix"}}}}}) as env,
+        pytest.raises(ConfigError, match=r"env.rewards.terms.bad: expected a function that returns one number per env"),
+    ):
+        env.step(torch.zeros(1, 6))
+    with pytest.raises(TypeError, match="expected the arguments"):
+        terms.register_reward("test_wrong")(lambda scene: scene)
+    with pytest.raises(ConfigError, match="nothing to leave out"):
+        make({"id": "PushCubeRL", "env": {"observations": {"terms": {"object/colour": None}}}})
+
+
+def test_the_form_with_func_and_mode_is_understood_for_registered_names():
+    cfg = load_gym_config(
+        {
+            "id": "PushCubeRL",
+            "env": {
+                "rewards": {
+                    "approach": {"func": "near", "mode": "add", "weight": 0.5, "params": {"of": "ee", "to": "cube"}}
+                },
+                "observations": {
+                    "gap": {"func": "offset", "mode": "add", "name": "object/gap", "params": {"of": "ee", "to": "cube"}}
+                },
+            },
+        }
+    )
+    assert cfg.env.rewards.terms["approach"].weight == 0.5
+    assert cfg.env.observations.terms["object/gap"].func == "offset"
+    with pytest.raises(ConfigError) as caught:
+        load_gym_config(
+            {
+                "id": "PushCubeRL",
+                "env": {
+                    "rewards": {
+                        "approach": {"func": "neer", "params": {}},
+                        "other": {"func": "near", "mode": "replace", "params": {}},
+                    }
+                },
+            }
+        )
+    assert "env.rewards.approach (func 'neer': no such function here. Did you mean 'near'" in str(caught.value)
+    assert "env.rewards.other.mode: expected 'add', got 'replace'" in str(caught.value)
