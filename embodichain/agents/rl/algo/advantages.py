@@ -23,7 +23,7 @@ from embodichain.agents.rl.buffer.rollout_buffer import evaluate_rollout
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils import Level
 from embodichain.agents.rl.utils.distributed import Ranks, batch_moments, merge_moments
-from embodichain.agents.rl.utils.ratios import bounded, kl_estimate, log_ratio
+from embodichain.agents.rl.utils.ratios import bounded, count_ratios, kl_estimate, log_ratio
 from embodichain.errors import RolloutError
 from embodichain.utils.cuda_graphs import kernels_work
 
@@ -238,11 +238,9 @@ class Proximal:
     def decouple(self, data: TensorDictBase, max_weight: float, level: Level) -> None:
         """Centre the clip on this policy, and weigh advantages by ``min(max_weight, pi_prox/mu)``; in place.
 
-        With one probability ratio per action of a chunk, the weight is the geometric mean over the actions taken.
+        Where a decision has several probability ratios, the weight is their geometric mean.
         """
-        log_weight = self.log_importance
-        if level == "action" and "num_actions" in data.keys():  # noqa: SIM118 - a TensorDict iterates over its rows
-            log_weight = log_weight / data["num_actions"]
+        log_weight = self.log_importance / count_ratios(self.log_prob, data, level)
         data["sample_log_prob"] = self.log_prob
         data["advantage"] = data["advantage"] * log_weight.exp().clamp(max=max_weight)
 

@@ -31,7 +31,7 @@ from embodichain.envs.vec_env import VecEnv
 from embodichain.errors import CheckpointError, ConfigError
 
 KEYS = ("observation", "action", "reward", "done", "sample_log_prob")
-LOSS_KEYS = ("observation", "action", "sample_log_prob", "advantage", "num_actions")
+LOSS_KEYS = ("observation", "action", "sample_log_prob", "advantage", "num_actions", "decision")
 """The last one is there for chunks only."""
 
 

@@ -33,8 +33,8 @@ from embodichain.errors import ConfigError
 from embodichain.utils.cuda_graphs import kernels_work
 
 GAE_KEYS = ("value", "next_value", "terminated", "done")
-LOSS_KEYS = ("observation", "action", "sample_log_prob", "value", "advantage", "return", "num_actions")
-"""The last one is there for chunks only."""
+LOSS_KEYS = ("observation", "action", "sample_log_prob", "value", "advantage", "return", "num_actions", "decision")
+"""The last two are there for chunks, and for policies with a decision, only."""
 
 
 @configclass

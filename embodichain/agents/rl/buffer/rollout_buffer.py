@@ -8,6 +8,7 @@ A rollout is a TensorDict ``[num_envs, num_steps]``, stored time-major underneat
   episode; zero where it terminated, for there is no next state;
 * ``policy_version``: int64, the number of the weights that chose the action;
 * ``hidden``, of recurrent policies: the recurrent state before each observation;
+* ``decision``, of policies with ``has_decision``: a nested TensorDict of their own;
 * ``num_actions`` and ``chunk_reward``, where decisions are chunks of actions (``ChunkedEnv``): how many of the chunk
   were taken, and the reward of each ``[num_envs, num_steps, chunk_size]``. ``reward`` is then their plain sum, and
   ``sample_log_prob`` has one entry per action as well;
@@ -42,6 +43,7 @@ ROLLOUT_KEYS = (
     "policy_version",
 )
 OPTIONAL_KEYS = ("hidden", "num_actions", "chunk_reward")
+
 EVALUATED_ROWS = 65_536
 """Transitions evaluated at a time, which bounds the memory for it."""
 
@@ -87,7 +89,7 @@ def evaluate_rollout(policy: Policy, rollout: TensorDictBase, rows: int = EVALUA
     num_envs, num_steps = rollout.batch_size
     with policy.without_dropout():
         if not policy.is_recurrent:
-            data = flatten_time_major(rollout.select("observation", "action"))
+            data = flatten_time_major(rollout.select("observation", "action", *["decision"] * policy.has_decision))
             parts = [policy.evaluate(part) for part in data.split(rows)]
             joined = [torch.cat([part[i] for part in parts]).unflatten(0, (num_steps, num_envs)) for i in (0, 2)]
         else:
@@ -129,7 +131,7 @@ class RolloutBuffer:
         self.storage: TensorDict | None = None
         self.step = 0
         self._rows: dict[str, tuple[Tensor, ...]] = {}  # of each part of the storage, a view of every step
-        self._observation: list[tuple[tuple[str, ...], tuple[Tensor, ...]]] = []  # the same for nested observations
+        self._nested: dict[str, list[tuple[tuple[str, ...], tuple[Tensor, ...]]]] = {}  # the same for nested parts
         self._adopted: TensorDictBase | None = None
         self._extras: set[str] = set()
         self._handed_out = False
@@ -143,15 +145,17 @@ class RolloutBuffer:
         done: Tensor | None = None,
         value: Tensor | None = None,
         logprob: Tensor | None = None,
-        **more: Tensor,
+        **more: Tensor | TensorDictBase,
     ) -> None:
         """Write one step, each part ``[num_envs, ...]``; a whole rollout alone is passed on to ``add_rollout``.
 
         ``more`` may hold ``terminated`` (default: ``done``), ``truncated``, ``policy_version``, ``hidden``,
-        ``num_actions`` and ``chunk_reward``. Values may be left out here and given to ``finalize``, all together.
+        ``decision``, ``num_actions`` and ``chunk_reward``. Values may be left out here and given to ``finalize``, all
+        together.
         """
         if action is None and isinstance(obs, TensorDictBase):
             return self.add_rollout(obs)
+        parts: dict[str, Any]
         parts = {"action": action, "reward": reward, "done": done, "sample_log_prob": logprob, "terminated": done}
         if value is None:
             self._lacks_values = True
@@ -289,7 +293,7 @@ class RolloutBuffer:
     def _rollout(self, what: str) -> TensorDictBase:
         return self._adopted if self._adopted is not None else self.full_storage(what).transpose(0, 1)
 
-    def _allocate(self, obs: Observation, like: Mapping[str, Tensor | None]) -> None:
+    def _allocate(self, obs: Observation, like: Mapping[str, Any]) -> None:
         """Take memory ``[num_steps, num_envs, ...]`` for observations and parts like these."""
         action, log_prob = like["action"], like["sample_log_prob"]
         if action is None:
@@ -311,36 +315,38 @@ class RolloutBuffer:
         parts |= {name: room(part) for name in OPTIONAL_KEYS if (part := like.get(name)) is not None}
         if log_prob is not None and log_prob.ndim > 1:  # one per action of a chunk
             parts["sample_log_prob"] = room(log_prob)
-        if isinstance(obs, Tensor):
-            parts["observation"] = room(obs)
-        else:
-            parts["observation"] = stacked = obs.apply(room, batch_size=shape)
-            self._observation = [(path, leaf.unbind(0)) for path, leaf in sorted_leaves(stacked)]
+        for name, part in (("observation", obs), ("decision", like.get("decision"))):
+            if isinstance(part, Tensor):
+                parts[name] = room(part)
+            elif part is not None:
+                parts[name] = stacked = part.apply(room, batch_size=shape)
+                self._nested[name] = [(path, leaf.unbind(0)) for path, leaf in sorted_leaves(stacked)]
         self._rows = {name: part.unbind(0) for name, part in parts.items() if isinstance(part, Tensor)}
         self.storage = TensorDict(parts, batch_size=shape, device=self.device)
 
-    def _check(self, obs: Observation, parts: Mapping[str, Tensor | None]) -> None:
+    def _check(self, obs: Observation, parts: Mapping[str, Any]) -> None:
         """Raise ``RolloutError`` if names or shapes of a step are not those that there is room for."""
+        check_decision(parts.get("decision"), self._nested.get("decision", ()), self.num_envs)
         if self.obs_dim is not None and obs.shape[-1] != self.obs_dim:
             raise RolloutError(f"observation: expected {self.obs_dim} numbers, got {list(obs.shape)}")
         for name, part in parts.items():
+            if name == "decision":
+                continue
             if name not in self._rows:
                 raise RolloutError(f"unknown part {name!r}.{nearest(name, self._rows)}")
             expected = self._rows[name][0].shape
             if part is None or (part.ndim and part.shape != expected):
                 got = "nothing" if part is None else list(part.shape)
                 raise RolloutError(f"{name}: expected {list(expected)}, got {got}")
-        if isinstance(obs, Tensor) == bool(self._observation):
+        if isinstance(obs, Tensor) == ("observation" in self._nested):
             raise RolloutError("observations must stay as they were at first: nested or flat")
 
     def _write(self, obs: Observation, parts: Mapping[str, Any]) -> None:
         """Copy a step into its row; on a GPU all parts of a type go together, as each copy is a launch there."""
         t = self.step
-        pairs = [(self._rows[name][t], part) for name, part in parts.items()]
-        if isinstance(obs, Tensor):
-            pairs.append((self._rows["observation"][t], obs))
-        else:
-            pairs += [(rows[t], obs.get(path)) for path, rows in self._observation]
+        parts = {**parts, "observation": obs}
+        pairs = [(self._rows[name][t], part) for name, part in parts.items() if name not in self._nested]
+        pairs += [(rows[t], parts[name].get(path)) for name, leaves in self._nested.items() for path, rows in leaves]
         alike: tuple[list[Tensor], list[Tensor]] = ([], [])
         for row, part in pairs:
             if row.is_cuda and part.shape == row.shape and part.device == row.device:
@@ -350,6 +356,18 @@ class RolloutBuffer:
                 row.copy_(part)
         if alike[0]:
             copy_together(*alike)
+
+
+def check_decision(decision: Any, rows: Iterable[tuple[tuple[str, ...], tuple[Tensor, ...]]], num_envs: Any) -> None:
+    """Raise ``RolloutError`` unless a decision has the entries and shapes for which there are ``rows``."""
+    if decision is not None and not (isinstance(decision, TensorDictBase) and decision.batch_size[:1] == (num_envs,)):
+        kind = list(decision.batch_size) if isinstance(decision, TensorDictBase) else type(decision).__name__
+        raise RolloutError(f"decision: expected a TensorDict [{num_envs}], got {kind}")
+    expected = {"/".join(path): list(row[0].shape) for path, row in rows}
+    leaves = [] if decision is None else sorted_leaves(decision)
+    got = {"/".join(path): list(leaf.shape) for path, leaf in leaves}
+    if got != expected:
+        raise RolloutError(f"decision: expected {expected}, as in the first step, got {got}")
 
 
 class Minibatches:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from embodichain.agents.rl.buffer.rollout_buffer import RolloutBuffer
-from embodichain.agents.rl.collector.base import Decision
+from embodichain.agents.rl.collector.base import PolicyStep
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils.tensordicts import Observation, sorted_leaves
 from embodichain.errors import EmbodiChainError
@@ -31,7 +31,8 @@ class Decider:
         self._policy = policy
         self.records = can_record(policy, device)
         """Whether decisions are recorded at all."""
-        self._act: _Replayed[tuple[Tensor, Tensor, Tensor]] = _Replayed(lambda obs: policy.act(obs)[:3], policy)
+        self._act: _Replayed[tuple[Any, ...]]
+        self._act = _Replayed(policy.decide if policy.has_decision else lambda obs: policy.act(obs)[:3], policy)
         self._choose: _Replayed[tuple[Tensor, Tensor]] = _Replayed(policy.choose, policy)
         self._value: _Replayed[Tensor] = _Replayed(policy.state_value, policy)
         self._all: tuple[_Replayed[Any], ...] = (self._act, self._choose, self._value)
@@ -58,7 +59,7 @@ class Decider:
 
     def decide(
         self, obs: Observation, state: Tensor | None, deferred: bool, kept: bool, rows: slice = slice(None)
-    ) -> Decision:
+    ) -> PolicyStep:
         """Let the policy choose for the envs ``rows``; ``deferred`` leaves values for later.
 
         ``kept``: the decision is needed after the next one.
@@ -67,12 +68,16 @@ class Decider:
             self._policy.hold_noise(self._noise[rows])
         if not self.records:
             if deferred:
-                return Decision(obs, state, *self._policy.choose(obs), None, None)
-            return Decision(obs, state, *self._policy.act(obs, state))
-        parts: tuple[Tensor, ...] = self._choose(obs) if deferred else self._act(obs)
+                return PolicyStep(obs, state, *self._policy.choose(obs), None)
+            if self._policy.has_decision:
+                return _with_decision(obs, self._policy.decide(obs))
+            return PolicyStep(obs, state, *self._policy.act(obs, state))
+        parts: tuple[Any, ...] = self._choose(obs) if deferred else self._act(obs)
         if kept:
             parts = tuple(part.clone() for part in parts)
-        return Decision(obs, state, parts[0], parts[1], None if deferred else parts[2], None)
+        if self._policy.has_decision:
+            return _with_decision(obs, parts)
+        return PolicyStep(obs, state, parts[0], parts[1], None if deferred else parts[2])
 
     def value(self, obs: Observation, state: Tensor | None) -> Tensor:
         """Value an observation between two steps."""
@@ -102,6 +107,11 @@ class Decider:
                 own.set_state(own_state)
         for replayed in self._all:
             replayed.settled = True
+
+
+def _with_decision(obs: Observation, parts: tuple[Any, ...]) -> PolicyStep:
+    action, log_prob, value, decision = parts
+    return PolicyStep(obs, None, action, log_prob, value, decision=decision)
 
 
 def can_record(policy: Policy, device: torch.device) -> bool:

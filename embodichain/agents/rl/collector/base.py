@@ -24,7 +24,7 @@ StepCallback = Callable[[Observation, Tensor, Tensor, Tensor, dict[str, Any], Ob
 """Called with ``obs, action, reward, done, info, next_obs`` after every step; what it raises ends the collection."""
 
 
-class Decision(NamedTuple):
+class PolicyStep(NamedTuple):
     """What a policy made of an observation, each part ``[envs, ...]``."""
 
     obs: Observation
@@ -37,8 +37,10 @@ class Decision(NamedTuple):
     """Logarithm of the choice's probability."""
     value: Tensor | None
     """What it expects from here; ``None`` if all observations of a rollout are valued at its end."""
-    new_state: Tensor | None
+    new_state: Tensor | None = None
     """Its recurrent state afterwards."""
+    decision: TensorDictBase | None = None
+    """What it needs to value the choice again."""
 
 
 class BaseCollector(ABC):

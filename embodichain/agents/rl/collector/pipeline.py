@@ -22,7 +22,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from embodichain.agents.rl.buffer.rollout_buffer import RolloutBuffer
-from embodichain.agents.rl.collector.base import Decision, result_to
+from embodichain.agents.rl.collector.base import PolicyStep, result_to
 from embodichain.agents.rl.utils.tensordicts import Observation
 from embodichain.envs.vec_env import ActionBounds, StepResult, StepsInHalves, VecEnv
 from embodichain.errors import ConfigError, EmbodiChainError
@@ -125,7 +125,7 @@ class _Group:
     rows: slice
     obs: Observation
     state: Tensor | None
-    decision: Decision
+    decision: PolicyStep
     _finish_step: Callable[[], StepResult]
 
     def __init__(self, env: VecEnv, device: torch.device) -> None:
@@ -166,7 +166,7 @@ class _Group:
         self._under_way = False
 
 
-def _join(decisions: list[Decision]) -> Decision:
+def _join(decisions: list[PolicyStep]) -> PolicyStep:
     """Return the decisions of all groups as one."""
     parts: list[Any] = [None if values[0] is None else torch.cat(values) for values in zip(*decisions, strict=True)]
-    return Decision(*parts)
+    return PolicyStep(*parts)

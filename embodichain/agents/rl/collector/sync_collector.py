@@ -11,11 +11,11 @@ from embodichain.agents.rl.buffer.rollout_buffer import RolloutBuffer
 from embodichain.agents.rl.collector.acting import Decider, DeferredValues
 from embodichain.agents.rl.collector.base import (
     BaseCollector,
-    Decision,
     DiscountedReturns,
     EnvErrors,
     EpisodeTracker,
     InfoAverages,
+    PolicyStep,
     Recovery,
     StepCallback,
     collection_threads,
@@ -255,7 +255,7 @@ class SyncCollector(BaseCollector):
             raise RolloutError("the environment gave no observation")
         return self.obs
 
-    def decide(self, obs: Observation, state: Tensor | None, rows: slice = slice(None)) -> Decision:
+    def decide(self, obs: Observation, state: Tensor | None, rows: slice = slice(None)) -> PolicyStep:
         """Let the policy choose the actions of some envs, ``rows``."""
         kept = self.callback is not None or self._pipeline is not None
         return self._decider.decide(obs, state, self._values.deferred, kept, rows)
@@ -271,7 +271,7 @@ class SyncCollector(BaseCollector):
         with torch.no_grad(), torch_threads(self.num_threads), self.policy.without_dropout():
             self._decider.record(obs)
 
-    def record(self, decision: Decision, result: StepResult, version: Tensor, buffer: RolloutBuffer) -> Observation:
+    def record(self, decision: PolicyStep, result: StepResult, version: Tensor, buffer: RolloutBuffer) -> Observation:
         """Write a step of all envs to a buffer; return the next observation."""
         next_obs, reward, terminated, truncated, info = result
         done = terminated | truncated
@@ -281,6 +281,8 @@ class SyncCollector(BaseCollector):
         parts |= {name: part.to(self.device) for name, part in info.get("chunk", {}).items()}
         if decision.state is not None:
             parts["hidden"] = decision.state
+        if decision.decision is not None:
+            parts["decision"] = decision.decision
         obs, action = decision.obs, decision.action
         buffer.add(obs, action, reward, done, decision.value, decision.log_prob, **parts)
         self._averages.add(info, done if self.env.device == self.device else done.to(self.env.device))

@@ -6,6 +6,7 @@ from typing import Any, Self
 
 import gymnasium as gym
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from embodichain.agents.rl.models.distributions import (
@@ -115,7 +116,7 @@ class NetworkPolicy(Policy):
     def get_value(self, obs: Observation) -> Tensor:
         return self.state_value(obs)
 
-    def evaluate_actions(self, obs: Observation, actions: Tensor) -> Evaluation:
+    def evaluate_actions(self, obs: Observation, actions: Tensor, decision: TensorDictBase | None = None) -> Evaluation:
         return self._evaluate(*self._perceive(obs, None)[:2], actions)
 
     @property

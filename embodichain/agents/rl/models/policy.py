@@ -22,6 +22,9 @@ class Policy(nn.Module, ABC):
     nested TensorDict of batch size ``[batch]``, or a flat tensor ``[batch, obs_dim]``. Collectors and algorithms call
     ``act``, ``state_value``, ``evaluate`` and ``forward``, which this class builds on those three.
 
+    A policy whose actions do not tell how they were chosen (a denoising chain, tokens) sets ``has_decision`` and
+    writes ``decide``; it gets its decision back as the third argument of ``evaluate_actions``.
+
     A recurrent policy sets ``is_recurrent`` and overrides ``initial_state``, ``act``, ``state_value`` and
     ``evaluate_sequences`` too. Its state is a tensor ``[batch, ...]`` that the caller keeps, passes in and resets.
     """
@@ -33,6 +36,9 @@ class Policy(nn.Module, ABC):
     and log-probabilities and entropies ``[batch, chunk_size]``, one per action; the value is ``[batch]``."""
     is_recurrent: bool = False
     """Whether actions depend on earlier observations of the episode."""
+    has_decision: bool = False
+    """Whether actions come with a ``decision``, a TensorDict of the policy's own: what it needs to value a choice again
+    and the environment does not need to carry it out. Rollouts store it; a recurrent policy has none."""
     has_critic: bool = True
     """Whether the values are estimates of a return; without a critic they are zeros."""
     values_apart: bool = False
@@ -58,13 +64,25 @@ class Policy(nn.Module, ABC):
         The most likely action if ``deterministic``. Discrete actions are ``[batch]``.
         """
 
+    def decide(
+        self, obs: Observation, deterministic: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor, TensorDictBase | None]:
+        """Return ``(action, log_prob, value, decision)``; the decision is a TensorDict ``[batch]``, or ``None``.
+
+        Log-probabilities may have factors: ``[batch, chunk_size, factors]``, see ``utils/ratios.py``.
+        """
+        return (*self.get_action(obs, deterministic), None)
+
     @abstractmethod
     def get_value(self, obs: Observation) -> Tensor:
         """Return the value estimate ``[batch]``."""
 
     @abstractmethod
-    def evaluate_actions(self, obs: Observation, actions: Tensor) -> Evaluation:
-        """Return ``(log_prob, entropy, value)`` of given actions, each ``[batch]``."""
+    def evaluate_actions(self, obs: Observation, actions: Tensor, decision: TensorDictBase | None = None) -> Evaluation:
+        """Return ``(log_prob, entropy, value)`` of given actions, each ``[batch]``.
+
+        ``decision`` is what ``decide`` returned with them; a policy without ``has_decision`` need not take it.
+        """
 
     def initial_state(self, batch_size: int) -> Tensor | None:
         """Return the recurrent state ``[batch, ...]`` at an episode's start; ``None`` if there is none."""
@@ -99,7 +117,13 @@ class Policy(nn.Module, ABC):
         raise TypeError(f"{type(self).__name__} is not recurrent, or lacks evaluate_sequences")
 
     def forward(self, tensordict: TensorDictBase, deterministic: bool = False) -> TensorDictBase:
-        """Write ``action``, ``sample_log_prob`` and ``value`` of ``observation``, and the next ``hidden``; in place."""
+        """Write ``action``, ``sample_log_prob`` and ``value`` of ``observation``, in place.
+
+        A recurrent policy also writes the next ``hidden``, one with ``has_decision`` its ``decision``.
+        """
+        if self.has_decision:
+            parts = self.decide(tensordict["observation"], deterministic)
+            return tensordict.update(dict(zip(("action", "sample_log_prob", "value", "decision"), parts, strict=True)))
         state = tensordict.get("hidden", None)
         if state is None:
             state = self.initial_state(tensordict.batch_size[0])
@@ -114,6 +138,8 @@ class Policy(nn.Module, ABC):
         """
         if self.is_recurrent:
             return self.evaluate_sequences(batch["observation"], batch["action"], batch["hidden"][0], batch["start"])
+        if self.has_decision:
+            return self.evaluate_actions(batch["observation"], batch["action"], batch["decision"])
         return self.evaluate_actions(batch["observation"], batch["action"])
 
     @contextmanager

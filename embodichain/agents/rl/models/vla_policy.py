@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol, Self, cast, runtime_checkable
 
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from embodichain.agents.rl.models.policy import Evaluation, Policy
@@ -89,6 +90,7 @@ class VLAPolicy(Policy):
         if problems:
             raise ConfigError(problems, "policy")
         self.model: Any = model
+        self.has_decision = bool(getattr(model, "has_decision", False))
         self.freeze_normalizer = freeze_normalizer
         """Whether updates leave the statistics of proprioception as they are; ``None``: if they are frozen already."""
         self.device = torch.device(device)
@@ -101,8 +103,18 @@ class VLAPolicy(Policy):
     def get_value(self, obs: Observation) -> Tensor:
         return cast(Tensor, self.model.get_value(obs))
 
-    def evaluate_actions(self, obs: Observation, actions: Tensor) -> Evaluation:
-        return cast(Evaluation, self.model.evaluate_actions(obs, actions))
+    def decide(
+        self, obs: Observation, deterministic: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor, TensorDictBase | None]:
+        if not self.has_decision:
+            return super().decide(obs, deterministic)
+        return cast(
+            tuple[Tensor, Tensor, Tensor, TensorDictBase], self.model.decide(obs, deterministic, self.generator)
+        )
+
+    def evaluate_actions(self, obs: Observation, actions: Tensor, decision: TensorDictBase | None = None) -> Evaluation:
+        parts = (decision,) if self.has_decision else ()
+        return cast(Evaluation, self.model.evaluate_actions(obs, actions, *parts))
 
     def update_normalizer(self, obs: Observation) -> None:
         if not isinstance(self.model, VLAModel) or self.model.normalizer is None:

@@ -12,8 +12,8 @@ from embodichain.utils.torch_runtime import torch_threads
 __all__ = ["AlgorithmCfg", "MinibatchCfg", "dict_to_tensordict", "flatten_dict_observation", "torch_threads"]
 
 Precision = Literal["off", "tf32", "bf16", "fp16"]
-Level = Literal["chunk", "action"]
-"""Whether the probability ratio is that of a whole chunk, or one for each action in it."""
+Level = Literal["chunk", "action", "token", "denoising_step"]
+"""Whether the probability ratio is that of a whole chunk, of each action, or of each factor: token, denoising step."""
 
 _T = TypeVar("_T")
 
@@ -79,7 +79,8 @@ class MinibatchCfg(AlgorithmCfg):
     sequence_length: Count | None = None
     """For recurrent policies: steps per training sequence, a divisor of the rollout's; default: all of them."""
     log_prob_per: Level = "chunk"
-    """For policies that choose chunks of actions: one probability ratio per chunk, or one for each action in it."""
+    """For policies that choose chunks of actions: one probability ratio per chunk, or one for each action in it. For
+    those whose decisions have more factors also one for each ``token`` or ``denoising_step``."""
     cuda_graphs: bool = True
     """On a GPU: record the gradient step once as a CUDA graph and replay it; the log says where that cannot be."""
     correction: Literal["none", "decoupled"] = "none"

@@ -1,7 +1,9 @@
 """Ratios of the probabilities that two policies give the same decisions.
 
-A decision is one action, or a chunk of them (``ChunkedEnv``). Log-probabilities of chunks are ``[..., chunk_size]``,
-one per action, and ``num_actions`` ``[...]`` tells how many were really taken. Single actions are left as they are.
+A decision is one action, or a chunk of them (``ChunkedEnv``). Log-probabilities are ``[...]``, or ``[..., chunk_size]``
+with one per action, or ``[..., chunk_size, factors]`` with one per token of every action; 1 stands in the place of
+``chunk_size`` where factors, such as the steps of a denoising chain, choose the chunk as a whole. ``num_actions``
+``[...]`` tells how many actions of a chunk were really taken: the others do not count.
 """
 
 import math
@@ -48,39 +50,57 @@ def _log_bounds(clip: float) -> tuple[float, float]:
 
 
 def log_ratio(log_prob: Tensor, old_log_prob: Tensor, batch: TensorDictBase, level: Level) -> Tensor:
-    """Return ``log pi / pi_old`` ``[...]``, or ``[..., chunk_size]`` per action: 0 for actions that were not taken."""
+    """Return ``log pi / pi_old`` ``[...]``, or one per action or factor: 0 for actions that were not taken."""
     difference = log_prob - old_log_prob
     if difference.ndim == batch.batch_dims:
         return difference
-    difference = torch.where(_taken(difference, batch), difference, 0.0)
-    return difference if level == "action" else difference.sum(-1)
+    return _summed(torch.where(_taken(difference, batch), difference, 0.0), batch, level)
 
 
 def per_decision(values: Tensor, batch: TensorDictBase) -> Tensor:
-    """Return ``[rows]``: the mean over the actions taken, where there is a value for each of them."""
+    """Return ``[rows]``: the mean over the actions taken, or their factors, where there is a value for each of them."""
     if values.ndim == batch.batch_dims:
         return values
-    taken = _taken(values, batch)
-    return torch.where(taken, values, 0.0).sum(-1) / taken.sum(-1)
+    taken, inner = _taken(values, batch), _inner(values, batch)
+    return torch.where(taken, values, 0.0).sum(inner) / taken.expand_as(values).sum(inner)
 
 
 def decision_entropy(entropy: Tensor, batch: TensorDictBase, level: Level) -> Tensor:
-    """Return the entropy ``[rows]`` of decisions: of a chunk the sum over its actions taken, or their mean."""
+    """Return the entropy ``[rows]`` of decisions: of a chunk the sum over what was taken, else the mean per ratio."""
     if entropy.ndim == batch.batch_dims:
         return entropy
-    if level == "action":
-        return per_decision(entropy, batch)
-    return torch.where(_taken(entropy, batch), entropy, 0.0).sum(-1)
+    return per_decision(_summed(torch.where(_taken(entropy, batch), entropy, 0.0), batch, level), batch)
+
+
+def count_ratios(log_prob: Tensor, batch: TensorDictBase, level: Level) -> Tensor | float:
+    """Return how many ratios ``[rows]`` a decision has."""
+    if log_prob.ndim == batch.batch_dims or level == "chunk":
+        return 1.0
+    ratios = _summed(torch.zeros_like(log_prob), batch, level)
+    return _taken(ratios, batch).expand_as(ratios).sum(_inner(ratios, batch))
 
 
 def like(values: Tensor, ratio: Tensor) -> Tensor:
-    """Return ``values`` ``[rows]`` so that they broadcast against a ratio ``[rows]`` or ``[rows, chunk_size]``."""
-    return values.unsqueeze(-1) if ratio.ndim > values.ndim else values
+    """Return ``values`` ``[rows]`` so that they broadcast against ratios ``[rows, ...]``."""
+    return values.view(*values.shape, *[1] * (ratio.ndim - values.ndim)) if ratio.ndim > values.ndim else values
 
 
 def _taken(values: Tensor, batch: TensorDictBase) -> Tensor:
-    """Tell which actions were taken, ``[rows, chunk_size]``."""
+    """Tell which actions were taken, so that it broadcasts against ``values`` ``[rows, chunk_size, ...]``."""
     if "num_actions" not in batch.keys():  # noqa: SIM118
         return torch.ones_like(values, dtype=torch.bool)
-    order = torch.arange(values.shape[-1], device=values.device)
-    return order < batch["num_actions"].unsqueeze(-1)
+    order = torch.arange(values.shape[batch.batch_dims], device=values.device)
+    taken = order < batch["num_actions"].unsqueeze(-1)
+    return taken.unsqueeze(-1) if values.ndim > taken.ndim else taken
+
+
+def _inner(values: Tensor, batch: TensorDictBase) -> tuple[int, ...]:
+    """Return the dimensions of actions and factors."""
+    return tuple(range(batch.batch_dims, values.ndim))
+
+
+def _summed(values: Tensor, batch: TensorDictBase, level: Level) -> Tensor:
+    """Return the sums that a level asks for: over all of a chunk, over the factors of an action, or none."""
+    if level == "chunk":
+        return values.sum(_inner(values, batch))
+    return values.sum(-1) if level == "action" and values.ndim == batch.batch_dims + 2 else values
