@@ -39,6 +39,10 @@ class UntrustedModuleError(EmbodiChainError, PermissionError):
     """A config names a module that the caller did not allow to be imported."""
 
 
+class TrustedModuleError(EmbodiChainError, ImportError):
+    """A module of the user's own raised something while it was imported; the message says what and where."""
+
+
 class MissingExtraError(EmbodiChainError, ImportError):
     """An optional package is not installed; the message gives the extra to install."""
 

@@ -2,13 +2,22 @@
 
 import importlib
 import importlib.util
+import os
 import sys
-from collections.abc import Collection, Iterable
+import traceback
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 
-from embodichain.errors import MissingExtraError, UnknownNameError, UntrustedModuleError
+from embodichain.errors import (
+    EmbodiChainError,
+    MissingExtraError,
+    TrustedModuleError,
+    UnknownNameError,
+    UntrustedModuleError,
+)
 
 DISTRIBUTION = "embodichain-agents"
 
@@ -22,21 +31,24 @@ def require(module: str, extra: str) -> ModuleType:
 
 
 def available(module: str) -> bool:
-    """Tell whether an optional module is installed, without importing it."""
-    return importlib.util.find_spec(module.partition(".")[0]) is not None
+    """Tell whether an optional module is installed, without importing it; a folder of its name is no module."""
+    spec = importlib.util.find_spec(module.partition(".")[0])
+    return spec is not None and spec.origin is not None
 
 
 _allowed: set[str] = set()
+_joined: set[Path] = set()
+"""Folders that joined Python's path with a trusted module."""
 
 
 def module_name(entry: str) -> str:
     """Return the module that a trusted entry means: ``mine`` for ``mine`` as well as for ``some/where/mine.py``."""
-    return Path(entry).stem if entry.endswith(".py") else entry
+    return _module_of(entry)[0] if entry.endswith(".py") else entry
 
 
 def check_trusted(named: Iterable[str], trusted: Collection[str], source: str) -> None:
     """Refuse modules that a config names and the caller did not allow."""
-    allowed = {module_name(entry) for entry in trusted}
+    allowed = {name for entry in trusted for name in (module_name(entry), Path(entry.removesuffix(".py")).name)}
     for name in named:
         if name not in allowed:
             raise UntrustedModuleError(
@@ -45,43 +57,90 @@ def check_trusted(named: Iterable[str], trusted: Collection[str], source: str) -
             )
 
 
+def config_folders(config: object = None) -> list[Path]:
+    """Return where trusted modules are looked for besides Python's path: beside a config's file, and where we are."""
+    is_file = isinstance(config, str | os.PathLike) and str(config).endswith((".json", ".yaml", ".yml"))
+    return [*([Path(str(config)).parent] if is_file else []), Path.cwd()]
+
+
 def import_trusted(trusted: Iterable[str], folders: Iterable[Path] = ()) -> None:
-    """Import files where they are, names from Python's path or else from the folders, which do not join that path."""
+    """Import the modules that the caller allows: files where they are, names from Python's path or from the folders.
+
+    The folder of a module that is not on Python's path joins its end. So the module finds its neighbours, here and in
+    the processes that this one starts, and they hide nothing that is installed.
+    """
     searched = list(folders)
     for entry in trusted:
-        name = module_name(entry)
-        top = name.partition(".")[0]
-        if top not in sys.modules and (entry.endswith(".py") or not available(top)):
-            _import_from(top, _folder_of(entry) if entry.endswith(".py") else searched)
-        importlib.import_module(name)
+        name, folder = _locate(entry, searched)
+        if folder is not None and str(folder) not in sys.path:
+            _joined.add(folder)
+            sys.path.append(str(folder))
+        with _errors_of(entry):
+            if entry.endswith(".py") and folder is not None:
+                _import_from(folder, name.partition(".")[0], entry)
+            importlib.import_module(name)
         _allowed.add(name)
 
 
-def _folder_of(file: str) -> list[Path]:
-    return [] if "\0" in file else [Path(file).resolve().parent]
+def locate_trusted(trusted: Iterable[str], folders: Iterable[Path] = ()) -> tuple[str, ...]:
+    """Return the same modules as another process or command finds them, without importing anything: those that are not
+    on Python's path by their files."""
+    searched = list(folders)
+    entries = []
+    for entry in trusted:
+        name, folder = _locate(entry, searched)
+        parts = name.split(".")
+        base = Path() if folder is None else folder.joinpath(*parts[:-1])
+        files = [file for file in (base / parts[-1] / "__init__.py", base / f"{parts[-1]}.py") if file.is_file()]
+        entries.append(entry if folder is None or not files else str(files[0]))
+    return tuple(dict.fromkeys(entries))
 
 
-def module_folders(trusted: Iterable[str]) -> tuple[str, ...]:
-    """Return the folders from which modules were imported, for another process to find them."""
-    modules = [sys.modules.get(module_name(entry).partition(".")[0]) for entry in trusted]
-    files = [Path(module.__file__).resolve() for module in modules if module is not None and module.__file__]
-    folders = [file.parents[1] if file.name == "__init__.py" else file.parent for file in files]
-    return tuple(dict.fromkeys(map(str, folders)))
-
-
-def allowed_modules() -> frozenset[str]:
-    """Return the modules that the caller allowed in this process so far."""
-    return frozenset(_allowed)
-
-
-def _import_from(name: str, folders: list[Path]) -> None:
-    spec = PathFinder.find_spec(name, [str(folder) for folder in folders])
-    if spec is None or spec.loader is None:
-        looked = ", ".join(dict.fromkeys(map(str, folders))) or "any other folder"
+def _locate(entry: str, folders: Iterable[Path]) -> tuple[str, Path | None]:
+    """Return the name of a module and the folder in which it is; ``None`` if that is on Python's own path."""
+    if entry.endswith(".py"):
+        return _module_of(entry)
+    if not all(part.isidentifier() for part in entry.split(".")):
         raise UnknownNameError(
-            f"there is no module {name!r} on Python's path, nor in {looked}. A file can be given as it is: "
-            f"--trust some/where/{name}.py"
+            f"expected the name of a module, such as my_tasks, or its file, such as folder/my_tasks.py, got {entry!r}"
         )
+    top = entry.partition(".")[0]
+    if top in sys.modules or importlib.util.find_spec(top) is not None:
+        spec = getattr(sys.modules.get(top), "__spec__", None) or PathFinder.find_spec(top)
+        return entry, next((folder for folder in _joined if spec and folder in Path(spec.origin or "").parents), None)
+    searched = list(dict.fromkeys(folder.resolve() for folder in folders))
+    for folder in searched:
+        if PathFinder.find_spec(top, [str(folder)]) is not None:
+            return entry, folder
+    looked = ", ".join(map(str, searched)) or "any other folder"
+    raise UnknownNameError(
+        f"there is no module {top!r} on Python's path, nor in {looked}. A file can be given as it is: "
+        f"--trust some/where/{top}.py"
+    )
+
+
+def _module_of(file: str) -> tuple[str, Path]:
+    """Return the name of the module in a file, with the packages it is in, and the folder above them."""
+    if "\0" in file or not Path(file).is_file():
+        shown = file if file.isprintable() else ascii(file)
+        raise UnknownNameError(f"there is no file {shown} (looked in {Path.cwd()})")
+    path = Path(file).resolve()
+    names, folder = ([] if path.name == "__init__.py" else [path.stem]), path.parent
+    while (folder / "__init__.py").is_file():
+        names, folder = [folder.name, *names], folder.parent
+    return ".".join(names), folder
+
+
+def _import_from(folder: Path, name: str, entry: str) -> None:
+    """Import the module or package ``name`` of a folder, whatever has that name elsewhere on Python's path."""
+    spec = PathFinder.find_spec(name, [str(folder)])
+    if spec is None or spec.loader is None:
+        raise UnknownNameError(f"{entry} is no module that Python can import")
+    there = getattr(sys.modules.get(name), "__file__", None)
+    if there is not None and spec.origin is not None and Path(there).resolve() != Path(spec.origin).resolve():
+        raise UnknownNameError(f"{entry}: another module {name!r} is imported already, {there}: rename the file")
+    if name in sys.modules:
+        return
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
@@ -89,3 +148,26 @@ def _import_from(name: str, folders: list[Path]) -> None:
     except BaseException:
         del sys.modules[name]
         raise
+
+
+@contextmanager
+def _errors_of(entry: str) -> Iterator[None]:
+    """Name the trusted module whose import fails, and the line at which it does."""
+    try:
+        yield
+    except EmbodiChainError:
+        raise
+    except Exception as error:  # code of the user's own may raise anything
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
+        line = (error.filename, error.lineno) if isinstance(error, SyntaxError) else None
+        file, number = line or ((frames[-1].filename, frames[-1].lineno) if len(frames) > 1 else (entry, None))
+        where = f" ({file}, line {number})" if number is not None else ""
+        what = error.msg if isinstance(error, SyntaxError) else error
+        raise TrustedModuleError(
+            f"the module {entry!r} cannot be imported: {type(error).__name__}: {what}{where}"
+        ) from error
+
+
+def allowed_modules() -> frozenset[str]:
+    """Return the modules that the caller allowed in this process so far."""
+    return frozenset(_allowed)

@@ -5,9 +5,9 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
 from rich.console import Console
 
+from embodichain.cli.options import parse_options
 from embodichain.cli.play import choose_policy, print_files, print_summary, watch_episodes
 
 _TASK = "PushCubeRL"
@@ -29,7 +29,7 @@ class DemoArgs:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
-    args = tyro.cli(DemoArgs, args=list(argv), prog="embodichain demo")
+    args = parse_options(DemoArgs, argv, "embodichain demo")
 
     from embodichain.envs.recording import EpisodeRecorder, write_image
     from embodichain.envs.registration import make

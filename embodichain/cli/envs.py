@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import gymnasium as gym
@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from embodichain.cli.options import Trust, parse_options
+from embodichain.extras import config_folders, import_trusted
 from embodichain.utils.console import check_counts
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ class ListArgs:
 
     gymnasium: bool = False
     """Also list the ids that are registered with Gymnasium."""
+    trust: Trust = ()
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,7 @@ class CheckArgs:
     """Time limit (default: the environment's own)."""
     max_steps: int = 1000
     """Largest number of steps of the longest trajectory."""
-    trust: tuple[str, ...] = field(default_factory=tuple)
-    """Modules that may be imported to find the environment."""
+    trust: Trust = ()
 
 
 Args = (
@@ -51,7 +53,7 @@ Args = (
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
-    args: ListArgs | CheckArgs = tyro.cli(Args, args=list(argv), prog="embodichain envs")
+    args: ListArgs | CheckArgs = parse_options(Args, argv, "embodichain envs")  # type: ignore[arg-type] # a union
 
     console = Console()
     return _list(console, args) if isinstance(args, ListArgs) else _check(console, args)
@@ -60,6 +62,7 @@ def main(argv: Sequence[str]) -> int:
 def _list(console: Console, args: ListArgs) -> int:
     from embodichain.envs.registration import list_envs, make
 
+    import_trusted(args.trust, config_folders())
     table = Table("id", "what", "observation", "action", box=None, header_style="bold", pad_edge=False)
     for spec in list_envs():
         with make(spec.id, num_envs=1) as env:
@@ -91,6 +94,7 @@ def _check(console: Console, args: CheckArgs) -> int:
     from embodichain.envs.registration import make
 
     check_counts({"--num-envs": args.num_envs, "--max-steps": args.max_steps})
+    import_trusted(args.trust, config_folders())
     limit = {} if args.max_episode_steps is None else {"max_episode_steps": args.max_episode_steps}
 
     def factory(num_envs: int) -> VecEnv:

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from embodichain.cli.options import Trust, parse_options
 from embodichain.utils.console import check_counts
 
 
@@ -31,13 +32,12 @@ class EvalArgs:
     """Film one episode; the file goes to the folder 'videos' of the run."""
     output: Path | None = None
     """File for the figures (.json), every episode included."""
-    trust: tuple[str, ...] = ()
-    """Modules (names or .py files) that may be imported: those that define a policy, algorithm or task of your own."""
+    trust: Trust = ()
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
-    args = tyro.cli(EvalArgs, args=list(argv), prog="embodichain eval")
+    args = parse_options(EvalArgs, argv, "embodichain eval")
 
     from embodichain.agents.rl.checkpoint import (
         check_parts,

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 import tyro
 
+from embodichain.cli.options import Trust, parse_options
+
 
 @dataclass(frozen=True)
 class ExportArgs:
@@ -18,13 +20,12 @@ class ExportArgs:
     """The file to write (.onnx)."""
     checkpoint: Literal["best", "latest"] = "best"
     """Which checkpoint of the run; without evaluations in the run, it is the latest."""
-    trust: tuple[str, ...] = ()
-    """Modules (names or .py files) that may be imported: those that define a policy of your own."""
+    trust: Trust = ()
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
-    args = tyro.cli(ExportArgs, args=list(argv), prog="embodichain export")
+    args = parse_options(ExportArgs, argv, "embodichain export")
 
     from embodichain.agents.rl.checkpoint import find_checkpoint, load_checkpoint, load_policy
     from embodichain.agents.rl.export import export_onnx

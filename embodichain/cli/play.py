@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
+from embodichain.cli.options import Trust, parse_options
 from embodichain.errors import EnvContractError
 from embodichain.utils.console import check_counts
 
@@ -51,11 +52,12 @@ class PlayArgs:
     """Who acts: the task's scripted expert, uniformly random actions, or none at all."""
     config: Path | None = None
     """File with settings of the environment (a gym_config.json)."""
+    trust: Trust = ()
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
-    args = tyro.cli(PlayArgs, args=list(argv), prog="embodichain play")
+    args = parse_options(PlayArgs, argv, "embodichain play")
 
     from embodichain.envs.recording import EpisodeRecorder
     from embodichain.envs.registration import make_to_watch
@@ -70,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
     source = args.id if args.config is None else args.config
     overrides: dict[str, Any] = {"id": args.id, "num_envs": num_envs, "seed": args.seed}
     with (
-        make_to_watch(source, video=args.video is not None, **overrides) as env,
+        make_to_watch(source, args.trust, video=args.video is not None, **overrides) as env,
         contextlib.ExitStack() as stack,
     ):
         act = choose_policy(env, args.policy, args.seed)

@@ -12,6 +12,7 @@ import tyro
 from rich.console import Console
 from rich.progress import Progress
 
+from embodichain.cli.options import Trust
 from embodichain.cli.stream import parse_command
 from embodichain.utils.console import check_counts
 
@@ -37,8 +38,7 @@ class RecordArgs:
     """What is to be done, in words; None takes the name of the environment."""
     quality: int = 18
     """Quality of the videos: 0 is lossless, 51 the worst."""
-    trust: tuple[str, ...] = ()
-    """Modules (names or .py files) that may be imported: those that register a task, an environment or an actor."""
+    trust: Trust = ()
     read: bool = False
     """Read the folder back and compare it with what was written."""
 

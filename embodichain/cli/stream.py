@@ -7,7 +7,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -18,11 +18,13 @@ from rich.table import Table
 from rich.text import Text
 
 from embodichain.agents.engine.config import OnlineDataEngineCfg
+from embodichain.cli.options import Trust, parse_known_options, trusted_words
 from embodichain.config import load_config, parse_overrides
+from embodichain.config.command_line import positional_first
 from embodichain.config.files import find_config
 from embodichain.envs.registration import list_envs, load_gym_config
 from embodichain.errors import writing
-from embodichain.extras import check_trusted, import_trusted
+from embodichain.extras import check_trusted, config_folders, import_trusted, locate_trusted
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -62,8 +64,7 @@ class StreamArgs:
     """Show what every worker does, node by node."""
     tensorboard: Path | None = None
     """Folder for TensorBoard scalars of the stream and of every node."""
-    trust: tuple[str, ...] = ()
-    """Modules (names or .py files) that may be imported: those that register a task, an environment or an actor."""
+    trust: Trust = ()
 
 
 def main(argv: Sequence[str]) -> int:
@@ -108,15 +109,18 @@ def _for_environment(gym_config: dict[str, Any], path: Path | None = None) -> On
 def parse_command(command: type[Args], prog: str, argv: Sequence[str]) -> tuple[Args, OnlineDataEngineCfg]:
     """Return the options of a command that runs simulation, and the settings of the engine, which are flags, too.
     ``--help`` prints both, with the values of a config if one is given."""
+    values = {field.name: 0 if field.type == "bool" else 1 for field in fields(command)}
+    words = positional_first([word for word in argv if word not in ("-h", "--help")], values)
     if not {"-h", "--help"} & set(argv):
-        args, flags = tyro.cli(command, args=list(argv), prog=prog, return_unknown_args=True)
-        import_trusted(args.trust, [Path.cwd()])
+        args, flags = parse_known_options(command, words, prog)
+        import_trusted(args.trust, config_folders(args.config))
         loaded = load_stream_config(args.config)
         cfg = parse_overrides(loaded.replace(trusted_modules=[]), flags, prog=f"{prog} CONFIG")
         trusted = [*args.trust, *cfg.trusted_modules]  # on the command line; a file alone allows nothing
         check_trusted(loaded.trusted_modules, trusted, str(args.config))
-        return args, cfg.replace(trusted_modules=trusted)
-    given = [word for word in argv[:1] if not word.startswith("-")]
+        return args, cfg.replace(trusted_modules=list(locate_trusted(trusted, config_folders(args.config))))
+    given = [word for word in words[:1] if not word.startswith("-")]
+    import_trusted(trusted_words(words), config_folders(*given))
     cfg = load_stream_config(given[0]) if given else OnlineDataEngineCfg()
     with suppress(SystemExit):
         tyro.cli(command, args=["--help"], prog=prog)

@@ -23,6 +23,8 @@ from embodichain.errors import ConfigError
 
 _T = TypeVar("_T")
 _FLAG = re.compile(r"^--([A-Za-z_][\w.-]*)")
+_WORD = re.compile(r"^--?[A-Za-z]")
+_VALUE = re.compile(r"[-+]?[0-9.]+(e[-+]?[0-9]+)?|true|false|null", re.IGNORECASE)
 _Path = tuple[str | int, ...]
 
 
@@ -116,12 +118,30 @@ def _parse(flags: Mapping[str, Flag], argv: Sequence[str], prog: str | None, des
     except SystemExit as stop:
         if stop.code in (0, None):
             raise
-        raise ConfigError(_plain_text(output.getvalue()), "command line") from None
+        raise ConfigError(plain_text(output.getvalue()), "command line") from None
     if unknown:  # values of unknown flags need no message of their own
         words = [word for word in unknown if _FLAG.match(word)] or unknown
         raise ConfigError([_unknown(word, flags) for word in words], "command line")
     optional = {name for name, flag in flags.items() if type(None) in typing.get_args(flag.annotation)}
     return {name: None if value == "null" and name in optional else value for name, value in values.items()}
+
+
+def positional_first(argv: Sequence[str], values: Mapping[str, int]) -> list[str]:
+    """Put the one positional argument before the flags, which may be those of a config besides the command's own.
+
+    ``values`` says how many words a flag of the command takes; one of a config takes any number, but at least one.
+    """
+    words = list(argv)
+    flags = [index for index, word in enumerate(words) if _WORD.match(word)]
+    if not flags or flags[0] > 0:
+        return words
+    for begin, end in reversed(list(zip(flags, [*flags[1:], len(words)], strict=True))):
+        name, is_joined, _ = words[begin].lstrip("-").replace("-", "_").partition("=")
+        others = range(begin + 1 + (0 if is_joined else values.get(name, 1)), end)
+        for index in reversed(others):
+            if not _VALUE.fullmatch(words[index]):
+                return [words[index], *words[:index], *words[index + 1 :]]
+    return words
 
 
 def _field_docs(owner: type[Any] | None) -> dict[str, str]:
@@ -133,7 +153,7 @@ def _field_docs(owner: type[Any] | None) -> dict[str, str]:
     return {doc.arg_name: " ".join((doc.description or "").split()) for params in parsed for doc in params}
 
 
-def _plain_text(boxed: str) -> str:
+def plain_text(boxed: str) -> str:
     """Return the first paragraph of the box in which tyro draws an error."""
     lines = [line.strip(" │╭╮╰╯") for line in boxed.splitlines()]
     rules = [i for i, line in enumerate(lines) if line and set(line[-3:]) <= set("-─")]

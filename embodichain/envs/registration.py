@@ -4,7 +4,7 @@ import contextlib
 import logging
 import os
 import pkgutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from embodichain.envs.task_env import TaskEnv
 from embodichain.envs.terms import OBSERVATIONS, REWARDS
 from embodichain.envs.vec_env import VecEnv
 from embodichain.errors import ConfigError, RenderingError, UnknownNameError, fits_memory, nearest, same_name
-from embodichain.extras import available
+from embodichain.extras import available, config_folders, import_trusted
 
 LONGEST_EPISODE = 10_000
 """Steps after which whole episodes are cut where an environment states no time limit."""
@@ -137,18 +137,20 @@ def _lay_over(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, An
 
 
 def make(
-    config: GymCfg | Mapping[str, Any] | str | os.PathLike[str], trusted_modules: Sequence[str] = (), **overrides: Any
+    config: GymCfg | Mapping[str, Any] | str | os.PathLike[str], trusted_modules: Collection[str] = (), **overrides: Any
 ) -> VecEnv:
     """Build the environment of an id or a config: ``make("PushCubeRL", num_envs=64, seed=0)``.
 
-    Other ids are Gymnasium's; ``module:Name-v0`` is imported only if ``module`` is among ``trusted_modules``.
+    ``trusted_modules`` (names or .py files) are imported first: those that register tasks or environments of your own.
+    Other ids are Gymnasium's; ``module:Name-v0`` is imported only if ``module`` is trusted.
     """
+    import_trusted(trusted_modules, config_folders(config))
     cfg = load_gym_config(config, **overrides)
     with fits_memory("num_envs", f"a number of {cfg.num_envs} environments", cfg.id):
         return _make(cfg, trusted_modules)
 
 
-def _make(cfg: GymCfg, trusted_modules: Sequence[str]) -> VecEnv:
+def _make(cfg: GymCfg, trusted_modules: Collection[str]) -> VecEnv:
     """Build the environment of a complete config."""
     if is_simulated_here(cfg):
         task = _TASKS[cfg.id].task
@@ -183,7 +185,7 @@ def _make(cfg: GymCfg, trusted_modules: Sequence[str]) -> VecEnv:
 
 def make_to_watch(
     config: GymCfg | Mapping[str, Any] | str | os.PathLike[str],
-    trusted_modules: Sequence[str] = (),
+    trusted_modules: Collection[str] = (),
     video: bool = False,
     longest: int = LONGEST_EPISODE,
     **overrides: Any,
@@ -193,6 +195,7 @@ def make_to_watch(
     Where it states no time limit, episodes are cut after ``longest`` steps. A Gymnasium env has to be told beforehand
     that images are wanted; one that does not take ``render_mode`` is made without.
     """
+    import_trusted(trusted_modules, config_folders(config))
     cfg = load_gym_config(config, **overrides)
     env = _make_with_images(cfg, trusted_modules) if video and not is_simulated_here(cfg) else None
     env = make(cfg, trusted_modules) if env is None else env
@@ -207,7 +210,7 @@ def make_to_watch(
     return make_to_watch(cfg, trusted_modules, video, max_episode_steps=longest)
 
 
-def _make_with_images(cfg: GymCfg, trusted_modules: Sequence[str]) -> VecEnv | None:
+def _make_with_images(cfg: GymCfg, trusted_modules: Collection[str]) -> VecEnv | None:
     """Build a Gymnasium env that renders, or nothing if it cannot be made like that."""
     with contextlib.suppress(RenderingError):  # its MuJoCo envs take the backend from MUJOCO_GL; others need none
         choose_backend()

@@ -108,8 +108,8 @@ class OnlineDataEngineCfg(Config):
     """Seconds without a sign of life after which a worker counts as hung, and after which the stream
     has stalled if episodes end, or should have, but none that is due is written."""
     trusted_modules: list[str] = []
-    """Modules (names or .py files) that an environment id like ``my_module:MyEnv-v0`` may import, or that register
-    tasks, environments and actors. In a file they have to be allowed on the command line as well, with ``--trust``."""
+    """Modules (names or .py files) that workers import first: those that register tasks, environments and actors.
+    In a file they have to be allowed on the command line as well, with ``--trust``."""
     progress: bool = True
     """Whether ``start`` shows a progress bar (in a terminal only)."""
 

@@ -26,6 +26,7 @@ from embodichain.agents.engine.shared_buffer import Control, Ints, Read, SharedB
 from embodichain.agents.engine.supervisor import Supervisor
 from embodichain.agents.processes.pool import WorkerHandle
 from embodichain.errors import ConfigError, EngineStateError
+from embodichain.extras import config_folders, locate_trusted
 
 __all__ = ["OnlineDataEngine", "OnlineDataEngineCfg"]
 
@@ -60,7 +61,7 @@ class OnlineDataEngine:
             raise EngineStateError("the engine is already running")
         self.stop()  # what a failed run may have left
         self._reader = self._stats = None
-        supervisor = self._supervisor = Supervisor(self.cfg)
+        supervisor = self._supervisor = Supervisor(self._cfg_for_workers())
         weakref.finalize(self, supervisor.stop)  # also at the end of the program; in a forked child it does nothing
         supervisor.start()
         try:
@@ -70,6 +71,11 @@ class OnlineDataEngine:
         except BaseException:  # Ctrl-C included: nothing may be left running
             supervisor.stop()
             raise
+
+    def _cfg_for_workers(self) -> OnlineDataEngineCfg:
+        """Return the settings with trusted modules as processes in other folders find them; they import them."""
+        trusted = locate_trusted(self.cfg.trusted_modules, config_folders())
+        return self.cfg.replace(trusted_modules=list(trusted)) if trusted else self.cfg
 
     def stop(self) -> None:
         """Stop the workers: gracefully, then firmly. Calling it again, or without a start, does nothing."""

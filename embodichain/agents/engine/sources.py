@@ -4,7 +4,6 @@ import importlib
 import operator
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,7 +15,7 @@ from embodichain.agents.datasets.frames import Episode, EpisodeSource, FrameLayo
 from embodichain.agents.engine.config import ACTORS, ActionSourceCfg, OnlineDataEngineCfg
 from embodichain.envs.vec_env import ActionBounds, HasExpert, VecEnv, random_actions
 from embodichain.errors import ConfigError, EnvContractError, nearest
-from embodichain.extras import import_trusted, module_name
+from embodichain.extras import config_folders, import_trusted
 
 # Like the actors, these are entry points: only a worker that needs them imports all tasks, or the extra ``data``.
 _MAKE_ENV = "embodichain.envs.registration:make_to_watch"
@@ -71,9 +70,8 @@ class RandomActor(Actor):
 
 
 def make_actor(cfg: ActionSourceCfg, env: VecEnv, seed: int, trusted_modules: Sequence[str] = ()) -> Actor:
-    """Return the actor that the config names; a name that is not registered may be in a trusted module."""
-    if cfg.source not in ACTORS:
-        import_trusted(trusted_modules, [Path.cwd()])
+    """Return the actor that the config names; a name may be registered by a trusted module."""
+    import_trusted(trusted_modules, config_folders())
     factory = ACTORS.get(cfg.source)
     if factory is None:
         raise ConfigError(f"source: unknown name {cfg.source!r}.{nearest(cfg.source, ACTORS)}", "action_config")
@@ -173,8 +171,7 @@ def _open(cfg: OnlineDataEngineCfg, seed: int) -> EpisodeSource:
     if action.source == "dataset":
         recorded: EpisodeSource = _resolve(_RECORDED)(str(action.path), seed)
         return recorded
-    if not _is_task(cfg.gym_config.get("id")):
-        import_trusted(cfg.trusted_modules, [Path.cwd()])  # they may register it
+    import_trusted(cfg.trusted_modules, config_folders())
     overrides: dict[str, Any] = {}
     ends = False if action.source == "expert" and action.terminate_on_success is None else action.terminate_on_success
     if ends is not None and _is_task(cfg.gym_config.get("id")):
@@ -186,8 +183,7 @@ def _open(cfg: OnlineDataEngineCfg, seed: int) -> EpisodeSource:
     if cfg.num_workers > 1 and "num_threads" not in cfg.gym_config:
         overrides["num_threads"] = max(1, len(os.sched_getaffinity(0)) // cfg.num_workers)
     longest = cfg.max_episode_steps or _LONGEST
-    trusted = [module_name(entry) for entry in cfg.trusted_modules]
-    env: VecEnv = _resolve(_MAKE_ENV)(cfg.gym_config, trusted, longest=longest, **overrides)
+    env: VecEnv = _resolve(_MAKE_ENV)(cfg.gym_config, cfg.trusted_modules, longest=longest, **overrides)
     try:
         actor = make_actor(action, env, seed + 1, cfg.trusted_modules)
         return SimulatedEpisodes(env, actor, seed, action.noise_std)

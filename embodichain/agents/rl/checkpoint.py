@@ -43,7 +43,7 @@ from embodichain.errors import (
     OutputError,
     WorkerError,
 )
-from embodichain.extras import check_trusted, import_trusted
+from embodichain.extras import check_trusted, config_folders, import_trusted
 from embodichain.utils.tensor_tree import flatten, unflatten
 
 FORMAT, VERSION = "embodichain-checkpoint", 1
@@ -237,7 +237,7 @@ def load_policy(
     with reading_checkpoint(str(folder)):
         named = state["config"]["trainer"].get("import_modules", [])
         check_trusted(named, trusted_modules, str(folder))
-    import_trusted(trusted_modules, [Path.cwd()])
+    import_trusted(trusted_modules, config_folders())
     with reading_checkpoint(str(folder)):
         spaces = state["spaces"]
         observation_space = env.observation_space if env is not None else space_from_data(spaces["observation"])

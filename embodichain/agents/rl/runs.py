@@ -326,7 +326,8 @@ def resume_command(run: Path, trusted_modules: Collection[str] = ()) -> str:
     if is_launched():
         several = int(os.environ["WORLD_SIZE"]) > local_count()
         launcher = f"torchrun {'...' if several else f'--nproc-per-node={local_count()}'} -m "
-    trust = "".join(f" --trust {shlex.quote(module)}" for module in trusted_modules)
+    here = f"{Path.cwd()}{os.sep}"
+    trust = "".join(f" --trust {shlex.quote(module.removeprefix(here))}" for module in trusted_modules)
     return f"{launcher}embodichain train --resume {run}{trust}"
 
 

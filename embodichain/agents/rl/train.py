@@ -44,12 +44,13 @@ from embodichain.agents.rl.trainer import Trainer, TrainingResult
 from embodichain.agents.rl.utils.distributed import Ranks, global_rank, is_launched, is_torchrun, joined_ranks
 from embodichain.agents.rl.utils.tensordicts import space_bytes
 from embodichain.config import load_config, merge
+from embodichain.config.command_line import positional_first
 from embodichain.envs.physics.mujoco_cpu import available_cores
 from embodichain.envs.registration import make, make_to_watch
 from embodichain.envs.vec_env import VecEnv
 from embodichain.envs.wrappers import GroupedEnv, arrange, chunked, make_grouped
 from embodichain.errors import CheckpointError, ConfigError, EmbodiChainError
-from embodichain.extras import import_trusted, module_folders, module_name
+from embodichain.extras import config_folders, import_trusted, locate_trusted
 from embodichain.utils.console import MessageConsole, printing, shown_messages
 from embodichain.utils.torch_runtime import seed_everything
 
@@ -72,6 +73,8 @@ Train a policy as a train_config.json (or .yaml) says, or continue a run as if i
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse command line arguments to ``config`` or ``resume`` (paths), ``trust`` and ``overrides`` (the rest)."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if not {"--config", "--resume"} & {word.partition("=")[0] for word in words}:
+        words = positional_first(words, {"distributed": 0, "no_distributed": 0, "help": 0, "h": 0})
     leading = words.pop(0) if words and not words[0].startswith("-") else None
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage=_USAGE, exit_on_error=False)
     parser.add_argument("--config", type=Path)
@@ -95,6 +98,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Main entry point for command-line training; return the exit code."""
     args, rank = parse_args(argv), global_rank()
+    args.trust = locate_trusted(args.trust, config_folders(args.config))
     _check_launch(args.distributed)
     console = MessageConsole(quiet=rank > 0)
     with shown_messages(rank):
@@ -136,6 +140,7 @@ def train_from_config(
     console: Console | None = None,
 ) -> TrainingResult:
     """Train from a config or its path, with overrides ``["--trainer.seed", "1"]``; torchrun continues a saved run."""
+    trusted_modules = locate_trusted(trusted_modules, config_folders(config_path))
     if isinstance(config_path, TrainCfg):
         cfg = complete(config_path, trusted_modules)
     else:
@@ -163,6 +168,7 @@ def resume_training(
     run: PathLike, overrides: Sequence[str] = (), trusted_modules: Collection[str] = (), console: Console | None = None
 ) -> TrainingResult:
     """Continue a run from its latest intact checkpoint (or from the checkpoint given), as if it had never stopped."""
+    trusted_modules = locate_trusted(trusted_modules, config_folders())
     with joined_ranks() as ranks:
         return _continue(run, overrides, trusted_modules, console, ranks)
 
@@ -253,13 +259,11 @@ def build_trainer(
         warn_about_config(given)
     seed_everything(settings.seed)
     stages, processes = settings.collector.pipeline_stages, settings.collector.env_processes
-    folders = module_folders(trusted_modules)
     maker = EnvMaker(
         settings.environment,
         tuple(trusted_modules),
         stages,
         processes=processes,
-        folders=folders,
         timeouts=(settings.collector.start_timeout, settings.collector.step_timeout),
     )
     with ranks.together("building"):
@@ -312,14 +316,12 @@ class EnvMaker:
     """Actions per decision."""
     processes: int = 0
     """Processes that simulate; 0: none but this one."""
-    folders: tuple[str, ...] = ()
-    """Where trusted modules are that are not on Python's path."""
     timeouts: tuple[float, float] = (START_TIMEOUT, STEP_TIMEOUT)
     """Seconds that a process that simulates may take to start, and for a step."""
 
     def __call__(self) -> VecEnv:
         """Return new environments."""
-        import_trusted(self.trusted_modules, [*map(Path, self.folders), Path.cwd()])
+        import_trusted(self.trusted_modules, config_folders())
         num_envs = int(self.gym_config["num_envs"])
         if not self.processes:
             return make_grouped(self._make_group, num_envs, self.num_groups)
@@ -331,8 +333,7 @@ class EnvMaker:
         return arrange(envs, self.num_groups)
 
     def _make_group(self, num_envs: int) -> VecEnv:
-        names = [module_name(entry) for entry in self.trusted_modules]
-        return chunked(make(self.gym_config | {"num_envs": num_envs}, trusted_modules=names), self.chunk_size)
+        return chunked(make(self.gym_config | {"num_envs": num_envs}, self.trusted_modules), self.chunk_size)
 
 
 def make_eval_env(cfg: TrainCfg, trusted_modules: Collection[str] = (), **changes: Any) -> VecEnv:
@@ -341,7 +342,7 @@ def make_eval_env(cfg: TrainCfg, trusted_modules: Collection[str] = (), **change
     num_envs = min(settings.num_eval_envs, settings.num_eval_episodes)
     chosen: dict[str, Any] = {"num_envs": num_envs, "seed": settings.eval_seed} | changes
     given = merge(merge(settings.environment, settings.eval_gym_config), chosen)
-    return make_to_watch(given, [module_name(entry) for entry in trusted_modules], video=settings.eval_video)
+    return make_to_watch(given, trusted_modules, video=settings.eval_video)
 
 
 def in_chunks(env: VecEnv, chunk_size: int) -> VecEnv:

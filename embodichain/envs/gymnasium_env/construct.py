@@ -16,6 +16,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
 from embodichain.envs.gymnasium_env.tasks import NO_LIMIT, TaskGymnasiumEnv, TaskGymnasiumVectorEnv
 from embodichain.errors import ConfigError, EnvContractError, UnknownNameError, UntrustedModuleError
+from embodichain.extras import module_name
 
 _KNOWN_WRAPPERS = (gym.wrappers.TimeLimit, gym.wrappers.OrderEnforcing, gym.wrappers.PassiveEnvChecker)
 _COMPATIBILITY = ("GymV21Environment-v0", "GymV26Environment-v0")
@@ -146,7 +147,7 @@ def _set_generator(env: gym.Env, words: np.ndarray) -> None:
 def resolve_spec(id: str, trusted_modules: Collection[str] = ()) -> EnvSpec:
     """Return the registered spec of an id; ``module:Name-v0`` first imports ``module``, if it is trusted."""
     module, _, name = id.rpartition(":")
-    if module and module not in trusted_modules:
+    if module and module not in map(module_name, trusted_modules):
         raise UntrustedModuleError(
             f"{id!r} would import the module {module!r}, which is not trusted. If you know what it runs, allow it by "
             f"name: trusted_modules=[{module!r}], or --trust {module} on the command line"

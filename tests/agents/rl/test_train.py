@@ -20,7 +20,7 @@ from embodichain.agents.rl.train import main, make_eval_env, parse_args, report,
 from embodichain.agents.rl.trainer import TrainingResult
 from embodichain.cli.main import main as command_line
 from embodichain.config import load_config
-from embodichain.errors import ConfigError, UnknownNameError, UntrustedModuleError
+from embodichain.errors import ConfigError, TrustedModuleError, UnknownNameError, UntrustedModuleError
 from embodichain.extras import check_trusted, import_trusted
 from tests.agents.rl.training_cases import train_config, write_config
 
@@ -289,7 +289,7 @@ def test_trusted_module_beside_the_config_is_imported(tmp_path):
     (tmp_path / "c.json").write_text(json.dumps(data))
     assert train_from_config(tmp_path / "c.json", trusted_modules=["mine_b"]).iteration == 1
     assert (tmp_path / "mine_b.ran").exists()
-    assert str(tmp_path) not in sys.path
+    assert str(tmp_path) == sys.path.pop()  # behind all others
 
 
 def test_module_that_is_nowhere_is_named(tmp_path):
@@ -308,6 +308,8 @@ def test_module_can_be_given_as_a_file(tmp_path):
 
 def test_module_that_fails_is_not_half_imported(tmp_path):
     (tmp_path / "mine_d.py").write_text("raise RuntimeError('broken')")
-    with pytest.raises(RuntimeError, match="broken"):
+    with pytest.raises(
+        TrustedModuleError, match=r"'mine_d' cannot be imported: RuntimeError: broken \(.*mine_d\.py, line 1\)"
+    ):
         import_trusted(["mine_d"], [tmp_path])
     assert "mine_d" not in sys.modules

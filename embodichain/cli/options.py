@@ -1,0 +1,63 @@
+"""What the commands' options have in common: how they are read, and what is wrong with them in one message."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+from collections.abc import Iterator, Sequence
+from typing import Annotated, TypeVar
+
+import tyro
+
+from embodichain.config.command_line import plain_text
+from embodichain.errors import ConfigError
+
+_Args = TypeVar("_Args")
+
+Trust = Annotated[
+    tuple[str, ...],
+    tyro.conf.UseAppendAction,
+    tyro.conf.arg(
+        metavar="MODULE",
+        help="Module of your own (its name, or its .py file) that registers a task, an environment, a policy or "
+        "another part: it is imported first. It is looked for on Python's path, beside the config and in this folder. "
+        "The option can be repeated.",
+    ),
+]
+"""The option ``--trust`` of every command. It takes one value, so that a positional argument may come after it."""
+
+
+def parse_options(command: type[_Args], argv: Sequence[str], prog: str) -> _Args:
+    """Return the options of a command; ``--help`` prints them, and what is wrong is one ``ConfigError``."""
+    with _errors_in_one_line():
+        return tyro.cli(command, args=list(argv), prog=prog)
+
+
+def parse_known_options(command: type[_Args], argv: Sequence[str], prog: str) -> tuple[_Args, list[str]]:
+    """Return the options of a command, and the words that are none of them."""
+    with _errors_in_one_line():
+        return tyro.cli(command, args=list(argv), prog=prog, return_unknown_args=True)
+
+
+@contextlib.contextmanager
+def _errors_in_one_line() -> Iterator[None]:
+    """Make what tyro draws in a box a ``ConfigError``."""
+    output = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(output):
+            yield
+    except SystemExit as stop:
+        if stop.code in (0, None):
+            raise
+        raise ConfigError(plain_text(output.getvalue()), "command line") from None
+
+
+def trusted_words(argv: Sequence[str]) -> list[str]:
+    """Return the values of ``--trust`` on a command line that is not read otherwise."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--trust", action="append", default=[])
+    with contextlib.suppress(argparse.ArgumentError):
+        trusted: list[str] = parser.parse_known_args(list(argv))[0].trust
+        return trusted
+    return []
