@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.charts import Series, draw_curves
 from benchmarks.learn_tasks import OURS, PEER, TASKS, Job, Outcome
 from benchmarks.timing import machine
+from embodichain.extras import available
 
 PACKAGES = ("torch", "mujoco", "gymnasium", "tensordict", "numpy")
 
@@ -108,18 +108,30 @@ def summarize(name: str, outcomes: Sequence[Outcome], seeds: int) -> dict[str, A
 
 
 def write_report(folder: Path, figures: Mapping[str, Any], results: Results) -> None:
-    """Draw the curves of every task and print how it went."""
+    """Draw the curves of every task, where matplotlib is installed, and print how it went."""
+    can_draw = available("matplotlib")
+    if not can_draw:
+        print("matplotlib is not installed, so no curves are drawn; --merge this learn.json elsewhere", file=sys.stderr)
     for name, entry in figures.items():
-        task, outcomes = TASKS[name], results.of_task(name)
-        series = []
+        task = TASKS[name]
         for framework in task.frameworks:
-            runs = [o for o in outcomes if o.framework == framework and o.steps]
-            if runs:
-                series.append(Series(framework, [(np.array(o.steps), np.array(o.values)) for o in runs]))
             figure = entry[framework]
             if figure["final_mean"] is not None:
                 text = f"{figure['final_mean']:.3f} +- {figure['final_std']:.3f}, {figure['finished_runs']} runs"
                 print(f"{name}: {framework} {text}")
-        draw_curves(folder / f"learn_{name}.png", name, ("environment steps", task.measure), series, task.goal)
+        if can_draw:
+            _draw(folder / f"learn_{name}.png", name, results.of_task(name))
         verdict = {True: "holds", False: "does not hold", None: "reported"}[entry["holds"]]
         print(f"{name}: {verdict}", file=sys.stdout)
+
+
+def _draw(file: Path, name: str, outcomes: Sequence[Outcome]) -> None:
+    """Draw the curves of a task, one series per framework."""
+    from benchmarks.charts import Series, draw_curves  # matplotlib; runs on a bare machine do without
+
+    task, series = TASKS[name], []
+    for framework in task.frameworks:
+        runs = [o for o in outcomes if o.framework == framework and o.steps]
+        if runs:
+            series.append(Series(framework, [(np.array(o.steps), np.array(o.values)) for o in runs]))
+    draw_curves(file, name, ("environment steps", task.measure), series, task.goal)

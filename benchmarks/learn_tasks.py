@@ -58,6 +58,8 @@ TASKS = {
     "pick_cube": LearningTask("pick_cube/train_config.json", "eval/success", 20.0),
     "half_cheetah": LearningTask("gymnasium/half_cheetah/train_config.json", "eval/return", 6.0, peer=True),
     "hopper": LearningTask("gymnasium/hopper/train_config.json", "eval/return", 5.0, peer=True),
+    "walker2d": LearningTask("gymnasium/walker2d/train_config.json", "eval/return", 6.0, peer=True),
+    "ant": LearningTask("gymnasium/ant/train_config.json", "eval/return", 8.0, peer=True),
 }
 
 

@@ -65,12 +65,12 @@ def trainer_for(work: Work, gym_config: dict[str, Any]) -> Trainer:
 
 def ours(work: Work) -> Call:
     """EmbodiChain on the same Gymnasium task."""
-    return trainer_for(work, {"id": work.env})._iterate
+    return trainer_for(work, {"id": work.env}).iterate
 
 
 def ours_cart_pole(work: Work) -> Call:
     """EmbodiChain on its own ``CartPoleRL``, with the same settings."""
-    return trainer_for(work, {"id": "CartPoleRL"})._iterate
+    return trainer_for(work, {"id": "CartPoleRL"}).iterate
 
 
 class BareLoop:

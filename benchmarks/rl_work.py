@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -60,6 +61,7 @@ class Clip(gym.vector.VectorWrapper):
 
 def vector_env(work: Work) -> Clip:
     """Return Gymnasium's vector environment of a task, in this process, resetting in the same step."""
+    logging.getLogger("embodichain.envs.physics").setLevel(logging.ERROR)  # deprecated words in Gymnasium's files
     options = {"autoreset_mode": AutoresetMode.SAME_STEP}
     return Clip(gym.make_vec(work.env, work.num_envs, vectorization_mode="sync", vector_kwargs=options))
 

@@ -1,9 +1,11 @@
 """Environment steps per second against raw MuJoCo and Gymnasium's vector environments, all in one run.
 
     python -m benchmarks.sim
+    python -m benchmarks.sim --tasks --no-frames        # only Gymnasium's MuJoCo suite
 
-One step is control, ten substeps of physics, observation, reward and reset. The table, and ``results/sim.json``, give
-medians over interleaved rounds; the bars are checked at the end, and the exit status is 1 if one of them is missed.
+One step is control, physics (ten substeps in the package's own tasks), observation, reward and reset. The tables, and
+``results/sim.json``, give medians over interleaved rounds; what is not measured keeps its figures there. The bars are
+checked at the end, and the exit status is 1 if one of them is missed.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from rich.table import Table
 from benchmarks import sim_candidates as candidates
 from benchmarks.sim_frames import frames
 from benchmarks.timing import Rounds, cores, interleave, machine
+from embodichain.envs import MUJOCO_SUITE
 from embodichain.errors import RenderingError
 
 OURS, ROLLOUT, BATCH, LOOP = "embodichain", "mujoco.rollout.Rollout", "mujoco.batch.Batch", "Python loop of mj_step"
@@ -37,6 +40,8 @@ class Args:
 
     tasks: tuple[str, ...] = ("PushCubeRL", "CartPoleRL")
     """Tasks, of those that ``plain_envs.py`` knows."""
+    suite: tuple[str, ...] = tuple(MUJOCO_SUITE)
+    """Environments of Gymnasium's MuJoCo suite, as they are simulated here and by Gymnasium."""
     num_envs: tuple[int, ...] = (64, 1024)
     """Batch sizes; Gymnasium runs at those up to ``max_gymnasium``."""
     max_gymnasium: int = 64
@@ -71,17 +76,10 @@ class Bar:
 
 def measure(task: str, num_envs: int, args: Args, progress: Progress) -> Rounds:
     """Time all candidates for one task and batch size."""
-    env = candidates.make_env(task, num_envs)
-    candidates.check_same_task(task, env)
-    recording = candidates.record(env)
-    made = {OURS: candidates.embodichain_env(env)}
-    if num_envs <= args.max_gymnasium:
-        made[ASYNC] = candidates.gymnasium_vector(task, env, "async")  # first: it forks
-        made[SYNC] = candidates.gymnasium_vector(task, env, "sync")
-        made[BARE] = candidates.bare_vector(task, env)
-    made[ROLLOUT] = candidates.raw_rollout(recording, cores())
-    made[BATCH] = candidates.raw_batch(recording, cores())
-    made[LOOP] = candidates.python_loop(recording)
+    if task in MUJOCO_SUITE:
+        made = suite_candidates(task, num_envs, args)
+    else:
+        made = task_candidates(task, num_envs, args)
     bar = progress.add_task(f"{task}, {num_envs} envs", total=args.rounds * len(made))
     try:
         return interleave(
@@ -97,8 +95,40 @@ def measure(task: str, num_envs: int, args: Args, progress: Progress) -> Rounds:
             one.close()
 
 
+def task_candidates(task: str, num_envs: int, args: Args) -> dict[str, candidates.Candidate]:
+    """Return who simulates a task of this package."""
+    env = candidates.make_env(task, num_envs)
+    candidates.check_same_task(task, env)
+    recording = candidates.record(env)
+    made = {OURS: candidates.embodichain_env(env)}
+    if num_envs <= args.max_gymnasium:
+        made[ASYNC] = candidates.gymnasium_vector(task, env, "async")  # first: it forks
+        made[SYNC] = candidates.gymnasium_vector(task, env, "sync")
+        made[BARE] = candidates.bare_vector(task, env)
+    made[ROLLOUT] = candidates.raw_rollout(recording, cores())
+    made[BATCH] = candidates.raw_batch(recording, cores())
+    made[LOOP] = candidates.python_loop(recording)
+    return made
+
+
+def suite_candidates(id: str, num_envs: int, args: Args) -> dict[str, candidates.Candidate]:
+    """Return who simulates an environment of Gymnasium's suite."""
+    env = candidates.make_suite_env(id, num_envs)
+    recording = candidates.record(env)
+    made = {OURS: candidates.embodichain_env(env), BATCH: candidates.raw_batch(recording, cores())}
+    if num_envs <= args.max_gymnasium:
+        made[SYNC] = candidates.gymnasium_suite(id, env)
+    return made
+
+
 def bars(task: str, num_envs: int, rounds: Rounds) -> list[Bar]:
     """Return the promises about this task and batch size."""
+    if task in MUJOCO_SUITE:
+        wanted, other = (0.85, BATCH) if num_envs >= 1024 else (4.0, SYNC)
+        if other not in rounds.windows:
+            return []
+        text = f"{task}, {num_envs} envs: at least {wanted:g} times {other}"
+        return [Bar(text, wanted, rounds.ratio(OURS, other), rounds.is_quiet(OURS, other))]
     if num_envs >= 1024:
         text = f"{task}, {num_envs} envs: at least 85% of {ROLLOUT}"
         return [Bar(text, 0.85, rounds.ratio(OURS, ROLLOUT), rounds.is_quiet(OURS, ROLLOUT))]
@@ -132,27 +162,33 @@ def main() -> int:
     """Measure, print, write, and tell whether the bars hold."""
     args, console = tyro.cli(Args, description=__doc__), Console()
     torch.set_num_threads(args.torch_threads)
-    found: dict[str, Any] = {"machine": machine(PACKAGES), "arguments": dataclasses.asdict(args) | {"output": None}}
+    found: dict[str, Any] = json.loads(args.output.read_text()) if args.output.exists() else {}
     promises: list[Bar] = []
-    with Progress(console=console, transient=True) as progress:
-        for num_envs in args.num_envs:
-            for task in args.tasks:
-                rounds = measure(task, num_envs, args, progress)
-                promises += bars(task, num_envs, rounds)
-                found[f"{task}, {num_envs} envs"] = results(rounds, OURS)
-                console.print(table(f"{task}, {num_envs} envs", rounds, OURS, "env steps/s"))
-        if args.frames:
-            try:
-                drawn = frames(args.rounds, args.window, args.patience)
-                found["frames of 96x96"] = results(drawn, "lean")
-                console.print(table("PushCubeRL, frames of 96x96", drawn, "lean", "frames/s"))
-            except RenderingError as error:
-                console.print(f"No frames were drawn: {str(error).splitlines()[0]}")
+    for part, names in (("tasks", args.tasks), ("suite", args.suite)):
+        if not names:
+            continue
+        made: dict[str, Any] = {"machine": machine(PACKAGES), "arguments": dataclasses.asdict(args) | {"output": None}}
+        kept: list[Bar] = []
+        with Progress(console=console, transient=True) as progress:
+            for num_envs in args.num_envs:
+                for task in names:
+                    rounds = measure(task, num_envs, args, progress)
+                    kept += bars(task, num_envs, rounds)
+                    made[f"{task}, {num_envs} envs"] = results(rounds, OURS)
+                    console.print(table(f"{task}, {num_envs} envs", rounds, OURS, "env steps/s"))
+        made["bars"] = [dataclasses.asdict(bar) | {"holds": bar.holds} for bar in kept]
+        found[part], promises = made, promises + kept
+    if args.frames:
+        try:
+            drawn = frames(args.rounds, args.window, args.patience)
+            found["frames of 96x96"] = results(drawn, "lean")
+            console.print(table("PushCubeRL, frames of 96x96", drawn, "lean", "frames/s"))
+        except RenderingError as error:
+            console.print(f"No frames were drawn: {str(error).splitlines()[0]}")
     console.print("* other programs used the processor meanwhile")
     for bar in promises:
         verdict = "[green]holds[/]" if bar.holds else "[red]missed[/]"
         console.print(f"{verdict}  {bar.text}: {bar.ratio:.2f}{'' if bar.quiet else ' *'}", highlight=False)
-    found["bars"] = [dataclasses.asdict(bar) | {"holds": bar.holds} for bar in promises]
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps(found, indent=2) + "\n")
     return 0 if all(bar.holds for bar in promises) else 1

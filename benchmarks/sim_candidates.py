@@ -7,6 +7,7 @@ sent while it was recorded, so that they meet the same contacts; the environment
 from __future__ import annotations
 
 import itertools
+import logging
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from mujoco import batch, rollout
 from benchmarks.plain_envs import PLAIN, SUBSTEPS, PlainEnv
 from embodichain.envs.registration import list_envs, load_gym_config, make
 from embodichain.envs.task_env import TaskEnv
+from embodichain.envs.vec_env import VecEnv
 from embodichain.errors import EnvContractError
 
 _RECORDED = 32  # env steps that the raw candidates repeat
@@ -40,6 +42,8 @@ class Recording:
     """The same with controls and the solver's warm start, ``[num_envs, nstate]``."""
     controls: np.ndarray
     """``[steps, num_envs, nu]``."""
+    substeps: int
+    """Steps of physics for each of them."""
 
 
 @dataclass
@@ -57,10 +61,18 @@ def make_env(task: str, num_envs: int) -> TaskEnv:
     task_class = next(spec.task for spec in list_envs() if spec.id == task)
     # A step takes as long as the task's own, in ten substeps.
     step = task_class.build_model(cfg).opt.timestep * cfg.env.substeps
-    env = make(cfg, env={"substeps": SUBSTEPS, "timestep": step / SUBSTEPS})
+    return _staggered(make(cfg, env={"substeps": SUBSTEPS, "timestep": step / SUBSTEPS}), task)
+
+
+def make_suite_env(id: str, num_envs: int) -> TaskEnv:
+    """Return an environment of Gymnasium's MuJoCo suite as ``make`` does: on this package's physics."""
+    return _staggered(make(load_gym_config(id, num_envs=num_envs, seed=0)), id)
+
+
+def _staggered(env: VecEnv, task: str) -> TaskEnv:
     if not isinstance(env, TaskEnv):
         raise TypeError(f"{task} is no task of this package")
-    state = env.get_state()
+    num_envs, state = env.num_envs, env.get_state()
     state["step"] = torch.arange(num_envs) * env.max_episode_steps // num_envs
     env.set_state(state)
     for action in actions(env, 20):
@@ -81,7 +93,8 @@ def record(env: TaskEnv) -> Recording:
     for i in range(env.num_envs):
         env.physics.load(data, i)
         mujoco.mj_getState(model, data, physics[i], _FULL)
-    integration, controls = env.physics.state().numpy(), []
+    size = mujoco.mj_stateSize(model, int(mujoco.mjtState.mjSTATE_INTEGRATION))  # outputs of the physics follow it
+    integration, controls = env.physics.state().numpy()[:, :size], []
     for action in actions(env, _RECORDED):
         env.step(action)
         controls.append(env.physics.ctrl.numpy().copy())
@@ -89,7 +102,7 @@ def record(env: TaskEnv) -> Recording:
     for before, after in itertools.pairwise(controls):
         rested = ~after.any(axis=1)
         after[rested] = before[rested]
-    return Recording(model, physics, integration, np.stack(controls))
+    return Recording(model, physics, integration, np.stack(controls), env.task.substeps)
 
 
 def embodichain_env(env: TaskEnv) -> Candidate:
@@ -106,10 +119,10 @@ def raw_rollout(recording: Recording, threads: int) -> Candidate:
         [mujoco.MjData(model) for _ in range(threads)],
         [model] * count,
     )
-    state, warm = recording.physics.copy(), np.zeros((count, model.nv))
-    states = np.empty((count, SUBSTEPS, state.shape[1]))
-    sensors = np.empty((count, SUBSTEPS, model.nsensordata))
-    controls = np.empty((count, SUBSTEPS, model.nu))
+    state, warm, substeps = recording.physics.copy(), np.zeros((count, model.nv)), recording.substeps
+    states = np.empty((count, substeps, state.shape[1]))
+    sensors = np.empty((count, substeps, model.nsensordata))
+    controls = np.empty((count, substeps, model.nu))
     numbers = itertools.cycle(range(_RECORDED))
 
     def step() -> None:
@@ -123,7 +136,7 @@ def raw_rollout(recording: Recording, threads: int) -> Candidate:
             state,
             controls,
             skip_checks=True,
-            nstep=SUBSTEPS,
+            nstep=substeps,
             initial_warmstart=warm,
             state=states,
             sensordata=sensors,
@@ -144,7 +157,7 @@ def raw_batch(recording: Recording, threads: int) -> Candidate:
         if number == 0:
             simulations.state[:] = recording.integration
         control[:] = recording.controls[number]
-        simulations.step(nstep=SUBSTEPS)
+        simulations.step(nstep=recording.substeps)
 
     return Candidate(step, count, lambda: None)
 
@@ -161,7 +174,7 @@ def python_loop(recording: Recording) -> Candidate:
                 mujoco.mj_setState(model, data, row, _FULL)
         for data, row in zip(datas, recording.controls[number], strict=False):
             data.ctrl[:] = row
-            mujoco.mj_step(model, data, SUBSTEPS)
+            mujoco.mj_step(model, data, recording.substeps)
 
     return Candidate(step, count, lambda: None)
 
@@ -176,6 +189,12 @@ def gymnasium_vector(task: str, env: TaskEnv, mode: Literal["sync", "async"]) ->
     return _vector(vector, env, "_elapsed_steps")
 
 
+def gymnasium_suite(id: str, env: TaskEnv) -> Candidate:
+    """``SyncVectorEnv`` of Gymnasium's own environment, as ``gymnasium.make_vec`` makes it."""
+    logging.getLogger("embodichain.envs.physics").setLevel(logging.ERROR)  # deprecated words in Gymnasium's files
+    return _vector(gym.make_vec(id, env.num_envs, vectorization_mode="sync"), env, "_elapsed_steps")
+
+
 def bare_vector(task: str, env: TaskEnv) -> Candidate:
     """``SyncVectorEnv`` of the plain task with a flat observation and none of Gymnasium's wrappers."""
     return _vector(gym.vector.SyncVectorEnv([lambda: plain_env(task, env, flat=True)] * env.num_envs), env, "steps")
@@ -185,7 +204,8 @@ def _vector(vector: gym.vector.VectorEnv, env: TaskEnv, counter: str) -> Candida
     """Start all envs, staggered like the package's own."""
     vector.reset(seed=0)
     vector.set_attr(counter, [i * env.max_episode_steps // env.num_envs for i in range(env.num_envs)])
-    cycle = itertools.cycle([action.numpy() for action in actions(env, 16)])
+    low, high = vector.single_action_space.low, vector.single_action_space.high  # type: ignore[attr-defined]
+    cycle = itertools.cycle([low + (high - low) * (action.numpy() + 1.0) / 2.0 for action in actions(env, 16)])
     for _ in range(20):
         vector.step(next(cycle))
     return Candidate(lambda: vector.step(next(cycle)), env.num_envs, vector.close)
