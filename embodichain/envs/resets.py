@@ -170,7 +170,7 @@ class Resets:
         state, variables = self._state, self._task.variables
         state.streams.next_episode(env_ids, episodes)
         start = self._sample(env_ids)
-        state.physics.set(env_ids, start.qpos, start.qvel)
+        state.physics.set(env_ids, start.qpos, start.qvel, start.poses)
         if state.domain.active:
             state.domain.apply(env_ids, state.streams)
         for name, value in start.variables.items():
@@ -223,7 +223,7 @@ class Resets:
     def begin_where(self, done: Tensor, drawn: Drawn) -> None:
         """Begin the episodes that were drawn in the envs where ``done`` ``[num_envs]`` holds."""
         state, (start, streams) = self._state, drawn
-        state.physics.set_where(done, start.qpos, start.qvel)
+        state.physics.set_where(done, start.qpos, start.qvel, start.poses)
         if state.domain.active:
             streams = state.domain.apply_where(done, state.streams, streams)
         state.streams.state.copy_(torch.where(done.unsqueeze(1), streams, state.streams.state))

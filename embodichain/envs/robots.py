@@ -1,6 +1,6 @@
 """Robots: the joints and motors of one in a model, and how scene, arm and tool become one model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -59,10 +59,20 @@ def read_spec(path: Path) -> mujoco.MjSpec:
         raise AssetError(f"{path.name} is no valid MJCF model: {error}") from error
 
 
-def build_model(scene: str | Path, robot: RobotCfg, cameras: Sequence[CameraCfg] = ()) -> mujoco.MjModel:
-    """Compile the model of a scene (a file of ``assets/``, or a path), the robot with its tool, and ``cameras``."""
+def build_model(
+    scene: str | Path,
+    robot: RobotCfg,
+    cameras: Sequence[CameraCfg] = (),
+    furnish: Callable[[mujoco.MjSpec], None] | None = None,
+) -> mujoco.MjModel:
+    """Compile the model of a scene (a file of ``assets/``, or a path), the robot with its tool, and ``cameras``.
+
+    ``furnish`` adds what else is in the scene.
+    """
     kind = _find("robot", robot.uid, ROBOTS)
     spec, arm = read_spec(ASSETS / scene), read_spec(ASSETS / kind.asset)
+    if furnish is not None:
+        furnish(spec)
     if robot.tool is not None:
         if kind.flange is None:
             raise ConfigError(f"robot.tool: the robot {robot.uid!r} cannot hold a tool, set it to null")

@@ -25,11 +25,15 @@ Scene = dict[str, Tensor]
 
 @dataclass
 class ResetState:
-    """The state in which episodes begin: positions, velocities, and the task's own variables such as the goal."""
+    """The state in which episodes begin: positions, velocities, and the task's own variables such as the goal.
+
+    ``poses`` place mocap bodies ``[n, 7]``: fixtures, which stand elsewhere in every episode, and which nothing moves.
+    """
 
     qpos: Tensor
     qvel: Tensor
     variables: dict[str, Tensor] = field(default_factory=dict)
+    poses: dict[str, Tensor] = field(default_factory=dict)
 
 
 Start = ResetState  # former name

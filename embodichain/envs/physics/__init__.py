@@ -10,12 +10,17 @@ import mujoco
 import torch
 from torch import Tensor
 
+from embodichain.errors import SimulationError
+
 if TYPE_CHECKING:
     from embodichain.envs.rendering import CameraCfg
 
 
 RenderAll: TypeAlias = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 """Renders the cameras of all envs, with mocap bodies at these positions: uint8 ``[num_envs, H, W, 3]`` by name."""
+
+Poses: TypeAlias = Mapping[str, Tensor]
+"""Position and unit quaternion ``[n, 7]`` of mocap bodies, by name."""
 
 
 class Physics(ABC):
@@ -32,6 +37,10 @@ class Physics(ABC):
     qpos: Tensor
     qvel: Tensor
     ctrl: Tensor
+    mocap_pos: Tensor
+    """Positions of mocap bodies, live, ``[num_envs, nmocap, 3]``; they stand where a reset put them."""
+    mocap_quat: Tensor
+    """Their orientations, ``[num_envs, nmocap, 4]``."""
     outputs: dict[str, Tensor]
     diverged: Tensor | None = None
     """Which envs ``[num_envs]`` became unstable in the last ``step`` and were reset by MuJoCo; ``None``: none did."""
@@ -44,13 +53,24 @@ class Physics(ABC):
         """Find out what became unstable in the last ``step``; a call of its own, so that a CUDA graph can hold it."""
 
     @abstractmethod
-    def set(self, env_ids: Tensor, qpos: Tensor, qvel: Tensor) -> None:
-        """Reset these envs to the given positions and velocities; nothing is left of their past."""
+    def set(self, env_ids: Tensor, qpos: Tensor, qvel: Tensor, poses: Poses | None = None) -> None:
+        """Reset these envs to the given positions and velocities; nothing is left of their past.
 
-    def set_where(self, mask: Tensor, qpos: Tensor, qvel: Tensor) -> None:
+        ``poses`` are of mocap bodies; those that are not named go where the model has them.
+        """
+
+    def set_where(self, mask: Tensor, qpos: Tensor, qvel: Tensor, poses: Poses | None = None) -> None:
         """Do what :meth:`set` does where ``mask`` ``[num_envs]`` holds; on a GPU without waiting for the device."""
         env_ids = torch.nonzero(mask).reshape(-1)
-        self.set(env_ids, qpos[env_ids], qvel[env_ids])
+        rows = {name: pose[env_ids] for name, pose in (poses or {}).items()}
+        self.set(env_ids, qpos[env_ids], qvel[env_ids], rows)
+
+    def mocap_id(self, body: str) -> int:
+        """Return where a mocap body stands in ``mocap_pos`` and ``mocap_quat``."""
+        index = int(self.model.body(body).mocapid[0])
+        if index < 0:
+            raise SimulationError(f"the body {body!r} is no mocap body, so that a reset cannot place it")
+        return index
 
     @abstractmethod
     def state(self) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from mujoco import batch
 from torch import Tensor
 
-from embodichain.envs.physics import Physics
+from embodichain.envs.physics import Physics, Poses
 from embodichain.errors import SimulationError
 
 _LOG = logging.getLogger(__name__)
@@ -118,6 +118,7 @@ class MujocoCpuPhysics(Physics):
         self._motion = self._state[:, time : time + nq + nv]
         self.qpos, self.qvel = self._motion[:, :nq], self._motion[:, nq:]
         self.ctrl = torch.from_numpy(self._batch.bind("ctrl"))
+        self.mocap_pos, self.mocap_quat = self._mocap()
         self._sensordata = self._batch.bind("sensordata") if model.nsensordata else np.zeros((num_envs, 0))
         self._sensors_current = False
         self._fields: dict[str, Tensor] = {}
@@ -150,11 +151,24 @@ class MujocoCpuPhysics(Physics):
             self._batch.warning[:, _UNSTABLE] = 0
             self._warned = self._batch.warning.tobytes()
 
-    def set(self, env_ids: Tensor, qpos: Tensor, qvel: Tensor) -> None:
+    def _mocap(self) -> tuple[Tensor, Tensor]:
+        """Return the places of mocap bodies within the rows of the state, where they follow each other."""
+        before, own = 0, mujoco.mjtState.mjSTATE_MOCAP_POS
+        for part in range(int(own).bit_length() - 1):
+            if (1 << part) & int(mujoco.mjtState.mjSTATE_INTEGRATION):
+                before += mujoco.mj_stateSize(self.model, 1 << part)
+        count = int(self.model.nmocap)
+        pos, quat = self._state[:, before : before + 7 * count].split([3 * count, 4 * count], dim=1)
+        return pos.view(self.num_envs, count, 3), quat.view(self.num_envs, count, 4)
+
+    def set(self, env_ids: Tensor, qpos: Tensor, qvel: Tensor, poses: Poses | None = None) -> None:
         self._sensors_current = False
         self._state[env_ids] = self._rest  # time, actuators, warm start and applied forces as in a new MjData
         self.qpos[env_ids] = qpos.to(torch.float64)
         self.qvel[env_ids] = qvel.to(torch.float64)
+        for body, pose in (poses or {}).items():
+            index, values = self.mocap_id(body), pose.to(torch.float64)
+            self.mocap_pos[env_ids, index], self.mocap_quat[env_ids, index] = values[:, :3], values[:, 3:]
         if self.outputs:
             ids = np.unique(env_ids.numpy())
             self._batch.forward(ids)
@@ -203,9 +217,9 @@ class MujocoCpuPhysics(Physics):
 
     def close(self) -> None:
         # A view of the state keeps the batch and its threads alive, so the tensors become copies.
-        self._state, self._motion, self.qpos, self.qvel, self.ctrl = (
-            t.clone() for t in (self._state, self._motion, self.qpos, self.qvel, self.ctrl)
-        )
+        names = ("_state", "_motion", "qpos", "qvel", "ctrl", "mocap_pos", "mocap_quat")
+        for name in names:
+            setattr(self, name, getattr(self, name).clone())
         if self._forces is not None:
             self._forces.close()
             self._forces = None

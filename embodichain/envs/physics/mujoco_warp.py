@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodichain.envs.physics import Physics, RenderAll
+from embodichain.envs.physics import Physics, Poses, RenderAll
 from embodichain.envs.rendering import CameraCfg, mounted_name
 from embodichain.errors import ConfigError, SimulationError
 from embodichain.extras import require
@@ -24,7 +24,7 @@ _LOG = logging.getLogger(__name__)
 _GIB = 1024**3
 _MEMORY_ERRORS = ("alloc", "out of memory", "maximum representable")
 """Words in errors of Warp where worlds are too many: for the memory, or for numbering what is in them."""
-_STATE_FIELDS = ("time", "qpos", "qvel", "act", "qacc_warmstart", "ctrl")
+_STATE_FIELDS = ("time", "qpos", "qvel", "act", "qacc_warmstart", "ctrl", "mocap_pos", "mocap_quat")
 _MOTION_FIELDS = ("xpos", "xipos", "site_xpos", "cinert", "cvel")
 """Outputs that follow from positions and velocities; the others are forces, and there are none after a reset."""
 _MASS_CONSTANTS = ("body_subtreemass", "dof_invweight0", "body_invweight0", "tendon_invweight0", "actuator_acc0")
@@ -196,6 +196,8 @@ class MujocoWarpPhysics(Physics):
         self._arrays = {name: self._wp.to_torch(array) for name, array in arrays.items() if array.size}
         empty = torch.zeros(num_envs, 0, device=self.device)
         self.qpos, self.qvel, self.ctrl = (self._arrays.get(name, empty) for name in ("qpos", "qvel", "ctrl"))
+        self.mocap_pos = self._arrays.get("mocap_pos", empty.view(num_envs, 0, 3))
+        self.mocap_quat = self._arrays.get("mocap_quat", empty.view(num_envs, 0, 4))
         self.outputs = {name: self._wp.to_torch(getattr(self._data, name)) for name in outputs}
         self._columns = {name: array.reshape(num_envs, -1) for name, array in (self._arrays | self.outputs).items()}
         self._rest = {name: column[0].clone() for name, column in self._columns.items()}
@@ -291,15 +293,24 @@ class MujocoWarpPhysics(Physics):
         self.set_state(self._all, saved)
         return self._wp.to_torch(self._data.sensordata).clone()
 
-    def set(self, env_ids: Tensor, qpos: Tensor, qvel: Tensor) -> None:
+    def set(self, env_ids: Tensor, qpos: Tensor, qvel: Tensor, poses: Poses | None = None) -> None:
         for name, column in self._columns.items():
             column[env_ids] = self._rest[name]
         self.qpos[env_ids] = qpos.to(torch.float32)
         self.qvel[env_ids] = qvel.to(torch.float32)
+        for body, pose in (poses or {}).items():
+            index = self.mocap_id(body)
+            self.mocap_pos[env_ids, index] = pose[:, :3].to(torch.float32)
+            self.mocap_quat[env_ids, index] = pose[:, 3:].to(torch.float32)
         self._derive_outputs(torch.isin(self._all, env_ids))
 
-    def set_where(self, mask: Tensor, qpos: Tensor, qvel: Tensor) -> None:
+    def set_where(self, mask: Tensor, qpos: Tensor, qvel: Tensor, poses: Poses | None = None) -> None:
         new = {**self._rest, "qpos": qpos.to(torch.float32), "qvel": qvel.to(torch.float32)}
+        for name, part in (("mocap_pos", slice(0, 3)), ("mocap_quat", slice(3, 7))) if poses else ():
+            placed = self._rest[name].repeat(self.num_envs, 1).view(self.num_envs, -1, part.stop - part.start)
+            for body, pose in (poses or {}).items():
+                placed[:, self.mocap_id(body)] = pose[:, part].to(torch.float32)
+            new[name] = placed.flatten(1)
         rows = mask.unsqueeze(1)
         for name, column in self._columns.items():
             column.copy_(torch.where(rows, new[name], column))
@@ -317,6 +328,8 @@ class MujocoWarpPhysics(Physics):
         data.qpos[:] = self.qpos[env].cpu().numpy()
         data.qvel[:] = self.qvel[env].cpu().numpy()
         data.ctrl[:] = self.ctrl[env].cpu().numpy()
+        data.mocap_pos[:] = self.mocap_pos[env].cpu().numpy()
+        data.mocap_quat[:] = self.mocap_quat[env].cpu().numpy()
         data.time = float(self._arrays["time"][env])
 
     def open_cameras(self, cfgs: Sequence[CameraCfg]) -> RenderAll | None:

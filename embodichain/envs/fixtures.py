@@ -1,0 +1,449 @@
+"""Fixtures: a cabinet with drawers, one with a door, buttons, a block with a hole and its peg, built into a scene.
+
+A fixture is a mocap body: nothing moves it, and every episode may put it elsewhere (``ResetState.poses``). Its moving
+parts are bodies with one joint each, named ``<fixture>/<part>``, with a site ``<fixture>/<part>`` where it is taken
+hold of. :class:`PartPoint` tells where such a site is. The front of a fixture looks along -x, where the robot stands;
+its origin is on the table, at the middle of its footprint.
+"""
+
+import math
+from typing import Annotated, Any, Literal, TypeAlias
+
+import mujoco
+import numpy as np
+import torch
+from pydantic import Discriminator, Field, Tag
+from torch import Tensor
+
+from embodichain.config.classes import Config, NotNegative, Number, Positive, configclass
+from embodichain.envs.env_cfg import Color
+from embodichain.errors import AssetError
+
+Rgba: TypeAlias = tuple[float, float, float, float]
+
+COLORS: dict[Color, Rgba] = {
+    "red": (0.85, 0.16, 0.14, 1.0),
+    "green": (0.16, 0.62, 0.26, 1.0),
+    "blue": (0.14, 0.36, 0.82, 1.0),
+    "yellow": (0.95, 0.77, 0.10, 1.0),
+}
+_WOOD, _FRONT, _METAL = (0.72, 0.56, 0.40, 1.0), (0.93, 0.91, 0.87, 1.0), (0.62, 0.64, 0.68, 1.0)
+_DARK, _INSIDE = (0.22, 0.23, 0.26, 1.0), (0.80, 0.66, 0.50, 1.0)
+# Collision bits are those of table.xml: tools (1) and objects (2) touch a fixture, its parts do not touch each other.
+_TOUCHED = 3
+_UNTOUCHED = 0
+_GAP = 0.004  # between fronts
+_DEEP = 0.012  # how far behind a handle's axis the tool's tip goes to hold it
+_HIDDEN = 3  # group of geoms that are not drawn
+
+_GEOM = mujoco.mjtGeom
+_BOX, _CAPSULE, _CYLINDER = int(_GEOM.mjGEOM_BOX), int(_GEOM.mjGEOM_CAPSULE), int(_GEOM.mjGEOM_CYLINDER)
+
+
+@configclass
+class FixtureCfg(Config):
+    """Where a fixture stands, unless a reset tells."""
+
+    pos: tuple[Number, Number, Number] = (0.7, 0.0, 0.0)
+    """Where the middle of its footprint is."""
+    yaw: Number = 0.0
+    """Its heading in radians; at 0 its front looks along -x."""
+
+
+@configclass
+class HandleCfg(Config):
+    """A bar on two posts."""
+
+    length: Positive = 0.1
+    """Length of the bar in metres."""
+    radius: Positive = 0.009
+    """Radius of the bar."""
+    standoff: Positive = 0.05
+    """Distance of the bar's axis from the front."""
+
+
+@configclass
+class DrawersCfg(FixtureCfg):
+    """A cabinet with drawers above each other, ``drawer_0`` at the bottom, that slide out towards -x."""
+
+    kind: Literal["drawer"] = "drawer"
+    """Says that this is a cabinet with drawers."""
+    drawers: Annotated[int, Field(ge=1, le=6)] = 3
+    """How many."""
+    size: tuple[Positive, Positive, Positive] = (0.24, 0.32, 0.11)
+    """Depth and width of the cabinet, and height of one drawer."""
+    travel: Positive = 0.18
+    """How far a drawer comes out."""
+    base: NotNegative = 0.04
+    """Height of the plinth below the lowest drawer."""
+    handle: HandleCfg = HandleCfg()
+    """The handles; they are horizontal."""
+    colors: tuple[Color, ...] = ()
+    """Colours of the handles, from the bottom; those that are not named are of metal."""
+    mass: Positive = 0.6
+    """Mass of one drawer in kg."""
+    damping: NotNegative = 6.0
+    """Force per speed that brakes a drawer."""
+    friction: NotNegative = 1.0
+    """Force in newtons below which a drawer does not move."""
+
+
+@configclass
+class DoorCfg(FixtureCfg):
+    """A cabinet with a hinged door, ``door``, that opens towards -x."""
+
+    kind: Literal["door"] = "door"
+    """Says that this is a cabinet with a door."""
+    size: tuple[Positive, Positive, Positive] = (0.22, 0.32, 0.36)
+    """Depth, width and height of the cabinet."""
+    base: NotNegative = 0.04
+    """Height of the plinth."""
+    hinge: Literal["left", "right"] = "left"
+    """Side of the hinges, as the robot sees it: left is +y."""
+    angle: Annotated[float, Field(gt=0, le=3.0)] = 1.8
+    """How far the door opens, in radians."""
+    handle: HandleCfg = HandleCfg(length=0.12)
+    """The handle; it is vertical."""
+    mass: Positive = 0.8
+    """Mass of the door in kg."""
+    damping: NotNegative = 0.4
+    """Torque per angular speed that brakes the door."""
+    friction: NotNegative = 0.1
+    """Torque in newton metres below which the door does not move."""
+
+
+@configclass
+class ButtonsCfg(FixtureCfg):
+    """A console with push buttons in a row, ``button_0`` at the left, that are pressed down and spring back."""
+
+    kind: Literal["button"] = "button"
+    """Says that these are buttons."""
+    colors: Annotated[tuple[Color, ...], Field(min_length=1, max_length=8)] = ("red",)
+    """Colours of the buttons, from left to right."""
+    radius: Positive = 0.03
+    """Radius of a button."""
+    spacing: Positive = 0.1
+    """Distance of two buttons."""
+    height: Positive = 0.05
+    """Height of the console."""
+    travel: Positive = 0.016
+    """How far a button can be pressed."""
+    stiffness: NotNegative = 400.0
+    """Force per travel of the spring."""
+    damping: NotNegative = 12.0
+    """Force per speed that brakes a button."""
+
+
+@configclass
+class HoleCfg(FixtureCfg):
+    """A block with a square, vertical hole."""
+
+    kind: Literal["hole"] = "hole"
+    """Says that this is a block with a hole."""
+    width: Positive = 0.03
+    """Width of the hole."""
+    depth: Positive = 0.06
+    """Depth of the hole, which is the height of the block."""
+    size: Positive = 0.12
+    """Width of the block."""
+    friction: NotNegative = 0.2
+    """Sliding friction of its walls."""
+
+
+@configclass
+class PegCfg(Config):
+    """A round peg with rounded ends: a free object whose z axis is the peg's."""
+
+    kind: Literal["peg"] = "peg"
+    """Says that this is a peg."""
+    radius: Positive = 0.012
+    """Radius in metres."""
+    length: Positive = 0.12
+    """Length from end to end."""
+    mass: Positive = 0.08
+    """Mass in kg."""
+    color: Color = "yellow"
+    """Its colour."""
+    pos: tuple[Number, Number, Number] = (0.5, 0.0, 0.06)
+    """Where its middle is in the model."""
+
+
+Fixture: TypeAlias = DrawersCfg | DoorCfg | ButtonsCfg | HoleCfg | PegCfg
+
+
+def _kind(given: Any) -> str | None:
+    """Return which fixture a part of a config is meant to be."""
+    return given.get("kind") if isinstance(given, dict) else getattr(given, "kind", None)
+
+
+FixtureField: TypeAlias = Annotated[
+    Annotated[DrawersCfg, Tag("drawer")]
+    | Annotated[DoorCfg, Tag("door")]
+    | Annotated[ButtonsCfg, Tag("button")]
+    | Annotated[HoleCfg, Tag("hole")]
+    | Annotated[PegCfg, Tag("peg")],
+    Discriminator(_kind),
+]
+"""A fixture in a config: ``{"kind": "drawer", ...}``."""
+
+
+def add_fixture(spec: mujoco.MjSpec, name: str, cfg: Fixture) -> None:
+    """Build a fixture into a scene, as a body of this name."""
+    if isinstance(cfg, PegCfg):
+        _add_peg(spec, name, cfg)
+        return
+    half = 0.5 * cfg.yaw
+    quat = [math.cos(half), 0.0, 0.0, math.sin(half)]
+    root = spec.worldbody.add_body(name=name, mocap=True, pos=list(cfg.pos), quat=quat)
+    part = _Part(spec, root, name)
+    if isinstance(cfg, DrawersCfg):
+        _add_drawers(part, cfg)
+    elif isinstance(cfg, DoorCfg):
+        _add_door(part, cfg)
+    elif isinstance(cfg, ButtonsCfg):
+        _add_buttons(part, cfg)
+    else:
+        _add_hole(part, cfg)
+
+
+class _Part:
+    """A body of a fixture, to which geoms and moving parts are added; materials are made once per fixture."""
+
+    def __init__(self, spec: mujoco.MjSpec, body: mujoco.MjsBody, fixture: str) -> None:
+        self._spec, self.body, self._fixture = spec, body, fixture
+
+    def geom(
+        self, kind: int, size: list[float], pos: list[float], rgba: Rgba, touched: int = _TOUCHED, **rest: Any
+    ) -> None:
+        """Add a geom; ``touched`` are the bits of what it collides with."""
+        self.body.add_geom(
+            type=kind, size=size, pos=pos, material=self._material(rgba), contype=0, conaffinity=touched, mass=0, **rest
+        )
+
+    def box(self, low: list[float], high: list[float], rgba: Rgba, touched: int = _TOUCHED, **rest: Any) -> None:
+        """Add a box between two corners."""
+        size = [0.5 * (b - a) for a, b in zip(low, high, strict=True)]
+        self.geom(_BOX, size, [0.5 * (a + b) for a, b in zip(low, high, strict=True)], rgba, touched, **rest)
+
+    def bar(self, cfg: HandleCfg, at: list[float], vertical: bool, rgba: Rgba) -> None:
+        """Add a handle whose bar has its middle ``at`` this point, held by posts along +x."""
+        along = [0.0, 0.0, 1.0] if vertical else [0.0, 1.0, 0.0]
+        reach = 0.5 * cfg.length - cfg.radius
+        ends = [[p + sign * reach * a for p, a in zip(at, along, strict=True)] for sign in (-1.0, 1.0)]
+        self.geom(_CAPSULE, [cfg.radius, 0, 0], [0, 0, 0], rgba, fromto=ends[0] + ends[1], friction=[1.0, 0.02, 0.001])
+        for end in ends:
+            root = [end[0] + cfg.standoff, end[1], end[2]]
+            self.geom(_CAPSULE, [0.75 * cfg.radius, 0, 0], [0, 0, 0], rgba, _UNTOUCHED, fromto=end + root)
+
+    def moving(self, part: str, pos: list[float], mass: float, half: list[float], center: list[float]) -> "_Part":
+        """Add a part that moves, with the mass and inertia of a box of half sizes ``half`` about ``center``."""
+        x, y, z = (h * h for h in half)
+        inertia = [mass / 3.0 * (y + z), mass / 3.0 * (x + z), mass / 3.0 * (x + y)]
+        body = self.body.add_body(
+            name=f"{self._fixture}/{part}", pos=pos, mass=mass, ipos=center, inertia=inertia, explicitinertial=True
+        )
+        return _Part(self._spec, body, self._fixture)
+
+    def joint(self, part: str, kind: int, axis: list[float], limit: float, **rest: Any) -> None:
+        """Give the part its joint, from 0 to ``limit``."""
+        stiff = {"solref_limit": [0.01, 1.0], "limited": int(mujoco.mjtLimited.mjLIMITED_TRUE)}
+        self.body.add_joint(
+            name=f"{self._fixture}/{part}", type=kind, axis=axis, range=[0.0, limit], **{**stiff, **rest}
+        )
+
+    def site(self, part: str, pos: list[float]) -> None:
+        """Mark the point where the part is taken hold of."""
+        self.body.add_site(name=f"{self._fixture}/{part}", pos=pos, size=[0.006, 0.006, 0.006], group=4)
+
+    def _material(self, rgba: Rgba) -> str:
+        name = f"{self._fixture}/" + "".join(f"{round(255 * value):02x}" for value in rgba)
+        if self._spec.material(name) is None:
+            shiny = rgba == _METAL
+            self._spec.add_material(
+                name=name, rgba=list(rgba), specular=0.7 if shiny else 0.25, shininess=0.7 if shiny else 0.3
+            )
+        return name
+
+
+def _add_shell(part: _Part, depth: float, width: float, base: float, height: float) -> None:
+    """Add the walls of a cabinet, open at the front, on a plinth."""
+    back, side, wall, top = 0.5 * depth, 0.5 * width, 0.012, base + height
+    part.box([-back + 0.03, -side + 0.015, 0], [back - 0.01, side - 0.015, base], _DARK)
+    part.box([-back, -side, top], [back, side, top + wall], _WOOD)
+    part.box([-back, -side, base], [back, side, base + wall], _WOOD)
+    part.box([-back, side - wall, base + wall], [back, side, top], _WOOD)
+    part.box([-back, -side, base + wall], [back, -side + wall, top], _WOOD)
+    part.box([back - wall, -side + wall, base + wall], [back, side - wall, top], _INSIDE)
+
+
+def _add_drawers(cabinet: _Part, cfg: DrawersCfg) -> None:
+    depth, width, height = cfg.size
+    if cfg.travel > depth - 0.02:
+        raise AssetError(f"a drawer of travel {cfg.travel} falls out of a cabinet of depth {depth}: shorten its travel")
+    _add_shell(cabinet, depth, width, cfg.base, cfg.drawers * height + 0.012)
+    side, wall, thick = 0.5 * width - 0.016, 0.006, 0.016  # of the drawers' boxes
+    for i in range(cfg.drawers):
+        name, bottom, top = f"drawer_{i}", 0.5 * _GAP, height - 0.5 * _GAP
+        middle = 0.5 * height
+        origin = [-0.5 * depth, 0.0, cfg.base + 0.012 + i * height]
+        inside, box_top = depth - 0.03, 0.7 * height
+        drawer = cabinet.moving(
+            name, origin, cfg.mass, [0.5 * inside, side, 0.5 * box_top], [0.4 * inside, 0, 0.5 * box_top]
+        )
+        drawer.joint(
+            name, int(mujoco.mjtJoint.mjJNT_SLIDE), [-1, 0, 0], cfg.travel, damping=cfg.damping,
+            frictionloss=cfg.friction, armature=0.1,
+        )  # fmt: skip
+        drawer.box([-thick, -0.5 * width, bottom], [0, 0.5 * width, top], _FRONT)
+        drawer.box([0, -side, bottom], [inside, side, bottom + wall], _INSIDE)
+        drawer.box([0, side - wall, bottom + wall], [inside, side, box_top], _INSIDE)
+        drawer.box([0, -side, bottom + wall], [inside, -side + wall, box_top], _INSIDE)
+        drawer.box([inside - wall, -side + wall, bottom + wall], [inside, side - wall, box_top], _INSIDE)
+        grip = [-thick - cfg.handle.standoff, 0.0, middle]
+        drawer.bar(cfg.handle, grip, False, COLORS[cfg.colors[i]] if i < len(cfg.colors) else _METAL)
+        drawer.site(name, [grip[0] + _DEEP, grip[1], grip[2]])
+
+
+def _add_door(cabinet: _Part, cfg: DoorCfg) -> None:
+    depth, width, height = cfg.size
+    _add_shell(cabinet, depth, width, cfg.base, height)
+    shelf = cfg.base + 0.5 * height
+    cabinet.box(
+        [-0.5 * depth + 0.03, -0.5 * width + 0.012, shelf],
+        [0.5 * depth - 0.012, 0.5 * width - 0.012, shelf + 0.01],
+        _INSIDE,
+    )
+    sign, thick = (1.0 if cfg.hinge == "left" else -1.0), 0.016
+    origin = [-0.5 * depth, sign * 0.5 * width, cfg.base]
+    door = cabinet.moving(
+        "door", origin, cfg.mass, [0.5 * thick, 0.5 * width, 0.5 * height],
+        [-0.5 * thick, -sign * 0.5 * width, 0.5 * height],
+    )  # fmt: skip
+    # A door hung at +y turns its free edge from -y towards -x: clockwise, seen from above.
+    door.joint(
+        "door", int(mujoco.mjtJoint.mjJNT_HINGE), [0, 0, -sign], cfg.angle, damping=cfg.damping,
+        frictionloss=cfg.friction, armature=0.01,
+    )  # fmt: skip
+    edge = sorted((-sign * width, 0.0))
+    door.box([-thick, edge[0] + 0.5 * _GAP, 0.5 * _GAP], [0, edge[1] - 0.5 * _GAP, height + 0.01], _FRONT)
+    grip = [-thick - cfg.handle.standoff, -sign * (width - 0.05), 0.5 * height]
+    door.bar(cfg.handle, grip, True, _METAL)
+    door.site("door", [grip[0] + _DEEP, grip[1], grip[2]])
+
+
+def _add_buttons(console: _Part, cfg: ButtonsCfg) -> None:
+    count = len(cfg.colors)
+    margin = cfg.radius + 0.022
+    wide = margin + 0.5 * (count - 1) * cfg.spacing
+    console.box([-margin, -wide, 0], [margin, wide, cfg.height], _DARK)
+    cap = cfg.travel + 0.008  # what stands out of the console, so that a pressed button still does
+    for i, color in enumerate(cfg.colors):
+        name, y = f"button_{i}", (0.5 * (count - 1) - i) * cfg.spacing
+        console.geom(_CYLINDER, [cfg.radius + 0.007, 0.003, 0], [0, y, cfg.height + 0.002], _METAL, _UNTOUCHED)
+        button = console.moving(name, [0, y, cfg.height], 0.05, [cfg.radius, cfg.radius, 0.5 * cap], [0, 0, 0.5 * cap])
+        button.joint(
+            name, int(mujoco.mjtJoint.mjJNT_SLIDE), [0, 0, -1], cfg.travel, damping=cfg.damping,
+            stiffness=cfg.stiffness, armature=0.02,
+        )  # fmt: skip
+        button.geom(_CYLINDER, [cfg.radius, 0.5 * cap, 0], [0, 0, 0.5 * cap], COLORS[color], _UNTOUCHED)
+        # It is drawn round and touched as a box of the same area, whose contacts are simpler.
+        side = 0.5 * math.sqrt(math.pi) * cfg.radius
+        button.geom(_BOX, [side, side, 0.5 * cap], [0, 0, 0.5 * cap], COLORS[color], group=_HIDDEN)
+        button.site(name, [0, 0, cap])
+
+
+def _add_hole(block: _Part, cfg: HoleCfg) -> None:
+    hole, out = 0.5 * cfg.width, 0.5 * cfg.size
+    if hole >= out:
+        raise AssetError(f"a hole of width {cfg.width} does not fit into a block of width {cfg.size}")
+    friction: dict[str, Any] = {"friction": [cfg.friction, 0.005, 0.0001]}
+    block.box([hole, -out, 0], [out, out, cfg.depth], _METAL, **friction)
+    block.box([-out, -out, 0], [-hole, out, cfg.depth], _METAL, **friction)
+    block.box([-hole, hole, 0], [hole, out, cfg.depth], _METAL, **friction)
+    block.box([-hole, -out, 0], [hole, -hole, cfg.depth], _METAL, **friction)
+    rim = 0.006  # a dark frame round the hole, which is drawn only
+    for low, high in (
+        ([hole, -hole - rim], [hole + rim, hole + rim]),
+        ([-hole - rim, -hole - rim], [-hole, hole + rim]),
+        ([-hole, hole], [hole, hole + rim]),
+        ([-hole, -hole - rim], [hole, -hole]),
+    ):
+        block.box([*low, cfg.depth], [*high, cfg.depth + 0.0006], _DARK, _UNTOUCHED)
+    block.site("hole", [0, 0, cfg.depth])
+
+
+def _add_peg(spec: mujoco.MjSpec, name: str, cfg: PegCfg) -> None:
+    reach = 0.5 * cfg.length - cfg.radius
+    if reach <= 0.0:
+        raise AssetError(f"a peg of length {cfg.length} is shorter than it is thick (radius {cfg.radius})")
+    body = spec.worldbody.add_body(name=name, pos=list(cfg.pos))
+    body.add_freejoint(name=name)
+    body.add_geom(
+        name=name,
+        type=_CAPSULE,
+        size=[cfg.radius, reach, 0],
+        mass=cfg.mass,
+        contype=2,
+        conaffinity=4,
+        condim=4,
+        friction=[0.8, 0.01, 0.0005],
+        rgba=list(COLORS[cfg.color]),
+    )
+
+
+def turn(quat: Tensor, vector: Tensor) -> Tensor:
+    """Rotate vectors ``[n, 3]`` by unit quaternions ``[n, 4]``."""
+    axis = quat[:, 1:]
+    twice = 2.0 * torch.linalg.cross(axis, vector.expand_as(axis), dim=1)
+    return vector + quat[:, :1] * twice + torch.linalg.cross(axis, twice, dim=1)
+
+
+class PartPoint:
+    """A site of a fixture: where it is, for the fixture's pose and its part's joint position, both batched.
+
+    Read off the model: the site belongs to the fixture itself, or to a part that one slide or hinge connects with it.
+    """
+
+    def __init__(self, model: mujoco.MjModel, site: str, device: torch.device | str = "cpu") -> None:
+        body = model.body(int(model.site(site).bodyid[0]))
+        root = body if model.body_mocapid[body.id] >= 0 else model.body(int(body.parentid[0]))
+        moves = body.id != root.id
+        if model.body_mocapid[root.id] < 0 or (moves and (int(body.jntnum[0]) != 1 or body.quat[0] != 1.0)):
+            raise AssetError(f"site {site!r}: expected one of a fixture, or of an unturned part of one with one joint")
+        self.fixture = root.name
+        """The mocap body that the pose belongs to."""
+        self.qpos: int = -1
+        """Where the joint's position is in ``qpos``; -1 for a point that does not move with a joint."""
+        self.qvel: int = -1
+        """And its velocity in ``qvel``."""
+        self.limit = 0.0
+        """Where the joint ends."""
+        self._hinged = False
+        base, slide, lever, across = np.array(model.site(site).pos), np.zeros(3), np.zeros(3), np.zeros(3)
+        if moves:
+            joint = model.joint(int(body.jntadr[0]))
+            self.qpos, self.qvel = int(joint.qposadr[0]), int(joint.dofadr[0])
+            self.limit, axis = float(joint.range[1]), np.array(joint.axis)
+            self._hinged = int(joint.type[0]) == int(mujoco.mjtJoint.mjJNT_HINGE)
+            if self._hinged:  # the part of the lever along the axis stays, the rest turns
+                lever = base - joint.pos
+                lever -= axis * (lever @ axis)
+                base, across = base - lever, np.cross(axis, lever)
+            else:
+                slide = axis
+            base = base + body.pos
+        vectors = np.stack((base, slide, lever, across))
+        self._base, self._slide, self._lever, self._across = torch.tensor(vectors, dtype=torch.float32, device=device)
+
+    def position(self, pos: Tensor, quat: Tensor, joint: Tensor | None = None) -> Tensor:
+        """Return the point ``[n, 3]`` of fixtures at ``pos`` ``[n, 3]``, turned by ``quat`` ``[n, 4]``, in the world.
+
+        ``joint`` ``[n]`` are the positions of the part's joint (default: 0).
+        """
+        point = self._base + self._lever
+        if joint is not None:
+            way = joint.unsqueeze(1)
+            point = self._base + way * self._slide
+            if self._hinged:
+                point = self._base + torch.cos(way) * self._lever + torch.sin(way) * self._across
+        return pos + turn(quat, point.expand_as(pos))
