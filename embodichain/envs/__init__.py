@@ -10,10 +10,18 @@ TASKS = {
     "PickCubeRL": "embodichain.envs.tasks.pick_cube:PickCube",
     "PushCubeLanguageRL": "embodichain.envs.tasks.push_cube:PushCubeLanguage",
     "PushCubeRL": "embodichain.envs.tasks.push_cube:PushCube",
+    "QuadrupedVelocityRL": "embodichain.envs.tasks.locomotion:QuadrupedVelocity",
     "ReachRL": "embodichain.envs.tasks.reach:Reach",
 }
 """The tasks of this package: id and entry point, which is imported when the task is made."""
-_EPISODE_STEPS = {"CartPoleRL": 500, "PickCubeRL": 150, "PushCubeLanguageRL": 100, "PushCubeRL": 100, "ReachRL": 100}
+_EPISODE_STEPS = {
+    "CartPoleRL": 500,
+    "PickCubeRL": 150,
+    "PushCubeLanguageRL": 100,
+    "PushCubeRL": 100,
+    "QuadrupedVelocityRL": 1000,
+    "ReachRL": 100,
+}
 """Their time limits, which are stated before a task is imported."""
 
 MUJOCO_SUITE = {

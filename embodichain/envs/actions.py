@@ -32,14 +32,19 @@ class DeltaQpos:
 
 
 class Qpos:
-    """The range [-1, 1] spans the joint limits."""
+    """The range [-1, 1] spans the joint limits, or ``scale`` to both sides of ``init_qpos``."""
 
     def __init__(self, cfg: JointTermCfg, robot: Robot) -> None:
-        self.dim, self.scale = robot.num_joints, cfg.scale
+        self.dim, self.scale, self.robot = robot.num_joints, cfg.scale, robot
         self.middle, self.half = 0.5 * (robot.upper + robot.lower), 0.5 * (robot.upper - robot.lower)
+        self._clamps = cfg.around == "init"
+        if self._clamps:
+            self.middle = robot.init_qpos[: robot.num_joints].to(torch.float32)
+            self.half = torch.full_like(self.middle, cfg.scale)
 
     def target(self, action: Tensor, qpos: Tensor) -> Tensor:
-        return self.middle + self.half * action
+        target = self.middle + self.half * action
+        return torch.clamp(target, self.robot.lower, self.robot.upper) if self._clamps else target
 
     def encode(self, qpos: Tensor, displacement: Tensor, twist: Tensor) -> Tensor:
         """Return the action that asks for a joint displacement, no further than ``scale`` per step."""

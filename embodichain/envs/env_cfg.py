@@ -131,11 +131,29 @@ class LanguageCfg(Config):
 
 
 @configclass
+class VelocityCommandCfg(Config):
+    """Velocities that a walking robot is told to have, in its own frame; drawn anew every few seconds."""
+
+    forward: Range = (-0.6, 1.0)
+    """Bounds of the velocity forwards, in m/s."""
+    sideways: Range = (-0.4, 0.4)
+    """Bounds of the velocity to the left, in m/s."""
+    turning: Range = (-0.8, 0.8)
+    """Bounds of the rate of turning to the left, in rad/s."""
+    standing: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Share of commands to stand still."""
+    interval: Positive = 5.0
+    """Seconds between two commands; the first one is shorter, by a time that is drawn."""
+
+
+@configclass
 class JointTermCfg(Config):
     """Joint targets: ``qpos + scale * action`` (delta_qpos), or the action mapped to the joint limits (qpos)."""
 
     scale: Positive = 0.1
     """Radians per unit of action and step (delta_qpos); the most an expert asks for in one step (qpos)."""
+    around: Literal["limits", "init"] = "limits"
+    """What [-1, 1] means for qpos: all between the joint limits, or ``robot.init_qpos + scale * action`` (legs)."""
     clip: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Actions are limited to [-clip, clip]."""
 
@@ -169,7 +187,7 @@ class ActionsCfg(Config):
     delta_qpos: JointTermCfg | None = None
     """Displacement of each joint."""
     qpos: JointTermCfg | None = None
-    """Position of each joint, [-1, 1] spanning its limits."""
+    """Position of each joint, [-1, 1] spanning its limits, or a range around ``robot.init_qpos``."""
     ee_delta: EndEffectorTermCfg | None = None
     """Displacement of the tool."""
     effort: EffortTermCfg | None = None
@@ -185,7 +203,7 @@ class EnvCfg(Config):
     timestep: Annotated[float, Field(gt=0, le=0.02)] | None = None
     """Seconds per physics step; default: the model's own. Twice as long with half the substeps is twice as fast."""
     success_threshold: Positive = 0.05
-    """Distance to the goal, in metres, below which the task counts as solved."""
+    """Distance to the goal, in metres, below which the task counts as solved; for commands, a relative error."""
     terminate_on_success: bool = True
     """Whether an episode ends as soon as the task is solved."""
     events: EventsCfg = EventsCfg()
@@ -196,6 +214,8 @@ class EnvCfg(Config):
     """Reward mode and weights."""
     actions: ActionsCfg = ActionsCfg()
     """The action term."""
+    command: VelocityCommandCfg | None = None
+    """Commanded velocities, for the tasks of walking robots."""
     language: LanguageCfg | None = None
     """Goals and instructions, for the tasks that understand words."""
 

@@ -41,6 +41,10 @@ ROBOTS = {
         "ur5.xml", ("shoulder_pan", "shoulder_lift", "elbow", "wrist_1", "wrist_2", "wrist_3"), flange="flange"
     ),
     "cart": RobotSpec("cart.xml", ("slider",)),
+    "quadruped": RobotSpec(
+        "quadruped.xml",
+        tuple(f"{leg}_{joint}" for leg in ("fl", "fr", "rl", "rr") for joint in ("hip", "thigh", "calf")),
+    ),
 }
 TOOLS = {"pusher": ToolSpec("pusher.xml"), "gripper": ToolSpec("gripper.xml", fingers=("left_finger", "right_finger"))}
 

@@ -54,6 +54,8 @@ class Task(ABC):
     """Fields of ``MjData`` that the task reads from ``physics.outputs``."""
     understands_language: ClassVar[bool] = False
     """Whether ``env.language`` means something to the task."""
+    understands_commands: ClassVar[bool] = False
+    """Whether ``env.command`` means something to the task."""
 
     robot: Robot
     """The robot, of a task that has one."""
@@ -61,6 +63,8 @@ class Task(ABC):
     def __init__(self, cfg: GymCfg, physics: Physics, robot: Robot | None) -> None:
         if cfg.env.language is not None and not self.understands_language:
             raise ConfigError(f"env.language: {cfg.id} takes no instructions; leave it out")
+        if cfg.env.command is not None and not self.understands_commands:
+            raise ConfigError(f"env.command: {cfg.id} takes no commanded velocities; leave it out")
         self.cfg, self.physics = cfg, physics
         self._threshold = torch.tensor(cfg.env.success_threshold, device=physics.device)
         self._home = torch.tensor(physics.model.qpos0, dtype=torch.float64, device=physics.device)
@@ -120,6 +124,9 @@ class Task(ABC):
 
     def before_step(self) -> None:  # noqa: B027 - most rewards are of the state reached alone
         """Remember what the state reached is compared with; called before every step."""
+
+    def take_action(self, action: Tensor) -> None:  # noqa: B027 - most tasks need no memory of actions
+        """Keep what later steps need of an action ``[num_envs, action_dim]``; called before every step."""
 
     @abstractmethod
     def reward_terms(self, scene: Scene, action: Tensor) -> dict[str, Tensor]:

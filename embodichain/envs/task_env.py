@@ -89,6 +89,7 @@ class TaskEnv(VecEnv):
     def _act(self, applied: Tensor) -> None:
         """Write the motor commands of an action."""
         self.task.before_step()
+        self.task.take_action(applied)
         self.physics.ctrl.copy_(self.action_manager.control(applied, self.physics.qpos[:, self._joints]))
 
     def _simulate(self) -> None:

@@ -1,0 +1,259 @@
+"""Walk to a commanded velocity: what walking robots share, and a task for each of them.
+
+A command is a velocity forwards, one to the left and a rate of turning, in the frame of the robot's base. An episode
+has several, one after the other. They are drawn when it begins, so that a step draws nothing.
+
+Two figures measure how well commands are followed, over the steps of an episode that are at least ``SETTLING`` seconds
+after the last change of command. ``tracking_error`` is the mean of ``|v - v_cmd| / |v_cmd|`` over those with a
+commanded speed of at least ``SLOWEST``, ``v`` being the horizontal velocity; ``turning_error`` is that of the rate of
+turning.
+"""
+
+import math
+from typing import Any, ClassVar
+
+import mujoco
+import torch
+from torch import Tensor
+
+from embodichain.envs.env_cfg import (
+    ActionsCfg,
+    EnvCfg,
+    EventsCfg,
+    GymCfg,
+    JointRangeCfg,
+    JointTermCfg,
+    RobotCfg,
+    VelocityCommandCfg,
+)
+from embodichain.envs.physics import Physics
+from embodichain.envs.random import RandomStreams
+from embodichain.envs.robots import Robot
+from embodichain.envs.task import ResetState, Scene, Task
+from embodichain.errors import ConfigError
+
+SETTLING = 1.0
+"""Seconds after a change of command that are left out of the errors."""
+SLOWEST = 0.3
+"""Commands below this, in m/s or rad/s, are left out of the errors, which are relative."""
+_MOST_COMMANDS = 64  # of an episode, drawn ahead; a longer one begins with the first again
+_STANDING = 0.1  # commands below this mean to stand
+_CONTACT = 0.004  # a foot closer to the ground than this touches it, in metres
+_AHEAD = 0.6  # seconds that the marker of the command looks ahead
+
+
+class VelocityTask(Task):
+    """Walk with a commanded velocity without falling."""
+
+    understands_commands = True
+    scene_file = "ground.xml"
+    camera = "robot/track"
+    outputs = ("site_xpos", "actuator_force")
+    reward_weights = {
+        "track_linear": 1.5,
+        "track_turning": 0.75,
+        "alive": 1.0,
+        "vertical": -1.0,
+        "rolling": -0.03,
+        "tilt": -2.0,
+        "torque": -2e-4,
+        "action_rate": -0.02,
+        "air_time": 1.0,
+        "slip": -0.1,
+        "posture": -0.1,
+    }
+    feet: ClassVar[tuple[str, ...]]
+    """The robot's feet: sites in the middle of spheres of the same name."""
+    swing: ClassVar[float]
+    """Seconds in the air from which on a step is rewarded."""
+
+    def __init__(self, cfg: GymCfg, physics: Physics, robot: Robot) -> None:
+        super().__init__(cfg, physics, robot)
+        model, device = physics.model, physics.device
+        free = [j for j in range(model.njnt) if model.jnt_type[j] == mujoco.mjtJoint.mjJNT_FREE]
+        if not free:
+            raise ConfigError(f"robot.uid: {cfg.id} needs a robot that can move freely, and {cfg.robot.uid!r} is fixed")
+        self._base, self._motion = int(model.jnt_qposadr[free[0]]), int(model.nq + model.jnt_dofadr[free[0]])
+        self._velocities = slice(robot.qvel.start + int(model.nq), robot.qvel.stop + int(model.nq))
+        names = ["robot/" + name for name in self.feet]
+        self._sites = torch.tensor([model.site(name).id for name in names], device=device)
+        radii = [float(model.geom(name).size[0]) for name in names]
+        self._touching = torch.tensor(radii, device=device) + _CONTACT
+        self._height = float(self._home[self._base + 2])
+        self._rest = robot.init_qpos.float()
+        self._dt = float(model.opt.timestep) * self.substeps
+        command = cfg.env.command or VelocityCommandCfg()
+        self._standing = command.standing
+        self._interval = max(1, round(command.interval / self._dt))
+        self._num_commands = min((cfg.max_episode_steps or 1000) // self._interval + 2, _MOST_COMMANDS)
+        ranges = torch.tensor((command.forward, command.sideways, command.turning), dtype=torch.float64, device=device)
+        self._low, self._high = ranges.unbind(1)
+        self._gravity = torch.tensor([0.0, 0.0, -1.0], device=device)
+        self._before = torch.zeros(physics.num_envs, len(names), 2, dtype=physics.qpos.dtype, device=device)
+        self._change = torch.zeros(physics.num_envs, device=device)
+
+    def sample_start(self, env_ids: Tensor, streams: RandomStreams) -> ResetState:
+        start, count = self.start_robot(env_ids, streams), env_ids.numel()
+        yaw, offset = streams.uniform(env_ids, 2).unbind(1)
+        half = math.pi * yaw
+        start.qpos[:, self._base + 3], start.qpos[:, self._base + 6] = half.cos(), half.sin()
+        drawn = streams.uniform(env_ids, 4 * self._num_commands).view(count, -1, 4)
+        moves = (drawn[..., 3:] >= self._standing).double()
+        commands = moves * (self._low + (self._high - self._low) * drawn[..., :3])
+        start.variables = {
+            "commands": commands.float(),
+            "clock": torch.zeros_like(env_ids),
+            "offset": (offset * self._interval).long(),
+            "action": commands.new_zeros(count, self.robot.num_joints, dtype=torch.float32),
+            "air": commands.new_zeros(count, len(self.feet), dtype=torch.float32),
+            "errors": commands.new_zeros(count, 4, dtype=torch.float32),
+        }
+        return start
+
+    def read(self, env_ids: Tensor | None = None) -> Scene:
+        state, rows = self.physics.snapshot(env_ids), dict(self.variables)
+        feet = self.physics.outputs["site_xpos"]
+        if env_ids is not None:
+            feet, rows = feet[env_ids], {name: value[env_ids] for name, value in rows.items()}
+        base, motion = self._base, self._motion
+        position, quat = state[:, base : base + 3], state[:, base + 3 : base + 7]
+        linear, angular = state[:, motion : motion + 3], state[:, motion + 3 : motion + 6]
+        # The free joint's linear velocity is that of the world's frame, its angular velocity of the body's.
+        local = _rotate_back(quat, torch.stack((linear, self._gravity.expand_as(linear)), dim=1))
+        feet = feet.index_select(1, self._sites).float()
+        since = (rows["clock"] + rows["offset"]) % self._interval
+        index = (rows["clock"] + rows["offset"]) // self._interval % self._num_commands
+        command = rows["commands"].gather(1, index.view(-1, 1, 1).expand(-1, 1, 3)).squeeze(1)
+        scene = {
+            "position": position,
+            "quat": quat,
+            "linear": local[:, 0],
+            "gravity": local[:, 1],
+            "angular": angular,
+            "qpos": state[:, self.robot.qpos] - self._rest,
+            "qvel": state[:, self._velocities],
+            "command": command,
+            "action": rows["action"],
+            "feet": feet,
+            "contact": feet[..., 2] < self._touching,
+        }
+        scene["fallen"] = (scene["gravity"][:, 2] > -0.5) | (position[:, 2] < 0.5 * self._height)
+        scene["since"] = torch.minimum(rows["clock"], since) * self._dt
+        scene["errors"] = self._errors(scene)
+        return scene
+
+    def _errors(self, scene: Scene) -> Tensor:
+        """Return the relative errors of velocity and turning ``[n, 4]``, each with 1 where it counts, else 0."""
+        command, settled = scene["command"], scene["since"] >= SETTLING
+        speed, rate = command[:, :2].norm(dim=1), command[:, 2].abs()
+        linear = (scene["linear"][:, :2] - command[:, :2]).norm(dim=1) / speed.clamp_min(SLOWEST)
+        turning = (scene["angular"][:, 2] - command[:, 2]).abs() / rate.clamp_min(SLOWEST)
+        walks, turns = (settled & (speed >= SLOWEST)).float(), (settled & (rate >= SLOWEST)).float()
+        return torch.stack((linear * walks, walks, turning * turns, turns), dim=1)
+
+    def observe(self, scene: Scene) -> dict[str, Any]:
+        # What a real robot measures, and, under "critic", what it does not.
+        return {
+            "base": {"angvel": scene["angular"], "gravity": scene["gravity"]},
+            "command": {"velocity": scene["command"]},
+            "robot": {"qpos": scene["qpos"], "qvel": scene["qvel"], "action": scene["action"]},
+            "critic": {
+                "linvel": scene["linear"],
+                "height": scene["position"][:, 2:],
+                "feet": scene["feet"][..., 2],
+            },
+        }
+
+    def before_step(self) -> None:
+        scene, variables = self.read(), self.variables
+        variables["errors"].add_(scene["errors"])
+        variables["air"].copy_(torch.where(scene["contact"], 0.0, variables["air"] + self._dt))
+        self._before.copy_(scene["feet"][..., :2])
+        variables["clock"].add_(1)
+
+    def take_action(self, action: Tensor) -> None:
+        last = self.variables["action"]
+        self._change.copy_((action - last).square().sum(dim=1))
+        last.copy_(action)
+
+    def reward_terms(self, scene: Scene, action: Tensor) -> dict[str, Tensor]:
+        command, linear, angular = scene["command"], scene["linear"], scene["angular"]
+        away = (linear[:, :2] - command[:, :2]).square().sum(dim=1)
+        turned = (angular[:, 2] - command[:, 2]).square()
+        contact, air = scene["contact"].float(), self.variables["air"]
+        walks = (command.norm(dim=1) > _STANDING).float()
+        landed = contact * (air > 0).float()
+        sliding = ((scene["feet"][..., :2] - self._before) / self._dt).square().sum(dim=2)
+        return {
+            "track_linear": _closeness(away),
+            "track_turning": _closeness(turned),
+            "alive": torch.ones_like(away),
+            "vertical": linear[:, 2].square(),
+            "rolling": angular[:, :2].square().sum(dim=1),
+            "tilt": scene["gravity"][:, :2].square().sum(dim=1),
+            "torque": self.physics.outputs["actuator_force"].float().square().sum(dim=1),
+            "action_rate": self._change,
+            "air_time": walks * (landed * (air - self.swing).clamp(max=self.swing)).sum(dim=1),
+            "slip": (contact * sliding).sum(dim=1),
+            "posture": (2.0 - walks) * scene["qpos"].square().sum(dim=1),
+        }
+
+    def _sums(self, scene: Scene) -> Tensor:
+        """Return the mean errors of the episode so far ``[n, 2]``: of the velocity, and of the rate of turning."""
+        sums = self.variables["errors"] + scene["errors"]
+        return sums[:, 0::2] / sums[:, 1::2].clamp_min(1.0)
+
+    def success(self, scene: Scene) -> Tensor:
+        """Commands have been followed so far: both mean errors are below ``success_threshold``."""
+        counted = (self.variables["errors"] + scene["errors"])[:, 1::2].sum(dim=1) > 0
+        return (self._sums(scene) < self._threshold).all(dim=1) & counted & ~scene["fallen"]
+
+    def failed(self, scene: Scene) -> Tensor:
+        return scene["fallen"]
+
+    def metrics(self, scene: Scene) -> dict[str, Tensor]:
+        linear, turning = self._sums(scene).unbind(1)
+        return {"tracking_error": linear, "turning_error": turning, "fallen": scene["fallen"].float()}
+
+    def markers(self) -> dict[str, Tensor]:
+        scene = self.read()
+        ahead = torch.cat((_AHEAD * scene["command"][:, :2], torch.zeros_like(scene["command"][:, :1])), dim=1)
+        w, _, _, z = scene["quat"].unbind(1)
+        back = torch.stack((w, torch.zeros_like(w), torch.zeros_like(w), -z), dim=1)  # against the heading
+        back = back / back.norm(dim=1, keepdim=True).clamp_min(1e-6)
+        return {"command": scene["position"] + _rotate_back(back, ahead.unsqueeze(1)).squeeze(1)}
+
+
+def _closeness(squared: Tensor) -> Tensor:
+    """Return 1 for no error, by half from a wide bell, which leads there, and half from a narrow one."""
+    return 0.5 * (torch.exp(-4.0 * squared) + torch.exp(-25.0 * squared))
+
+
+def _rotate_back(quat: Tensor, vectors: Tensor) -> Tensor:
+    """Return vectors ``[n, k, 3]`` of the world in the frame of a body with orientation ``quat`` ``[n, 4]``."""
+    axis = quat[:, None, 1:].expand_as(vectors)
+    twice = 2.0 * torch.linalg.cross(axis, vectors)
+    return vectors - quat[:, :1, None] * twice + torch.linalg.cross(axis, twice)
+
+
+class QuadrupedVelocity(VelocityTask):
+    """Walk on four legs with a commanded velocity (forwards, sideways, turning) without falling."""
+
+    feet = ("fl_foot", "fr_foot", "rl_foot", "rr_foot")
+    swing = 0.15
+
+    @staticmethod
+    def default_cfg() -> GymCfg:
+        return GymCfg(
+            id="QuadrupedVelocityRL",
+            max_episode_steps=1000,
+            env=EnvCfg(
+                substeps=4,  # of 5 ms
+                success_threshold=0.15,
+                terminate_on_success=False,
+                events=EventsCfg(randomize_robot=JointRangeCfg(position=0.1, velocity=0.1)),
+                actions=ActionsCfg(qpos=JointTermCfg(scale=0.5, around="init")),
+                command=VelocityCommandCfg(),
+            ),
+            robot=RobotCfg(uid="quadruped", init_qpos=[0.0, 0.8, -1.6] * 4),
+        )
