@@ -64,7 +64,7 @@ def cameras(rounds: int) -> list[Row]:
         if renderer is not None:
             contenders["pictures"] = (
                 nothing,
-                lambda draw=renderer, ours=ours: draw(ours.task.markers()),
+                lambda draw=renderer, ours=ours: draw(ours.task.markers(), None),
             )
         for name, seconds in take_turns(contenders, rounds).items():
             rows.append(report("cameras", f"{name}, {num_envs} envs x {size}x{size}", seconds, num_envs))

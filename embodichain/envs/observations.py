@@ -5,7 +5,7 @@ All vectors are views of one matrix: one operation copies them all or replaces t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import gymnasium as gym
@@ -15,10 +15,12 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from embodichain.envs.env_cfg import ObservationsCfg
+from embodichain.envs.rendering import Images
 from embodichain.errors import ConfigError, nearest
 
-_IMAGES = "image"
 Path = tuple[str, ...]
+Bounds = Mapping[Path, tuple[float, float]]
+"""The least and the largest value of observations."""
 
 
 def encode_instructions(texts: Sequence[str], length: int) -> Tensor:
@@ -78,7 +80,7 @@ class ObservationBuilder:
         self,
         cfg: ObservationsCfg,
         device: torch.device,
-        images: Callable[[Tensor], dict[str, Tensor]],
+        images: Callable[[Tensor], Images],
         noise: Callable[[Tensor, int], Tensor],
     ) -> None:
         self._device, self._draw_noise = device, noise
@@ -88,14 +90,14 @@ class ObservationBuilder:
 
     def build(self, tree: dict[str, Any], env_ids: Tensor) -> PackedObservation:
         """Return the observation of these envs, given what their task observes."""
-        if self._images is not None:
-            tree[_IMAGES] = self._images(env_ids)
+        images = self._images(env_ids) if self._images is not None else {}
+        tree |= images
         leaves = dict(_leaves(tree))
         if not self._tree:
             self._lay_out(leaves)
         vectors = [leaves[path] for path in self._vectors]
         # In memory of its own: what is returned may be normalised in place. Images have just been rendered.
-        others = [leaves[p] if p[0] == _IMAGES and self._images else leaves[p].clone() for p in self._others]
+        others = [leaves[p] if p[0] in images else leaves[p].clone() for p in self._others]
         packed = torch.cat(vectors, dim=1) if vectors else torch.zeros(env_ids.numel(), 0, device=self._device)
         if self._noise:
             columns = [self._columns[path] for path in self._noise]
@@ -131,18 +133,19 @@ class ObservationBuilder:
             node[path[-1]] = numbers[path]
 
 
-def observation_space(obs: TensorDictBase) -> gym.spaces.Dict:
-    """Return the space of one env's observation."""
-    return gym.spaces.Dict({key: _leaf_space(obs[key]) for key in obs.keys()})  # noqa: SIM118
-
-
-def _leaf_space(value: Any) -> gym.Space[Any]:
-    if isinstance(value, TensorDictBase):
-        return observation_space(value)
-    shape = tuple(value.shape[1:])
-    if value.dtype == torch.uint8:
-        return gym.spaces.Box(0, 255, shape, np.uint8)
-    return gym.spaces.Box(-np.inf, np.inf, shape, np.float32)
+def observation_space(obs: TensorDictBase, bounds: Bounds | None = None, prefix: Path = ()) -> gym.spaces.Dict:
+    """Return the space of one env's observation; ``bounds`` are those that do not follow from the type of a leaf."""
+    known, spaces = bounds or {}, dict[str, gym.Space[Any]]()
+    for key in obs.keys():  # noqa: SIM118
+        path, value = (*prefix, str(key)), obs[key]
+        if isinstance(value, TensorDictBase):
+            spaces[key] = observation_space(value, bounds, path)
+            continue
+        usual = (0, 255) if value.dtype == torch.uint8 else (-np.inf, np.inf)
+        kind: Any = {torch.uint8: np.uint8, torch.int32: np.int32}.get(value.dtype, np.float32)
+        low, high = known.get(path, usual)
+        spaces[key] = gym.spaces.Box(low, high, tuple(value.shape[1:]), kind)
+    return gym.spaces.Dict(spaces)
 
 
 def _to_tensordict(tree: dict[str, Any], leaves: list[Tensor], size: torch.Size, device: torch.device) -> TensorDict:

@@ -1,4 +1,4 @@
-"""Cameras: images ``[n, H, W, 3]`` of any envs, rendered offscreen from nothing but their state.
+"""Cameras: colours, depth and segmentation ``[n, H, W, ...]`` of any envs, rendered offscreen from their state.
 
 ``Renderer`` renders one image size; ``Cameras`` keeps a renderer for every size in use and knows cameras by name.
 A function ``load(data, env)`` copies the state of an env into an ``MjData``.
@@ -26,7 +26,8 @@ from typing import Annotated, Any, Literal, Self
 
 import mujoco
 import numpy as np
-from pydantic import Field, model_validator
+import torch
+from pydantic import AfterValidator, Field, model_validator
 from torch import Tensor
 
 from embodichain.config.classes import MISSING, Config, configclass
@@ -59,6 +60,11 @@ with mujoco.Renderer(model, 32, 32) as renderer:
 
 Load = Callable[[mujoco.MjData, int], None]
 Quality = Literal["lean", "high"]
+Output = Literal["rgb", "depth", "segmentation"]
+OBSERVED_AS: dict[Output, str] = {"rgb": "image", "depth": "depth", "segmentation": "segmentation"}
+"""The group of observations in which an output of a camera is found, under the camera's name."""
+Images = dict[str, dict[str, Tensor]]
+"""What cameras observe, ``[n, H, W, channels]``, by group and by the camera's name."""
 Pixels = Annotated[int, Field(gt=0, le=8192)]
 Vector = tuple[float, float, float]
 
@@ -156,12 +162,22 @@ def probe(backend: str) -> str | None:
     return lines[-1][:200]
 
 
+def _distinct(outputs: tuple[Output, ...]) -> tuple[Output, ...]:
+    if len(set(outputs)) < len(outputs):
+        raise ValueError(f"each output is given once, got {', '.join(outputs)}")
+    return outputs
+
+
 @configclass
 class CameraCfg(Config):
     """One camera: either one of the model (``attach``) or one that stands at ``pos`` and looks at ``lookat``."""
 
     name: str = MISSING
     """Name of the camera; its images are observed as ``image/<name>``."""
+    outputs: Annotated[tuple[Output, ...], Field(min_length=1), AfterValidator(_distinct)] = ("rgb",)
+    """What is observed: ``rgb`` (uint8 ``image/<name>`` ``[H, W, 3]``), ``depth`` (float32 metres along the view
+    direction, ``depth/<name>`` ``[H, W, 1]``), ``segmentation`` (int32 ids of bodies, ``segmentation/<name>``
+    ``[H, W, 1]``; ``env.segmentation_names`` has the name of each id)."""
     width: Pixels = 96
     """Width of the image in pixels."""
     height: Pixels = 96
@@ -174,9 +190,15 @@ class CameraCfg(Config):
     """Point that a free camera has in the middle of its image."""
     fovy: Annotated[float, Field(gt=0, lt=180)] | None = None
     """Vertical field of view in degrees; default: the camera's own."""
+    near: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Least depth in metres: what is nearer has this depth."""
+    far: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0
+    """Largest depth in metres: that of everything farther away, and of the background."""
 
     @model_validator(mode="after")
     def _check_kind(self) -> Self:
+        if self.near >= self.far:
+            raise ValueError(f"far must be larger than near, got near {self.near} and far {self.far}")
         if (self.pos is None) != (self.lookat is None):
             raise ValueError("pos and lookat belong together: give both for a free camera, or neither")
         if self.pos is not None and self.attach is not None:
@@ -202,9 +224,15 @@ class Renderer:
             raise RenderingError(f"quality must be 'lean' or 'high', got {quality!r}")
         self.model = model
         self.height, self.width = size
+        self._quality = quality
         self._open(quality)
         self._rectangle = mujoco.MjrRect(0, 0, self.width, self.height)
         self._pixels = np.empty((self.height, self.width, 3), dtype=np.uint8)
+        self._depth = np.empty((self.height, self.width), dtype=np.float32)
+        self._bodies = {
+            int(mujoco.mjtObj.mjOBJ_GEOM): model.geom_bodyid,
+            int(mujoco.mjtObj.mjOBJ_SITE): model.site_bodyid,
+        }
         self._data = mujoco.MjData(model)
         self._scene = mujoco.MjvScene(model, _MAX_GEOMS)
         self._option = mujoco.MjvOption()
@@ -229,6 +257,7 @@ class Renderer:
             with _current(self._context):
                 self._drawing = mujoco.MjrContext(shaped, int(mujoco.mjtFontScale.mjFONTSCALE_50))
                 mujoco.mjr_setBuffer(int(mujoco.mjtFramebuffer.mjFB_OFFSCREEN), self._drawing)
+                self._drawing.readDepthMap = int(mujoco.mjtDepthMap.mjDEPTH_ZEROFAR)  # far things keep their digits
         except (RuntimeError, ImportError, mujoco.FatalError) as error:
             raise RenderingError(f"{backend} cannot make an image of {self.height}x{self.width}: {error}") from error
         _renderers.add(self)
@@ -240,21 +269,80 @@ class Renderer:
 
         ``camera`` is a name from the model, a config (whose size is ignored), or ``None`` for the model's first camera.
         """
+        return self.render_outputs(load, env_ids, camera)["rgb"]
+
+    def render_outputs(
+        self,
+        load: Load,
+        env_ids: Sequence[int] | np.ndarray | Tensor,
+        camera: str | CameraCfg | None = None,
+        outputs: Sequence[Output] = ("rgb",),
+    ) -> dict[Output, np.ndarray]:
+        """Return what :meth:`render` does, and more: ``depth`` float32 and ``segmentation`` int32 ``[n, H, W, 1]``.
+
+        Depth is in metres along the view direction, infinite where there is nothing. Ids of ``segmentation`` count in
+        :func:`segmentation_names`. Colours and depth come from one pass, ids from a second one of the same scene.
+        """
+        if "segmentation" in outputs and self._quality != "lean":
+            raise RenderingError("segmentation needs quality 'lean': the average of several samples is no id")
         ids = np.asarray(env_ids).reshape(-1).tolist()
-        out = np.empty((len(ids), self.height, self.width, 3), dtype=np.uint8)
+        shapes = {"rgb": (3, np.uint8), "depth": (1, np.float32), "segmentation": (1, np.int32)}
+        out: dict[Output, np.ndarray] = {
+            name: np.empty((len(ids), self.height, self.width, shapes[name][0]), shapes[name][1]) for name in outputs
+        }
         view, fovy = _find_view(self.model, camera)
         _refuse_inherited()
         with self._turn:
             if self._context is None:
                 raise RenderingError("this renderer was closed: make a new one")
             with _current(self._context):  # at the end no context is current, so that another thread may render
-                for image, env in zip(out, ids, strict=True):
+                for row, env in enumerate(ids):
                     load(self._data, env)
                     self._update_scene(view, fovy)
-                    mujoco.mjr_render(self._rectangle, self._scene, self._drawing)
-                    mujoco.mjr_readPixels(self._pixels, None, self._rectangle, self._drawing)
-                    image[...] = self._pixels[::-1]  # GL counts rows from the bottom
+                    self._draw({name: images[row] for name, images in out.items()})
+        if "depth" in out:
+            out["depth"] = self._metres(out["depth"])
         return out
+
+    def _draw(self, images: dict[Output, np.ndarray]) -> None:
+        """Draw the scene into the images of one env; depth is left as OpenGL has it."""
+        if "rgb" in images or "depth" in images:
+            mujoco.mjr_render(self._rectangle, self._scene, self._drawing)
+            pixels, depth = (self._pixels if "rgb" in images else None), (self._depth if "depth" in images else None)
+            mujoco.mjr_readPixels(pixels, depth, self._rectangle, self._drawing)
+        if "rgb" in images:
+            images["rgb"][...] = self._pixels[::-1]  # GL counts rows from the bottom
+        if "depth" in images:
+            images["depth"][..., 0] = self._depth[::-1]
+        if "segmentation" in images:
+            before = self._scene.flags.copy()
+            self._scene.flags[[int(mujoco.mjtRndFlag.mjRND_SEGMENT), int(mujoco.mjtRndFlag.mjRND_IDCOLOR)]] = 1
+            mujoco.mjr_render(self._rectangle, self._scene, self._drawing)
+            mujoco.mjr_readPixels(self._pixels, None, self._rectangle, self._drawing)
+            self._scene.flags[:] = before
+            numbers = self._pixels[::-1].astype(np.int32) @ np.array([1, 256, 65536], np.int32)
+            images["segmentation"][..., 0] = self._ids()[numbers]
+
+    def _ids(self) -> np.ndarray:
+        """Return the id of each number that a segmented scene is drawn with; 0 is the background."""
+        table = np.zeros(self._scene.ngeom + 1, np.int32)
+        for shape in self._scene.geoms[: self._scene.ngeom]:
+            bodies = self._bodies.get(shape.objtype)
+            if bodies is not None and shape.segid >= 0:
+                table[shape.segid + 1] = bodies[shape.objid] + 1
+        return table
+
+    def _metres(self, depth: np.ndarray) -> np.ndarray:
+        """Return the depth in metres of what OpenGL has: 1 at the near plane and 0 at the far one and beyond."""
+        extent, planes = self.model.stat.extent, self.model.vis.map
+        near, far = planes.znear * extent, planes.zfar * extent
+        exact = depth.astype(np.float64)
+        with np.errstate(divide="ignore"):
+            if self._scene.camera[0].orthographic:
+                metres = far - exact * (far - near)
+            else:
+                metres = near * far / (near + exact * (far - near))
+        return np.where(depth > 0.0, metres, np.inf).astype(np.float32)
 
     def _update_scene(self, view: mujoco.MjvCamera, fovy: float | None) -> None:
         """Bring the scene up to date with the loaded positions."""
@@ -378,6 +466,23 @@ class Cameras:
         quality: Quality = "lean",
     ) -> np.ndarray:
         """Return uint8 images ``[len(env_ids), H, W, 3]``; ``size`` (height, width) defaults to the camera's own."""
+        renderer, cfg = self._find(camera, size, quality)
+        return renderer.render(load, env_ids, cfg or camera)
+
+    def observe(self, load: Load, env_ids: Sequence[int] | np.ndarray | Tensor) -> Images:
+        """Return what the configured cameras observe of these envs, at quality ``lean``."""
+        images: Images = {}
+        for name, cfg in self.cfgs.items():
+            renderer, _ = self._find(name, None, "lean")
+            for output, values in renderer.render_outputs(load, env_ids, cfg, cfg.outputs).items():
+                shown = np.clip(values, cfg.near, cfg.far) if output == "depth" else values
+                images.setdefault(OBSERVED_AS[output], {})[name] = torch.from_numpy(shown)
+        return images
+
+    def _find(
+        self, camera: str | None, size: tuple[int, int] | None, quality: Quality
+    ) -> tuple[Renderer, CameraCfg | None]:
+        """Return a renderer for a camera, and its config if it has one."""
         cfg = self.cfgs.get(camera) if camera is not None else next(iter(self.cfgs.values()), None)
         if size is None:
             size = (cfg.height, cfg.width) if cfg is not None else (CameraCfg.height, CameraCfg.width)
@@ -386,13 +491,23 @@ class Cameras:
         renderer = self._renderers.get((size, quality))
         if renderer is None:
             renderer = self._renderers[size, quality] = Renderer(self.model, size, quality)
-        return renderer.render(load, env_ids, cfg or camera)
+        return renderer, cfg
 
     def close(self) -> None:
         """Free all GL contexts; calling it twice is fine."""
         for renderer in self._renderers.values():
             renderer.close()
         self._renderers.clear()
+
+
+def segmentation_names(model: mujoco.MjModel) -> tuple[str, ...]:
+    """Return the name of each id of a segmentation: the background, and then the bodies in the model's order."""
+    return ("background", *(model.body(i).name or f"body {i}" for i in range(model.nbody)))
+
+
+def bounds_of(cfg: CameraCfg, output: Output, model: mujoco.MjModel) -> tuple[float, float]:
+    """Return the least and the largest value of an output of a camera."""
+    return {"rgb": (0, 255), "depth": (cfg.near, cfg.far), "segmentation": (0, model.nbody)}[output]
 
 
 def camera_names(model: mujoco.MjModel) -> list[str]:

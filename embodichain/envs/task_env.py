@@ -13,10 +13,10 @@ from torch import Tensor
 
 from embodichain.envs.actions import MotorActionManager, RobotActionManager
 from embodichain.envs.env_cfg import GymCfg
-from embodichain.envs.observations import ObservationBuilder, PackedObservation, observation_space
+from embodichain.envs.observations import Bounds, ObservationBuilder, PackedObservation, observation_space
 from embodichain.envs.physics import Physics
 from embodichain.envs.random import RandomStreams
-from embodichain.envs.rendering import Cameras, Load, Quality
+from embodichain.envs.rendering import OBSERVED_AS, Cameras, Images, Load, Quality, bounds_of, segmentation_names
 from embodichain.envs.resets import DomainRandomization, Drawn, EnvState, Resets, check_state
 from embodichain.envs.task import Scene, Task
 from embodichain.envs.terms import LAST_ACTION, ObservationTerms, RewardTerms
@@ -54,6 +54,8 @@ class TaskEnv(VecEnv):
         self._one = torch.ones((), dtype=torch.int64, device=self.device)
         self._cameras = Cameras(physics.model, cfg.env.observations.cameras)
         self._render_all = physics.open_cameras(cfg.env.observations.cameras)
+        self._shown: Tensor | None = None
+        """Which envs ``[num_envs]`` need images in the next observation; ``None``: all."""
         noise = lambda ids, size: self._streams.noise(ids, self._step[ids], size)  # noqa: E731 - of the present steps
         self._observations = ObservationBuilder(cfg.env.observations, self.device, self._images, noise)
         domain = DomainRandomization(cfg.env.events, physics, task_class.object_body)
@@ -67,16 +69,28 @@ class TaskEnv(VecEnv):
         self._before: PackedObservation | None = None
         """On a GPU: a copy of the current observation in memory that a recorded step can read."""
         self._show(self._build(self._measurements(), self._all))
-        self.observation_space: gym.spaces.Dict = observation_space(self._obs)
+        cameras = self._cameras.cfgs.values()
+        seen = [(camera, output) for camera in cameras for output in camera.outputs]
+        bounds: Bounds = {(OBSERVED_AS[o], camera.name): bounds_of(camera, o, physics.model) for camera, o in seen}
+        self.observation_space: gym.spaces.Dict = observation_space(self._obs, bounds)
         self._masked = self.device.type != "cpu"
         self._graphed: GraphedStep | None = None
-        if self._masked and not self._cameras.cfgs:
+        if self._masked and not self._renders_on_host:
             parts = StepParts(self._act, self._simulate, self._draw_resets, self._conclude)
             self._graphed, self._before = GraphedStep(parts, self._keep_recorded), self._packed.copy()
 
     @property
     def name(self) -> str:
         return self.cfg.id
+
+    @property
+    def segmentation_names(self) -> tuple[str, ...]:
+        """The name of each id in the observations ``segmentation/<camera>``: the background, then all bodies."""
+        return segmentation_names(self.physics.model)
+
+    @property
+    def _renders_on_host(self) -> bool:
+        return bool(self._cameras.cfgs) and self._render_all is None
 
     def step(self, action: Action) -> StepResult:
         applied = self.action_manager.unwrap(action, self._step)
@@ -143,11 +157,14 @@ class TaskEnv(VecEnv):
                 self._show(self._packed.with_rows(self._resets.begin_drawn(ids), ids))
                 self._scene = None
             return self._obs
-        if self._cameras.cfgs and not bool(done.any()):
+        if self._renders_on_host and not bool(done.any()):
             return self._obs  # to find that out is faster than to render all images again
         self._resets.begin_where(done, drawn or self._resets.draw())
         self._scene = None
-        return self._show(self._build(self._measurements(), self._all))
+        self._shown = done  # the others are shown already
+        packed = self._build(self._measurements(), self._all)
+        self._shown = None
+        return self._show(packed.where(done, self._packed) if self._cameras.cfgs else packed)
 
     # The three parts of ``DefersResets``: a step in pieces, for action chunks.
 
@@ -256,13 +273,15 @@ class TaskEnv(VecEnv):
 
         return restore
 
-    def _images(self, env_ids: Tensor) -> dict[str, Tensor]:
-        """Return the images of the configured cameras, uint8 ``[len(env_ids), height, width, 3]`` each."""
-        if self._render_all is not None:
-            images = self._render_all(self.task.markers())
-            return images if env_ids is self._all else {name: image[env_ids] for name, image in images.items()}
-        names = self._cameras.cfgs
-        return {name: torch.from_numpy(self.render(env_ids, name, None, "lean")).to(self.device) for name in names}
+    def _images(self, env_ids: Tensor) -> Images:
+        """Return what the configured cameras see of these envs."""
+        if self._render_all is None:
+            images = self._cameras.observe(self._loader(), env_ids.tolist())
+            return {group: {name: x.to(self.device) for name, x in some.items()} for group, some in images.items()}
+        images = self._render_all(self.task.markers(), self._shown)
+        if env_ids is self._all:
+            return images
+        return {group: {name: x[env_ids] for name, x in some.items()} for group, some in images.items()}
 
     def _loader(self) -> Load:
         """Return the function that puts one env's state, goal markers included, into an ``MjData``."""

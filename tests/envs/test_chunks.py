@@ -109,13 +109,13 @@ def test_native_chunks_equal_those_of_single_steps():
 def test_nothing_is_drawn_inside_a_chunk(monkeypatch):
     env = push_cube(3, max_episode_steps=10, env={"observations": {"cameras": [CAMERA]}})
     drawn: list[int] = []
-    draw = env._cameras.render
+    draw = env._cameras.observe
 
     def count(load, env_ids, *more):
         drawn.append(len(env_ids))
         return draw(load, env_ids, *more)
 
-    monkeypatch.setattr(env._cameras, "render", count)
+    monkeypatch.setattr(env._cameras, "observe", count)
     wrapped = ChunkedEnv(env, 4)
     wrapped.reset(seed=0)
     drawn.clear()

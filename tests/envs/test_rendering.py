@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from embodichain.envs import rendering as gl
-from embodichain.envs.rendering import CameraCfg, Cameras, Renderer, camera_names
+from embodichain.envs.rendering import CameraCfg, Cameras, Renderer, camera_names, segmentation_names
 from embodichain.errors import ConfigError, RenderingError, UnknownNameError
 
 SCENE = """
@@ -124,6 +124,70 @@ def test_first_camera_is_the_default(model, renderer):
     assert np.array_equal(renderer.render(load, [0]), renderer.render(load, [0], "side"))
 
 
+SOLIDS = """
+<mujoco>
+  <visual><map znear="0.005" zfar="20"/></visual><statistic extent="2"/>
+  <worldbody>
+    <light pos="0 0 3" dir="0 0 -1"/>
+    <camera name="down" pos="0 0 2" xyaxes="1 0 0 0 1 0" fovy="60"/>
+    <camera name="level" pos="0 -3 1" xyaxes="1 0 0 0 0 1" fovy="60"/>
+    <geom name="floor" type="plane" size="5 5 0.1"/>
+    <body name="block" pos="0.3 0 0.2"><geom type="box" size="0.2 0.2 0.2"/></body>
+    <body pos="-0.5 0.3 0.5"><geom type="sphere" size="0.25"/><site pos="0 -0.45 0" size="0.03"/></body>
+  </worldbody>
+</mujoco>"""
+
+
+def rays(size, fovy):
+    """Return where the middle of every pixel lies, one metre before the camera: right and up ``[H, W]``."""
+    focal = size[0] / 2 / math.tan(math.radians(fovy) / 2)
+    rows, columns = np.indices(size) + 0.5
+    return (columns - size[1] / 2) / focal, (size[0] / 2 - rows) / focal
+
+
+def test_depth_and_segmentation_are_those_of_the_geometry(backend):
+    """Seen from above: a floor, a box and a ball, whose depths along the view direction are known for every pixel."""
+    model, size = mujoco.MjModel.from_xml_string(SOLIDS), (90, 120)
+    right, up = rays(size, 60.0)
+    nothing = lambda data, env: None  # noqa: E731
+    with Renderer(model, size) as made:
+        out = made.render_outputs(nothing, [0, 0], "down", ("segmentation", "rgb", "depth"))
+        assert np.array_equal(out["rgb"], made.render(nothing, [0, 0], "down"))
+        level = made.render_outputs(nothing, [0], "level", ("depth", "segmentation"))
+    depth, ids = out["depth"][1, ..., 0], out["segmentation"][1, ..., 0]
+    assert {name: (value.shape[1:], value.dtype.name) for name, value in out.items()} == {
+        "rgb": ((*size, 3), "uint8"),
+        "depth": ((*size, 1), "float32"),
+        "segmentation": ((*size, 1), "int32"),
+    }
+    assert segmentation_names(model) == ("background", "world", "block", "body 2")
+    # The top of the box is 1.6 m away; a ray meets the ball where |t * ray - centre| is the radius.
+    on_top = (np.abs(right * 1.6 - 0.3) < 0.19) & (np.abs(up * 1.6) < 0.19)
+    centre, ray = np.array([-0.5, 0.3, -1.5]), np.stack((right, up, -np.ones(size)), axis=-1)
+    along, square = ray @ centre, (ray**2).sum(-1)
+    inside = along**2 - square * (centre @ centre - 0.25**2)
+    ball = np.where(inside > 0.0, (along - np.sqrt(np.maximum(inside, 0.0))) / square, np.inf)
+    assert np.all(ids[on_top] == 2)
+    assert depth[on_top] == pytest.approx(1.6, abs=1e-4)
+    assert np.all(ids[np.hypot(right * 1.5 + 0.5, up * 1.5 + 0.15) < 0.02] == 3)  # a site is part of its body
+    well_inside = inside > 0.03
+    assert np.all(ids[well_inside] == 3)
+    # A ball is drawn of flat pieces, 30 degrees each: up to 1.7 cm below its surface, here seen at up to 46 degrees.
+    assert np.all((depth - ball)[well_inside] > -1e-4)
+    assert (depth - ball)[well_inside].max() < 0.017 / 0.68
+    beside = (ids == 1) & (np.abs(right * 1.6 - 0.3) > 0.3) & (inside < -0.05)
+    assert beside.sum() > 2000
+    assert depth[beside] == pytest.approx(2.0, abs=1e-4)
+    # A level view has the sky in its upper half; the floor's depth is that of the horizon's geometry.
+    depth, ids = level["depth"][0, ..., 0], level["segmentation"][0, ..., 0]
+    assert np.all(ids[up > 0.6] == 0)
+    assert np.all(np.isinf(depth[ids == 0]))
+    floor = (ids == 1) & (up < -0.25)
+    assert depth[floor] == pytest.approx((1.0 / -up)[floor], rel=2e-3)
+    with Renderer(model, size, "high") as made, pytest.raises(RenderingError, match="quality 'lean'"):
+        made.render_outputs(nothing, [0], "down", ("segmentation",))  # averages over samples of a pixel are no ids
+
+
 def test_unknown_camera_names_the_nearest(model, renderer):
     with pytest.raises(UnknownNameError, match="Did you mean 'side'"):
         renderer.render(load, [0], "sid")
@@ -141,6 +205,10 @@ def test_unknown_camera_names_the_nearest(model, renderer):
         ({"pos": (1, 0, 1), "lookat": (0, 0, 0), "attach": "top"}, "got both"),
         ({"width": 0}, "width"),
         ({"fovy": 180.0}, "fovy"),
+        ({"outputs": ()}, "outputs"),
+        ({"outputs": ("rgb", "rgb")}, "given once"),
+        ({"outputs": ("colour",)}, "outputs"),
+        ({"near": 2.0, "far": 2.0}, "far must be larger than near"),
     ],
 )
 def test_camera_config_says_what_is_wrong(fields, message):

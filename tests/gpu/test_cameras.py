@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from embodichain.envs.task_env import TaskEnv
-from tests.gpu.gpu import make_task, simulates
+from tests.gpu.gpu import make_task, no_waiting, simulates
 
 pytestmark = simulates
 OVER = {"name": "over", "pos": [0.6, 0.3, 1.2], "lookat": [0.55, 0.0, 0.0], "fovy": 50.0, "width": 160, "height": 120}
@@ -81,6 +82,54 @@ def test_the_last_picture_of_an_episode_is_not_the_first_of_the_next() -> None:
             assert not torch.equal(final, before)
             assert bool(truncated.all()) == (step % 4 == 0)
             assert torch.equal(final, obs["image", "side"]) == (step % 4 != 0)
+
+
+OUTPUTS = {"outputs": ["rgb", "depth", "segmentation"]}
+
+
+def test_depth_and_segmentation_are_those_of_the_cpu() -> None:
+    """Edges of things may lie a pixel apart; elsewhere ids are equal, and depths to a millimetre."""
+    cameras = {"observations": {"cameras": [OVER | OUTPUTS, SIDE | OUTPUTS]}}
+    with make_task(num_envs=8, env=cameras) as gpu, make_task(num_envs=8, device="cpu", env=cameras) as cpu:
+        ours, theirs = gpu.reset(seed=5)[0], cpu.reset(seed=5)[0]
+        assert gpu.observation_space == cpu.observation_space
+        assert gpu.segmentation_names == cpu.segmentation_names
+        for name in ("over", "side"):
+            ids, depth = ours["segmentation", name].cpu(), ours["depth", name].cpu()
+            same = ids == theirs["segmentation", name]
+            assert (ids.dtype, depth.dtype) == (torch.int32, torch.float32)
+            assert same.float().mean() > 0.98, name
+            assert ((depth - theirs["depth", name]).abs()[same] < 1e-3).float().mean() > 0.99, name
+            assert set(ids.unique().tolist()) >= {gpu.segmentation_names.index(body) for body in ("cube", "goal")}
+
+
+@pytest.mark.parametrize("outputs", [["rgb"], OUTPUTS["outputs"]], ids=lambda outputs: "+".join(outputs))
+def test_a_recorded_step_shows_what_an_ordinary_one_shows(outputs: list[str]) -> None:
+    """Also where envs are reset one by one; and once it is recorded nothing waits for the device."""
+    camera = SIDE | {"outputs": outputs}
+    with with_cameras(camera, max_episode_steps=5) as recorded, with_cameras(camera, max_episode_steps=5) as plain:
+        plain._graphed = None
+        for env in (recorded, plain):
+            state = env.get_state()
+            state["step"] = torch.arange(8, device="cuda") % 5
+            env.set_state(state)
+        generator = torch.Generator("cuda").manual_seed(0)
+        for step in range(12):
+            action = torch.rand(8, 6, device="cuda", generator=generator) * 2 - 1
+            with no_waiting() if step > 6 else nullcontext():
+                ours = recorded.step(action)
+            theirs = plain.step(action)
+            done = theirs[2] | theirs[3]
+            assert torch.equal(ours[2] | ours[3], done)
+            final, expected_final = ours[4]["final_observation"], theirs[4]["final_observation"]
+            for observed, expected in ((ours[0], theirs[0]), (final, expected_final)):
+                assert (observed["image", "side"] != expected["image", "side"]).float().mean() < 0.02
+                if "depth" in outputs:
+                    assert ((observed["depth", "side"] - expected["depth", "side"]).abs() > 1e-2).float().mean() < 0.02
+            same = (ours[0]["image", "side"] == final["image", "side"]).flatten(1).all(1)
+            assert torch.equal(same, ~done)
+        assert recorded._graphed is not None
+        assert recorded._graphed._replay is not None
 
 
 def test_a_camera_that_is_not_there_is_named() -> None:

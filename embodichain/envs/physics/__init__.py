@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from embodichain.envs.rendering import CameraCfg
 
 
-RenderAll: TypeAlias = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
-"""Renders the cameras of all envs, with mocap bodies at these positions: uint8 ``[num_envs, H, W, 3]`` by name."""
+RenderAll: TypeAlias = Callable[[Mapping[str, Tensor], Tensor | None], dict[str, dict[str, Tensor]]]
+"""Renders the cameras of all envs, with mocap bodies at these positions; with a mask ``[num_envs]`` of those that are
+needed, the others may have images of nothing."""
 
 Poses: TypeAlias = Mapping[str, Tensor]
 """Position and unit quaternion ``[n, 7]`` of mocap bodies, by name."""

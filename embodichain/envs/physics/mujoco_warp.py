@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from embodichain.envs.physics import Physics, Poses, RenderAll
-from embodichain.envs.rendering import CameraCfg, mounted_name
+from embodichain.envs.physics.warp_cameras import WarpCameras
+from embodichain.envs.rendering import CameraCfg, Images
 from embodichain.errors import ConfigError, SimulationError
 from embodichain.extras import require
 
@@ -337,39 +338,24 @@ class MujocoWarpPhysics(Physics):
             return None
         try:
             with self._torch_stream():
-                context = self._mjw.create_render_context(
-                    self.model,
-                    nworld=self._data.nworld,
-                    cam_active=[mounted_name(cfg) for cfg in cfgs],
-                    cam_res=[(cfg.width, cfg.height) for cfg in cfgs],
-                    render_rgb=True,
-                    render_depth=False,
-                    render_seg=False,
-                    use_shadows=False,  # as the CPU's renderer at quality "lean"
-                )
+                cameras = WarpCameras(self._wp, self._mjw, self.model, self._model, self._data, cfgs)
         except (NotImplementedError, ValueError) as error:
             _LOG.warning("cameras are rendered on the CPU, which costs speed: %s", error)
             return None
-        all_pixels = self._wp.to_torch(context.rgb_data)
-        positions = self._wp.to_torch(self._data.mocap_pos)
-        mocap = {self.model.body(i).name: int(self.model.body_mocapid[i]) for i in range(self.model.nbody)}
 
-        def render(markers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            for name, position in markers.items():
-                positions[:, mocap[name]] = position
+        def render(markers: Mapping[str, Tensor], chosen: Tensor | None) -> Images:
+            lagging = {name: output.clone() for name, output in self.outputs.items()}
+            cameras.place(markers)
             with self._torch_stream():
                 self._mjw.kinematics(self._model, self._data)
                 self._mjw.camlight(self._model, self._data)
-                self._mjw.refit_bvh(self._model, self._data, context)
-                self._mjw.render(self._model, self._data, context)
-            images, first = {}, 0
-            for cfg in cfgs:
-                last = first + cfg.height * cfg.width
-                pixels = all_pixels[:, first:last].contiguous()  # 32 bits each: blue, green, red and opacity
-                rgb = pixels.view(torch.uint8).view(*pixels.shape, 4)[..., :3].flip(-1)
-                images[cfg.name] = rgb.view(-1, cfg.height, cfg.width, 3)
-                first = last
-            return images
+            if chosen is not None:
+                cameras.look_away(~chosen)
+            with self._torch_stream():
+                cameras.draw()
+            for name, output in lagging.items():  # rendering is not to be noticed by a task
+                self.outputs[name].copy_(output)
+            return cameras.images()
 
         return render
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from torch.nn import functional
 
 from embodichain.agents.processes.shared_memory import available_bytes
 from embodichain.config.classes import Config, Fraction, Layers, Size, configclass
@@ -205,14 +206,25 @@ class ImageLayout:
 
 
 class ImageEncoder(nn.Module):
-    """Maps images ``[..., *shape]`` in [0, ``largest``] to features ``[..., feature_dim]``."""
+    """Maps images ``[..., *shape]`` in [0, ``largest``] to features ``[..., feature_dim]``.
+
+    With ``num_ids``, images ``[..., H, W, 1]`` of ids that are smaller: each id becomes a channel of zeros and ones.
+    """
 
     def __init__(
-        self, shape: tuple[int, ...], cfg: ImageEncoderCfg, largest: float = 255.0, name: str = "image"
+        self,
+        shape: tuple[int, ...],
+        cfg: ImageEncoderCfg,
+        largest: float = 255.0,
+        name: str = "image",
+        num_ids: int = 0,
     ) -> None:
         super().__init__()
-        self.shape, self.largest = shape, largest
-        self.layout = ImageLayout.of(shape, name, cfg.layout)
+        self.shape, self.largest, self.num_ids = shape, 1.0 if num_ids else largest, num_ids
+        if num_ids:
+            self.layout = ImageLayout((1, shape[0], shape[1], num_ids), channels_last=True)
+        else:
+            self.layout = ImageLayout.of(shape, name, cfg.layout)
         channels, height, width = self.layout.sizes
         layers: list[nn.Module] = []
         for out in cfg.channels:
@@ -224,9 +236,30 @@ class ImageEncoder(nn.Module):
 
     def forward(self, image: Tensor) -> Tensor:
         batch = image.shape[: image.ndim - len(self.shape)]
-        scaled = image.float() if self.largest == 1.0 else image.float() / self.largest
-        features = self.project(self.convolutions(self.layout.channels_first(scaled)).flatten(1))
-        return self.activation(features).unflatten(0, batch)
+        if self.num_ids:
+            image = image == torch.arange(self.num_ids, dtype=image.dtype, device=image.device)
+        if image.is_cuda and len(self.convolutions):
+            maps = self._convolve_unscaled(self.layout.channels_first(image))
+        else:
+            scaled = image.float() if self.largest == 1.0 else image.float() / self.largest
+            maps = self.convolutions(self.layout.channels_first(scaled))
+        return self.activation(self.project(maps.flatten(1))).unflatten(0, batch)
+
+    def _convolve_unscaled(self, image: Tensor) -> Tensor:
+        """Scale the weights of the first layer instead of the images, which are read once and in their own type."""
+        is_reduced = torch.is_autocast_enabled("cuda")
+        first, *others = self.convolutions
+        weight: Any = first.weight
+        maps = functional.conv2d(
+            image.to(torch.get_autocast_dtype("cuda") if is_reduced else torch.float32),
+            weight / self.largest,
+            first.bias,  # type: ignore[arg-type]
+            stride=2,
+            padding=1,
+        )
+        for layer in others:
+            maps = layer(maps)
+        return maps
 
 
 @configclass

@@ -16,6 +16,9 @@ from embodichain.agents.rl.utils.tensordicts import Observation, sorted_leaves
 from embodichain.errors import ConfigError, ObservationError, nearest
 
 ObservationSpace = gym.Space[Any] | int
+_FROM_CAMERAS = ("image", "depth", "segmentation")
+"""Groups of observations that go through an image encoder."""
+_MOST_IDS = 256
 
 
 class RunningNormalizer(SharedStatistics):
@@ -86,7 +89,9 @@ class ObservationEntry:
     is_bytes: bool = False
     """Whether it is uint8."""
     largest: float = 1.0
-    """Of an image: what is white, 255 for bytes and 1 for floats unless the space says otherwise."""
+    """Of an image: what is white, 255 for bytes and 1 for floats unless the space says otherwise; of depth, ``far``."""
+    num_ids: int = 0
+    """Of a segmentation: how many ids there are; each becomes a channel of zeros and ones."""
 
     @property
     def name(self) -> str:
@@ -106,13 +111,18 @@ def space_entries(space: ObservationSpace, path: tuple[str, ...] = ()) -> list[O
         return [entry for key in sorted(space.spaces) for entry in space_entries(space.spaces[key], (*path, key))]
     if not isinstance(space, gym.spaces.Box):
         raise ConfigError(f"{'/'.join(path) or 'observation_space'}: expected a Box, a Dict or an int, got {space}")
-    is_image = (len(path) > 1 and path[0] == "image") or looks_like_image(space)
+    is_image = (len(path) > 1 and path[0] in _FROM_CAMERAS) or looks_like_image(space)
     highest = float(space.high.max(initial=1.0)) if is_image else 1.0
-    return [
-        ObservationEntry(
-            path, tuple(space.shape), is_image, space.dtype == np.uint8, highest if math.isfinite(highest) else 1.0
+    if not math.isfinite(highest):
+        highest = 1.0
+    num_ids = int(highest) + 1 if len(path) > 1 and path[0] == "segmentation" else 0
+    if num_ids > _MOST_IDS:
+        raise ConfigError(
+            f"{'/'.join(path)}: a policy sees segmentations of at most {_MOST_IDS} ids, and here are {num_ids}; leave "
+            "it out of the camera's outputs, or map the ids to fewer in an environment of your own",
+            "policy",
         )
-    ]
+    return [ObservationEntry(path, tuple(space.shape), is_image, space.dtype == np.uint8, highest, num_ids)]
 
 
 def looks_like_image(space: gym.spaces.Box) -> bool:
@@ -183,7 +193,8 @@ class FeatureEncoder(nn.Module):
         self.normalizer = RunningNormalizer(self.vector_dim) if normalize and self.vector_dim else None
         cfg = image_encoder or ImageEncoderCfg()
         self.image_encoders = nn.ModuleList(
-            ImageEncoder(entry.shape, cfg, entry.largest, entry.name or "observation") for entry in self.images
+            ImageEncoder(entry.shape, cfg, entry.largest, entry.name or "observation", entry.num_ids)
+            for entry in self.images
         )
         self.public_dim = self.vector_dim - self.privileged_dim + cfg.feature_dim * len(self.images)
         self._order: Tensor | None = None  # of a flat tensor's columns, where it is another one

@@ -1,0 +1,106 @@
+"""Cameras on a GPU: MuJoCo Warp traces the rays of all worlds at once; its buffers become observations without a wait.
+
+A step needs images of all worlds, and again of those that were reset. Which these are is known on the device alone, so
+all rays are traced again, but cameras of the other worlds look into the void, where a ray ends at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import mujoco
+import numpy as np
+import torch
+from torch import Tensor
+
+from embodichain.envs.rendering import OBSERVED_AS, CameraCfg, Images, Output, mounted_name
+
+_FAR_AWAY = 1e6  # metres above everything, for cameras that look upwards
+
+
+class WarpCameras:
+    """The configured cameras of all worlds, and the buffers that MuJoCo Warp draws them into."""
+
+    def __init__(
+        self, wp: Any, mjw: Any, model: mujoco.MjModel, warp_model: Any, data: Any, cfgs: Sequence[CameraCfg]
+    ) -> None:
+        """Make the buffers; ``model`` is MuJoCo's, ``warp_model`` and ``data`` are those of the worlds."""
+        self._mjw, self._model, self._data, self._cfgs = mjw, warp_model, data, cfgs
+        wanted = {output: [output in cfg.outputs for cfg in cfgs] for output in OBSERVED_AS}
+        self._context = mjw.create_render_context(
+            model,
+            nworld=data.nworld,
+            cam_active=[mounted_name(cfg) for cfg in cfgs],
+            cam_res=[(cfg.width, cfg.height) for cfg in cfgs],
+            render_rgb=wanted["rgb"],
+            render_depth=wanted["depth"],
+            render_seg=wanted["segmentation"],
+            use_shadows=False,  # as the CPU's renderer at quality "lean"
+            **_needed(model),
+        )
+        self._buffers: dict[Output, Tensor] = {
+            "rgb": wp.to_torch(self._context.rgb_data),
+            "depth": wp.to_torch(self._context.depth_data),
+            "segmentation": wp.to_torch(self._context.seg_data),
+        }
+        self._pos, self._mat = wp.to_torch(data.cam_xpos), wp.to_torch(data.cam_xmat)
+        device = self._pos.device
+        self._void = torch.tensor([0.0, 0.0, _FAR_AWAY], device=device)
+        self._upwards = torch.diag(torch.tensor([1.0, -1.0, -1.0], device=device))
+        self._mocap_pos = wp.to_torch(data.mocap_pos)
+        self._mocap = {model.body(i).name: int(model.body_mocapid[i]) for i in range(model.nbody)}
+        ids = [*(model.geom_bodyid + 1).tolist(), 0]  # the last one is that of geom -1, the background
+        self._ids = torch.tensor(ids, dtype=torch.int32, device=device)
+        self._is_geom = int(mujoco.mjtObj.mjOBJ_GEOM)
+
+    def place(self, markers: Mapping[str, Tensor]) -> None:
+        """Put mocap bodies at these positions."""
+        for name, position in markers.items():
+            self._mocap_pos[:, self._mocap[name]] = position
+
+    def look_away(self, mask: Tensor) -> None:
+        """Let the cameras of some worlds look into the void, until their poses are computed again."""
+        rows = mask.view(-1, 1, 1)
+        self._pos.copy_(torch.where(rows, self._void, self._pos))
+        self._mat.copy_(torch.where(rows.unsqueeze(-1), self._upwards, self._mat))
+
+    def draw(self) -> None:
+        """Draw all cameras from their present poses."""
+        self._mjw.refit_bvh(self._model, self._data, self._context)
+        self._mjw.render(self._model, self._data, self._context)
+
+    def images(self) -> Images:
+        """Return what was drawn, in memory of its own."""
+        images: Images = {}
+        first = dict.fromkeys(self._buffers, 0)
+        for cfg in self._cfgs:
+            for output in cfg.outputs:
+                begin, first[output] = first[output], first[output] + cfg.height * cfg.width
+                values = self._convert(cfg, output, self._buffers[output][:, begin : first[output]])
+                images.setdefault(OBSERVED_AS[output], {})[cfg.name] = values.view(
+                    -1, cfg.height, cfg.width, values.shape[-1]
+                )
+        return images
+
+    def _convert(self, cfg: CameraCfg, output: Output, values: Tensor) -> Tensor:
+        """Return the pixels of one camera, ``[worlds, pixels, ...]``, as they are observed."""
+        if output == "rgb":  # 32 bits each: blue, green, red and opacity
+            return values.contiguous().view(torch.uint8).view(*values.shape, 4)[..., :3].flip(-1)
+        if output == "depth":  # 0 where there is nothing
+            return torch.where(values > 0.0, values.clamp(cfg.near, cfg.far), cfg.far).unsqueeze(-1)
+        geom, kind = values.unbind(-1)
+        return self._ids[torch.where(kind == self._is_geom, geom, -1).long()].unsqueeze(-1)
+
+
+def _needed(model: mujoco.MjModel) -> dict[str, bool]:
+    """Return which parts of shading a model needs: without the others images are the same, and drawn faster."""
+    lights = model.light_active.astype(bool)
+    shiny = model.vis.headlight.active and np.any(model.vis.headlight.specular)
+    return {
+        "use_textures": bool(np.any(model.mat_texid >= 0)),
+        "enable_specular": bool(shiny or np.any(model.light_specular[lights])),
+        "enable_emission": bool(np.any(model.mat_emission)),
+        "enable_per_light_ambient": bool(np.any(model.light_ambient[lights])),
+        "enable_vertex_normals": model.nmesh > 0,
+    }
