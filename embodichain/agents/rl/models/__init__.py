@@ -11,6 +11,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from embodichain.agents.rl.models.actor_critic import ActorCritic, ActorCriticCfg, ActorOnly, PolicyCfg
 from embodichain.agents.rl.models.distributions import DistributionCfg, action_dimension
+from embodichain.agents.rl.models.flow import FlowCfg, FlowPolicy
 from embodichain.agents.rl.models.mlp import (
     MLP,
     ImageEncoderCfg,
@@ -32,6 +33,8 @@ __all__ = [
     "ActorCriticCfg",
     "ActorOnly",
     "DistributionCfg",
+    "FlowCfg",
+    "FlowPolicy",
     "ImageEncoderCfg",
     "NetworkCfg",
     "Policy",
@@ -48,7 +51,9 @@ __all__ = [
     "register_vla_model",
 ]
 
-_POLICIES = Registry[Policy]("policy", Policy, actor_critic=ActorCritic, actor_only=ActorOnly, vla=VLAPolicy)
+_POLICIES = Registry[Policy](
+    "policy", Policy, actor_critic=ActorCritic, actor_only=ActorOnly, flow=FlowPolicy, vla=VLAPolicy
+)
 register_policy, get_policy_class, get_registered_policy_names = _POLICIES.register, _POLICIES.get, _POLICIES.names
 
 

@@ -206,15 +206,15 @@ def _build_parts(cfg: PolicyCfg, obs_space: ObservationSpace, action_space: Any)
     is_continuous = isinstance(action_space, int | gym.spaces.Box)
     actor: MLP | LatentActor
     if cfg.distribution.std == "gsde" and is_continuous:
-        actor = LatentActor(_build_network(cfg.actor, width, action_dimension(action_space), last_gain=0.01))
+        actor = LatentActor(build_network(cfg.actor, width, action_dimension(action_space), last_gain=0.01))
         head = build_head(action_space, cfg.distribution, actor.latent_dim)
     else:
         head = build_head(action_space, cfg.distribution)
-        actor = _build_network(cfg.actor, width, head.param_dim, last_gain=0.01)
+        actor = build_network(cfg.actor, width, head.param_dim, last_gain=0.01)
     return width, {"actor": actor, "encoder": encoder, "memory": memory, "head": head}
 
 
-def _build_network(cfg: Mapping[str, Any], width: int, out: int, last_gain: float) -> MLP:
+def build_network(cfg: Mapping[str, Any], width: int, out: int, last_gain: float) -> MLP:
     """Return a network with orthogonal weights: gain sqrt(2) for hidden layers, ``last_gain`` for the output."""
     network = build_mlp_from_cfg(cfg, width, out)
     count = sum(isinstance(layer, nn.Linear) for layer in network)
@@ -267,7 +267,7 @@ class ActorCritic(NetworkPolicy):
     def build(cls, cfg: Mapping[str, Any], obs_space: Any, action_space: Any, device: torch.device) -> Self:
         checked = ActorCriticCfg.from_dict(cfg, source="policy")
         width, parts = _build_parts(checked, obs_space, action_space)
-        network = _build_network(checked.critic, width + parts["encoder"].privileged_dim, 1, last_gain=1.0)
+        network = build_network(checked.critic, width + parts["encoder"].privileged_dim, 1, last_gain=1.0)
         critic = NormalizedCritic(network) if checked.normalize_value else network
         return cls(obs_space, action_space, device, critic=critic, **parts)
 
