@@ -10,7 +10,7 @@ from torch import Tensor
 
 from embodichain.envs.env_cfg import ActionsCfg, EffortTermCfg, EndEffectorTermCfg, JointTermCfg
 from embodichain.envs.kinematics import SerialChain, rotation_error
-from embodichain.envs.robots import Robot
+from embodichain.envs.robots import Arm, Robot
 from embodichain.envs.vec_env import Action
 from embodichain.envs.vec_env import ActionManager as ActionManager
 from embodichain.errors import ConfigError
@@ -19,12 +19,12 @@ from embodichain.errors import ConfigError
 class DeltaQpos:
     """``target = qpos + scale * action``."""
 
-    def __init__(self, cfg: JointTermCfg, robot: Robot) -> None:
-        self.scale, self.robot, self.dim = cfg.scale, robot, robot.num_joints
+    def __init__(self, cfg: JointTermCfg, arm: Arm) -> None:
+        self.scale, self.arm, self.dim = cfg.scale, arm, arm.num_joints
 
     def target(self, action: Tensor, qpos: Tensor) -> Tensor:
         """Return joint targets ``[n, num_joints]``, or motor commands."""
-        return torch.clamp(torch.add(qpos.float(), action, alpha=self.scale), self.robot.lower, self.robot.upper)
+        return torch.clamp(torch.add(qpos.float(), action, alpha=self.scale), self.arm.lower, self.arm.upper)
 
     def encode(self, qpos: Tensor, displacement: Tensor, twist: Tensor) -> Tensor:
         """Return the action that asks for a joint displacement."""
@@ -34,17 +34,17 @@ class DeltaQpos:
 class Qpos:
     """The range [-1, 1] spans the joint limits, or ``scale`` to both sides of ``init_qpos``."""
 
-    def __init__(self, cfg: JointTermCfg, robot: Robot) -> None:
-        self.dim, self.scale, self.robot = robot.num_joints, cfg.scale, robot
-        self.middle, self.half = 0.5 * (robot.upper + robot.lower), 0.5 * (robot.upper - robot.lower)
+    def __init__(self, cfg: JointTermCfg, arm: Arm) -> None:
+        self.dim, self.scale, self.arm = arm.num_joints, cfg.scale, arm
+        self.middle, self.half = 0.5 * (arm.upper + arm.lower), 0.5 * (arm.upper - arm.lower)
         self._clamps = cfg.around == "init"
         if self._clamps:
-            self.middle = robot.init_qpos[: robot.num_joints].to(torch.float32)
+            self.middle = arm.init_qpos[: arm.num_joints].to(torch.float32)
             self.half = torch.full_like(self.middle, cfg.scale)
 
     def target(self, action: Tensor, qpos: Tensor) -> Tensor:
         target = self.middle + self.half * action
-        return torch.clamp(target, self.robot.lower, self.robot.upper) if self._clamps else target
+        return torch.clamp(target, self.arm.lower, self.arm.upper) if self._clamps else target
 
     def encode(self, qpos: Tensor, displacement: Tensor, twist: Tensor) -> Tensor:
         """Return the action that asks for a joint displacement, no further than ``scale`` per step."""
@@ -54,10 +54,10 @@ class Qpos:
 class EndEffectorDelta:
     """The tool moves by ``scale * action``; without rotation it keeps the orientation it has in ``init_qpos``."""
 
-    def __init__(self, cfg: EndEffectorTermCfg, robot: Robot) -> None:
-        self.cfg, self.robot, self.chain = cfg, robot, chain_of(robot, "ee_delta")
+    def __init__(self, cfg: EndEffectorTermCfg, arm: Arm) -> None:
+        self.cfg, self.arm, self.chain = cfg, arm, chain_of(arm, "ee_delta")
         self.dim = 6 if cfg.rotation_scale else 3
-        home = robot.init_qpos[: robot.num_joints].to(torch.float32)
+        home = arm.init_qpos[: arm.num_joints].to(torch.float32)
         self._upright = self.chain.pose(home.unsqueeze(0))[1]
 
     def target(self, action: Tensor, qpos: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ class EndEffectorDelta:
             turn = rotation_error(self._upright, self.chain.pose(qpos)[1])
         twist = torch.cat((self.cfg.scale * action[:, :3], turn), dim=-1)
         step = self.chain.inverse_step(qpos, twist, self.cfg.damping)
-        return torch.clamp(qpos + step, self.robot.lower, self.robot.upper)
+        return torch.clamp(qpos + step, self.arm.lower, self.arm.upper)
 
     def encode(self, qpos: Tensor, displacement: Tensor, twist: Tensor) -> Tensor:
         """Return the action that asks for a displacement of the tool."""
@@ -81,8 +81,8 @@ class EndEffectorDelta:
 class Effort:
     """The action goes to the motors, 1 being the most they can do."""
 
-    def __init__(self, cfg: EffortTermCfg, robot: Robot) -> None:
-        self.dim, self.limit = robot.num_joints, robot.max_control
+    def __init__(self, cfg: EffortTermCfg, arm: Arm) -> None:
+        self.dim, self.limit = arm.num_joints, arm.max_control
 
     def target(self, action: Tensor, qpos: Tensor) -> Tensor:
         return self.limit * action
@@ -94,30 +94,38 @@ def _shorten(action: Tensor) -> Tensor:
 
 
 _TERMS: dict[str, Any] = {"delta_qpos": DeltaQpos, "qpos": Qpos, "ee_delta": EndEffectorDelta, "effort": Effort}
+Term = DeltaQpos | Qpos | EndEffectorDelta | Effort
 
 
-def chain_of(robot: Robot, wanted_by: str) -> SerialChain:
-    """Return the robot's kinematic chain; ``ConfigError`` if it has no tool."""
+def chain_of(robot: Robot | Arm, wanted_by: str) -> SerialChain:
+    """Return the kinematic chain of an arm, or of the only arm of a robot; ``ConfigError`` if there is none."""
+    if isinstance(robot, Robot) and robot.only_arm is None:
+        raise ConfigError(f"robot.arms: {wanted_by} needs one arm, and this robot has {', '.join(robot.arms)}")
     if robot.chain is None:
         raise ConfigError(f"robot.tool: {wanted_by} needs a robot with a tool")
     return robot.chain
 
 
 class RobotActionManager(ActionManager):
-    """Turns actions into controls through the one term set in the config; a gripper adds one action at the end."""
+    """Turns actions into controls through the one term set in the config; a gripper adds one action at the end.
+
+    The actions of several arms follow each other, arm by arm.
+    """
 
     def __init__(self, cfg: ActionsCfg, robot: Robot, num_envs: int, device: torch.device | str) -> None:
         chosen = [name for name in _TERMS if getattr(cfg, name) is not None]
         if len(chosen) != 1:
             raise ConfigError(f"env.actions: set exactly one of {', '.join(_TERMS)}, got {chosen or 'none'}")
         name, term = chosen[0], getattr(cfg, chosen[0])
-        if (name == "effort") == robot.has_servos:
-            wanted, has = ("motors", "servos") if robot.has_servos else ("servos", "motors")
-            raise ConfigError(f"env.actions.{name}: needs joints with {wanted}, and this robot's have {has}")
+        for arm in robot.arms.values():
+            _check_drives(name, arm)
         self.robot, self.clip = robot, float(term.clip)
-        self.term: DeltaQpos | Qpos | EndEffectorDelta | Effort = _TERMS[name](term, robot)
-        dim = self.term.dim + (1 if robot.num_fingers else 0)
-        super().__init__(name, gym.spaces.Box(-1.0, 1.0, (dim,), np.float32), num_envs, device)
+        self.arms = {key: ArmActions(_TERMS[name](term, arm), arm) for key, arm in robot.arms.items()}
+        self._only = next(iter(self.arms.values())) if len(self.arms) == 1 else None
+        self.term: Term = next(iter(self.arms.values())).term
+        dims = [arm.dim for arm in self.arms.values()]
+        self._dims = dims
+        super().__init__(name, gym.spaces.Box(-1.0, 1.0, (sum(dims),), np.float32), num_envs, device)
 
     def unwrap(self, action: Action, step: Tensor | int | None = None) -> Tensor:
         """Return the action as a checked tensor ``[num_envs, action_dim]`` within [-clip, clip]."""
@@ -125,22 +133,71 @@ class RobotActionManager(ActionManager):
 
     def control(self, action: Tensor, qpos: Tensor) -> Tensor:
         """Return controls ``[num_envs, nu]`` for a checked action and ``qpos`` ``[num_envs, dofs]``, of any dtype."""
-        if not self.robot.num_fingers:
-            return self.term.target(action, qpos)
-        target = self.term.target(action[:, : self.term.dim], qpos[:, : self.robot.num_joints])
+        if self._only is not None:
+            used = self._only.control(action, qpos)
+        else:
+            parts = zip(self.arms.values(), action.split_with_sizes(self._dims, dim=1), strict=True)
+            used = torch.cat([arm.control(part, qpos[:, arm.arm.columns]) for arm, part in parts], dim=-1)
+        if self.robot.controls is None:
+            return used
+        return self.robot.idle_control.repeat(used.shape[0], 1).index_copy_(1, self.robot.controls, used)
+
+    def encode(self, qpos: Tensor, twist: Tensor, grip: Tensor | None = None, arm: str | None = None) -> Tensor:
+        """Return the action that moves the tool by ``twist`` ``[n, 6]``; fingers get ``grip`` ``[n, 1]``, or close.
+
+        Of several arms ``arm`` names the one that is meant, and the result is its part of the action; ``qpos`` are the
+        joints of the whole robot.
+        """
+        if self._only is not None and arm is None:
+            return self._only.encode(qpos, twist, grip)
+        if arm is None or arm not in self.arms:
+            raise ConfigError(f"encode: expected the name of an arm, one of {', '.join(self.arms)}, got {arm!r}")
+        return self.arms[arm].encode(qpos[:, self.arms[arm].arm.columns], twist, grip)
+
+
+class ArmActions:
+    """The part of an action that is one arm's: its term, and the gripper."""
+
+    def __init__(self, term: Term, arm: Arm) -> None:
+        self.term, self.arm = term, arm
+        self.dim = term.dim + (1 if arm.num_fingers else 0)
+        # Position targets become controls; where the two are the same, nothing is computed.
+        self._scale = None if isinstance(term, Effort) else arm.control_scale
+
+    def control(self, action: Tensor, qpos: Tensor) -> Tensor:
+        """Return the controls of the arm's actuators for its part of the action and its joint positions."""
+        if not self.arm.num_fingers:
+            return self._scaled(self.term.target(action, qpos))
+        target = self._scaled(self.term.target(action[:, : self.term.dim], qpos[:, : self.arm.num_joints]))
         openness = 0.5 * (action[:, self.term.dim :] + 1.0)
-        return torch.cat((target, torch.lerp(self.robot.finger_closed, self.robot.finger_open, openness)), dim=-1)
+        return torch.cat((target, torch.lerp(self.arm.grip_closed, self.arm.grip_open, openness)), dim=-1)
 
     def encode(self, qpos: Tensor, twist: Tensor, grip: Tensor | None = None) -> Tensor:
-        """Return the action that moves the tool by ``twist`` ``[n, 6]``; fingers get ``grip`` ``[n, 1]``, or close."""
+        """Return the arm's part of the action that moves its tool by ``twist`` ``[n, 6]``."""
         if isinstance(self.term, Effort):
             raise ConfigError("env.actions.effort: an expert that moves a tool needs joint or tool commands")
-        qpos = qpos[:, : self.robot.num_joints]
-        displacement = chain_of(self.robot, self.action_type).inverse_step(qpos, twist)
+        qpos = qpos[:, : self.arm.num_joints]
+        displacement = chain_of(self.arm, "an expert").inverse_step(qpos, twist)
         action = self.term.encode(qpos, displacement, twist).clamp(-1.0, 1.0)
-        if not self.robot.num_fingers:
+        if not self.arm.num_fingers:
             return action
         return torch.cat((action, -torch.ones_like(action[:, :1]) if grip is None else grip), dim=-1)
+
+    def _scaled(self, target: Tensor) -> Tensor:
+        return target if self._scale is None else torch.addcmul(self._scale[1], target, self._scale[0])
+
+
+def _check_drives(term: str, arm: Arm) -> None:
+    """Raise ``ConfigError`` unless the joints of an arm have what an action term drives."""
+    if arm.has_motors if term == "effort" else arm.has_servos:
+        return
+    key = f"robot.arms.{arm.name}" if arm.name else "robot"
+    if term == "effort":
+        has, advice = "servos" if arm.has_servos else "other actuators", "choose delta_qpos, qpos or ee_delta"
+        raise ConfigError(f"env.actions.effort: needs joints with motors, and this robot's have {has}; {advice}")
+    has = "motors" if arm.has_motors else "no servos"
+    advice = f"set {key}.servos to true to put servos in their place, or use env.actions.effort"
+    raise ConfigError(f"env.actions.{term}: needs joints with servos, and this robot's have {has}; {advice}")
 
 
 class MotorActionManager(ActionManager):

@@ -5,8 +5,13 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from embodichain.config.classes import Config, Count, NotNegative, Number, Positive, configclass
-from embodichain.envs.curricula import PositiveRange, Range
 from embodichain.envs.rendering import CameraCfg
+
+
+def _ordered(bounds: tuple[float, float]) -> tuple[float, float]:
+    if bounds[0] > bounds[1]:
+        raise ValueError(f"expected [low, high] with low <= high, got {list(bounds)}")
+    return bounds
 
 
 def _distinct(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -16,6 +21,7 @@ def _distinct(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 Color = Literal["red", "green", "blue", "yellow"]
+Range = Annotated[tuple[Number, Number], AfterValidator(_ordered)]
 
 
 @configclass
@@ -46,30 +52,13 @@ class JointRangeCfg(Config):
 class ScaleRangeCfg(Config):
     """A factor on a nominal value, drawn uniformly."""
 
-    scale: PositiveRange = (1.0, 1.0)
+    scale: Annotated[tuple[Positive, Positive], AfterValidator(_ordered)] = (1.0, 1.0)
     """Bounds of the factor."""
 
 
 @configclass
-class EventTermCfg(Config):
-    """One event: a registered function, when it happens, and its parameters; see docs/randomization.md."""
-
-    func: str
-    """Registered name, such as ``mass`` or ``push``."""
-    mode: Literal["reset", "interval", "step"] | None = None
-    """At the start of an episode, every few seconds, or in every step; default: as the function is meant."""
-    params: dict[str, Any] = {}
-    """Parameters of the function."""
-    interval_range_s: PositiveRange = (5.0, 10.0)
-    """Seconds of simulated time between two events of mode ``interval``."""
-
-
-@configclass
 class EventsCfg(Config):
-    """What is drawn anew when an episode starts, and happens while it lasts; ``null`` turns one off.
-
-    In a file, ``{"func": NAME, ...}`` under any further name is one of ``terms``.
-    """
+    """What is drawn anew when an episode starts; ``null`` turns one off."""
 
     randomize_robot: JointRangeCfg | None = None
     """Offset of the robot's joints from ``robot.init_qpos``."""
@@ -81,8 +70,6 @@ class EventsCfg(Config):
     """Factor on the sliding friction of the object."""
     randomize_mass: ScaleRangeCfg | None = None
     """Factor on the mass (and inertia) of the object."""
-    terms: dict[str, EventTermCfg | None] = {}
-    """Events by a name of one's own: registered functions."""
 
 
 @configclass
@@ -229,22 +216,71 @@ class EnvCfg(Config):
     """The action term."""
     command: VelocityCommandCfg | None = None
     """Commanded velocities, for the tasks of walking robots."""
-    curricula: Literal["follow", "final"] = "follow"
-    """Whether ranges with a curriculum follow it, or are where it ends, as in evaluations."""
     language: LanguageCfg | None = None
     """Goals and instructions, for the tasks that understand words."""
 
 
+Axis = Literal["x", "y", "z", "-x", "-y", "-z"]
+Vector3 = tuple[Number, Number, Number]
+
+
 @configclass
-class RobotCfg(Config):
-    """Which robot, with what in its hand, and how it starts."""
+class ArmCfg(Config):
+    """One arm: a robot, what it holds and how it starts. What is left out is found out from its model."""
+
+    uid: str | None = None
+    """Name of a registered robot; ``mjcf`` goes before it."""
+    mjcf: str | None = None
+    """MJCF file of a robot of your own: relative to the config or the working directory, or
+    ``package://NAME/path`` inside an installed Python package."""
+    joints: list[str] = []
+    """Joints of the arm, from the base to the tool; the other joints on the way are held where the model has them."""
+    tool: str | None = None
+    """What is mounted on the flange: the name of a registered tool, or an MJCF file."""
+    flange: str | None = None
+    """Site or body that the tool is mounted on."""
+    tool_site: str | None = None
+    """Site or body whose position counts as the tool's."""
+    tool_axis: Axis | None = None
+    """Axis of the tool site that points where the tool points."""
+    gripper: list[str] | None = None
+    """Joints of the fingers; an empty list means that there is no gripper."""
+    gripper_open: Literal["low", "high"] | None = None
+    """End of the control range at which the gripper is open."""
+    limits: dict[str, Range] = {}
+    """Lower and upper limits of joints, over those of the model."""
+    servos: bool | None = None
+    """Whether position servos take the place of the joints' motors; by default only joints without a motor get one."""
+    servo_frequency: Annotated[float, Field(gt=0, le=200)] = 40.0
+    """Stiffness of added servos as the natural frequency of the loaded joint, in radians per second."""
+    gravity_compensation: bool | None = None
+    """Whether the arm carries its own weight; by default with added servos, else as the model says."""
+    fix_base: bool = False
+    """Whether a robot with a free base is bolted down where its model has it."""
+    collisions: Literal["scene", "own"] = "scene"
+    """``scene``: the hand touches objects and table, the links the table alone; ``own``: as the model says."""
+    init_qpos: list[Number] = []
+    """Positions of joints and fingers at the start of an episode; default: the model's keyframe ``home``, or its
+    first one, else a posture in which the tool points down in front of the base."""
+    init_tool: Vector3 | None = None
+    """Where the tool starts, pointing down, instead of ``init_qpos``."""
+    pos: Vector3 | None = None
+    """Where the base stands, in metres."""
+    yaw: Number | None = None
+    """Heading of the base about the vertical, in radians."""
+    quat: tuple[Number, Number, Number, Number] | None = None
+    """Orientation of the base (w, x, y, z), instead of ``yaw``."""
+
+
+@configclass
+class RobotCfg(ArmCfg):
+    """Which robot, with what in its hand, and how it starts; or several arms."""
 
     uid: str = "ur5"
-    """Name of the robot."""
-    tool: str | None = None
-    """Name of the tool at its flange."""
-    init_qpos: list[Number] = []
-    """Joint positions at the start of an episode."""
+    """Name of a registered robot; ``mjcf`` goes before it."""
+    arms: dict[str, ArmCfg] = {}
+    """Several arms by name, which take from here what they leave out. An arm that names ``uid``, ``mjcf``, ``pos``,
+    ``yaw`` or ``quat`` is a robot of its own; others are parts of this robot's model."""
 
 
 @configclass

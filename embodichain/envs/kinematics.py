@@ -14,7 +14,12 @@ from torch import Tensor
 from embodichain.errors import AssetError
 
 Links: TypeAlias = tuple[Tensor, ...]
-"""What does not depend on the angle, and the factors of its sine and cosine, ``[num_joints, 4, 4]`` each."""
+"""What does not depend on the angle, and the factors of its sine and cosine, ``[num_joints, 4, 4]`` each.
+
+For a sliding joint the second is the factor of the position itself, and the third is zero.
+"""
+_ROTATION_WEIGHT = 0.1  # metres per radian: what an arm of fewer than six joints gives up first is the orientation
+_REST_GAIN = 0.1  # part of the way to its rest posture that an arm with joints to spare goes in one step
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
@@ -39,33 +44,51 @@ def rotation_error(target: Tensor, current: Tensor) -> Tensor:
 
 
 class SerialChain:
-    """The hinges from the world to one site: the site's pose and Jacobian for batches of joint positions."""
+    """The hinges and slides from the world to one site: its pose and Jacobian for batches of joint positions.
+
+    ``rest`` is the posture that :meth:`inverse_step` of an arm with more than six joints tends to.
+    """
 
     def __init__(
-        self, model: mujoco.MjModel, site: str, joints: Sequence[str], device: torch.device | str = "cpu"
+        self,
+        model: mujoco.MjModel,
+        site: str,
+        joints: Sequence[str],
+        device: torch.device | str = "cpu",
+        rest: Sequence[float] | None = None,
     ) -> None:
         site_id = mujoco.mj_name2id(model, int(mujoco.mjtObj.mjOBJ_SITE), site)
         if site_id < 0:
             raise AssetError(
                 f"the model has no site {site!r}; its sites: {[model.site(i).name for i in range(model.nsite)]}"
             )
-        fixed, axes, tip = _segments(model, int(model.site_bodyid[site_id]), list(joints))
+        fixed, axes, tip, slides = _segments(model, int(model.site_bodyid[site_id]), list(joints))
         tip = tip @ _transform(model.site_pos[site_id], model.site_quat[site_id])
         self.num_joints = len(joints)
         skew = np.zeros((self.num_joints, 4, 4))
         skew[:, :3, :3] = np.cross(np.eye(3)[None], axes[:, None, :])
         # Rodrigues: L(q) = F (I + sin q K + (1 - cos q) K^2) = (F + F K^2) + sin q F K - cos q F K^2
         parts = np.stack((fixed + fixed @ skew @ skew, fixed @ skew, -fixed @ skew @ skew))
+        if slides.any():  # L(q) = F (I + q A), with the axis as the last column of A
+            along = np.zeros((self.num_joints, 4, 4))
+            along[:, :3, 3] = axes
+            parts[:, slides] = np.stack((fixed, fixed @ along, 0.0 * fixed))[:, slides]
         with_tip = parts.copy()
         with_tip[:, -1] = parts[:, -1] @ tip
         as_tensor = lambda x: torch.tensor(np.asarray(x), dtype=torch.float32, device=device)  # noqa: E731
         self._links, self._links_with_tip = as_tensor(parts).unbind(0), as_tensor(with_tip).unbind(0)
         self._axes = as_tensor(axes)
         self._tip = as_tensor(tip[:, 3:])
+        reference = np.array([model.qpos0[model.joint(name).qposadr[0]] for name in joints])
+        self._reference = as_tensor(reference) if reference.any() else None
+        self._slides = torch.tensor(slides, device=device) if slides.any() else None
+        self._rest = as_tensor(rest) if rest is not None and self.num_joints > 6 else None
+        weights = [1.0] * 3 + [_ROTATION_WEIGHT] * 3
+        self._weights = as_tensor(weights) if self.num_joints < 6 else None
 
     def position(self, qpos: Tensor) -> Tensor:
         """Return the site's position ``[n, 3]`` in the world; cheaper than the whole pose."""
-        *links, last = _transforms(self._links_with_tip, qpos)
+        *links, last = self._transforms(self._links_with_tip, qpos)
         point = last[:, :, 3:]
         for link in reversed(links):
             point = torch.bmm(link, point)
@@ -73,41 +96,59 @@ class SerialChain:
 
     def pose(self, qpos: Tensor) -> tuple[Tensor, Tensor]:
         """Return the site's position ``[n, 3]`` and rotation matrix ``[n, 3, 3]`` in the world."""
-        tip = _walk(self._links_with_tip, qpos)[-1]
+        tip = self._walk(self._links_with_tip, qpos)[-1]
         return tip[:, :3, 3], tip[:, :3, :3]
 
     def jacobian(self, qpos: Tensor) -> Tensor:
         """Return how the site moves with each joint, ``[n, 6, num_joints]`` (three linear rows, three angular)."""
-        frames = _walk(self._links, qpos)
+        frames = self._walk(self._links, qpos)
         tip = torch.bmm(frames[-1], self._tip.expand(qpos.shape[0], 4, 1))
         joints = torch.stack(frames, dim=1)  # [n, num_joints, 4, 4]
         rotation = joints[..., :3, :3]
         axis = self._axes.unsqueeze(-1)
         axes = rotation[..., 0] * axis[:, 0] + rotation[..., 1] * axis[:, 1] + rotation[..., 2] * axis[:, 2]
         arm = tip[:, None, :3, 0] - joints[..., :3, 3]
-        return torch.cat((torch.linalg.cross(axes, arm), axes), dim=-1).transpose(1, 2)
+        linear, angular = torch.linalg.cross(axes, arm), axes
+        if self._slides is not None:
+            slides = self._slides.unsqueeze(-1)
+            linear, angular = torch.where(slides, axes, linear), angular.masked_fill(slides, 0.0)
+        return torch.cat((linear, angular), dim=-1).transpose(1, 2)
 
     def inverse_step(self, qpos: Tensor, twist: Tensor, damping: float = 0.05) -> Tensor:
-        """Return ``dq = J^T (J J^T + damping^2 I)^-1 twist`` ``[n, num_joints]`` for a site twist ``[n, 6]``."""
+        """Return ``dq = J^T (J J^T + damping^2 I)^-1 twist`` ``[n, num_joints]`` for a site twist ``[n, 6]``.
+
+        Joints to spare move towards the rest posture as far as that leaves the site alone; an arm of fewer than six
+        joints puts the position before the orientation.
+        """
         jacobian = self.jacobian(qpos)
+        if self._weights is not None:
+            jacobian, twist = jacobian * self._weights.unsqueeze(-1), twist * self._weights
+        spare = None
+        if self._rest is not None:  # dq = z + J^# (twist - J z), with z the way to the rest posture
+            spare = _REST_GAIN * (self._rest - qpos)
+            twist = twist - torch.bmm(jacobian, spare.unsqueeze(-1)).squeeze(-1)
         gram = torch.bmm(jacobian, jacobian.transpose(1, 2)) + damping**2 * torch.eye(6, device=qpos.device)
-        return torch.bmm(jacobian.transpose(1, 2), solve_spd(gram, twist).unsqueeze(-1)).squeeze(-1)
+        step = torch.bmm(jacobian.transpose(1, 2), solve_spd(gram, twist).unsqueeze(-1)).squeeze(-1)
+        return step if spare is None else step + spare
 
+    def _transforms(self, links: Links, qpos: Tensor) -> tuple[Tensor, ...]:
+        """Return the transform ``[n, 4, 4]`` of every link, for joint positions ``[n, num_joints]``."""
+        constant, sine, cosine = links
+        if self._reference is not None:
+            qpos = qpos - self._reference
+        angle = qpos.view(*qpos.shape, 1, 1)
+        first = torch.sin(angle)
+        if self._slides is not None:
+            first = torch.where(self._slides.view(-1, 1, 1), angle, first)
+        return torch.addcmul(constant, first, sine).addcmul_(torch.cos(angle), cosine).unbind(1)
 
-def _transforms(links: Links, qpos: Tensor) -> tuple[Tensor, ...]:
-    """Return the transform ``[n, 4, 4]`` of every link, for joint positions ``[n, num_joints]``."""
-    constant, sine, cosine = links
-    angle = qpos.view(*qpos.shape, 1, 1)
-    return torch.addcmul(constant, torch.sin(angle), sine).addcmul_(torch.cos(angle), cosine).unbind(1)
-
-
-def _walk(links: Links, qpos: Tensor) -> list[Tensor]:
-    """Return the frames ``[n, 4, 4]`` at the end of every link, in the world."""
-    first, *others = _transforms(links, qpos)
-    frames = [first]
-    for link in others:
-        frames.append(torch.bmm(frames[-1], link))
-    return frames
+    def _walk(self, links: Links, qpos: Tensor) -> list[Tensor]:
+        """Return the frames ``[n, 4, 4]`` at the end of every link, in the world."""
+        first, *others = self._transforms(links, qpos)
+        frames = [first]
+        for link in others:
+            frames.append(torch.bmm(frames[-1], link))
+        return frames
 
 
 def solve_spd(matrix: Tensor, right: Tensor) -> Tensor:
@@ -124,26 +165,34 @@ def solve_spd(matrix: Tensor, right: Tensor) -> Tensor:
     return a[:, size].transpose(0, 1)
 
 
-def _segments(model: mujoco.MjModel, body: int, joints: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the fixed transform before each joint, the joints' axes, and the fixed transform after the last."""
+def _segments(model: mujoco.MjModel, body: int, joints: list[str]) -> tuple[np.ndarray, ...]:
+    """Return the fixed transform before each joint, the joints' axes, the fixed transform after the last, and which
+    of the joints slide."""
     path = []
     while body:
         path.append(body)
         body = int(model.body_parentid[body])
-    fixed, axes, found, frame = [], [], [], np.eye(4)
+    fixed, axes, slides, found, frame = [], [], [], [], np.eye(4)
     for body in reversed(path):
         frame = frame @ _transform(model.body_pos[body], model.body_quat[body])
         for joint in range(int(model.body_jntadr[body]), int(model.body_jntadr[body]) + int(model.body_jntnum[body])):
-            name = model.joint(joint).name
-            if int(model.jnt_type[joint]) != int(mujoco.mjtJoint.mjJNT_HINGE) or np.any(model.jnt_pos[joint]):
-                raise AssetError(f"joint {name!r}: a serial chain needs hinges at their body's origin")
-            fixed.append(frame)
+            name, kind = model.joint(joint).name, int(model.jnt_type[joint])
+            if kind not in (int(mujoco.mjtJoint.mjJNT_HINGE), int(mujoco.mjtJoint.mjJNT_SLIDE)):
+                raise AssetError(f"joint {name!r}: a serial chain needs hinges and slides, and this one is neither")
+            fixed.append(frame @ _shift(model.jnt_pos[joint]))
             axes.append(model.jnt_axis[joint].copy())
+            slides.append(kind == int(mujoco.mjtJoint.mjJNT_SLIDE))
             found.append(name)
-            frame = np.eye(4)
+            frame = _shift(-model.jnt_pos[joint])
     if found != joints:
         raise AssetError(f"expected the joints {joints} between the world and the tool, found {found}")
-    return np.stack(fixed), np.stack(axes), frame
+    return np.stack(fixed), np.stack(axes), frame, np.array(slides)
+
+
+def _shift(by: np.ndarray) -> np.ndarray:
+    out = np.eye(4)
+    out[:3, 3] = by
+    return out
 
 
 def _transform(pos: np.ndarray, quat: np.ndarray) -> np.ndarray:

@@ -62,6 +62,8 @@ class Tool:
     """Its rotation matrix, ``[n, 3, 3]``."""
     home: Tensor
     """How the tool is turned where episodes begin, ``[1, 3, 3]``: so it is kept unless a stage says otherwise."""
+    arm: str | None = None
+    """Which of several arms carries it."""
 
     def stage(
         self,
@@ -78,8 +80,8 @@ class Tool:
         return Stage(until, pos, turned.expand_as(self.rotation), fingers, speed * column)
 
     def act(self, actions: RobotActionManager, stage: Stage) -> Tensor:
-        """Return the action ``[n, action_dim]`` that carries out a stage."""
-        return actions.encode(self.qpos, self.twist(stage), stage.grip)
+        """Return the action that carries out a stage, ``[n, action_dim]``; of several arms, this one's part of it."""
+        return actions.encode(self.qpos, self.twist(stage), stage.grip, self.arm)
 
     def twist(self, stage: Stage) -> Tensor:
         """Return how a stage moves and turns the tool in one step, ``[n, 6]``."""
@@ -90,20 +92,23 @@ class Tool:
 
 
 class ToolArm:
-    """The arm that carries a tool; :meth:`at` measures it."""
+    """The arm that carries a tool, which ``arm`` names if there are several; :meth:`at` measures it."""
 
-    def __init__(self, robot: Robot, wanted_by: str = "an expert") -> None:
-        self._chain, self._joints = chain_of(robot, wanted_by), robot.num_joints
-        self._home = self._chain.pose(robot.init_qpos[: robot.num_joints].to(torch.float32).unsqueeze(0))[1]
+    def __init__(self, robot: Robot, wanted_by: str = "an expert", arm: str | None = None) -> None:
+        self._chain, self._name = chain_of(robot if arm is None else robot.arms[arm], wanted_by), arm
+        own = next(iter(robot.arms.values())) if arm is None else robot.arms[arm]
+        first = own.columns.start
+        self._joints = slice(first, first + own.num_joints)
+        self._home = self._chain.pose(own.init_qpos[: own.num_joints].to(torch.float32).unsqueeze(0))[1]
 
     def position(self, qpos: Tensor) -> Tensor:
         """Return where the tool is, ``[n, 3]``, at joint positions of the robot ``[n, dofs]``."""
-        return self._chain.position(qpos[:, : self._joints])
+        return self._chain.position(qpos[:, self._joints])
 
     def at(self, qpos: Tensor) -> Tool:
         """Return the tool at joint positions of the robot ``[n, dofs]``."""
-        pos, rotation = self._chain.pose(qpos[:, : self._joints])
-        return Tool(self._chain, qpos, pos, rotation, self._home)
+        pos, rotation = self._chain.pose(qpos[:, self._joints])
+        return Tool(self._chain, qpos, pos, rotation, self._home, self._name)
 
 
 def sequence(*stages: Stage) -> Stage:

@@ -15,11 +15,11 @@ from embodichain.config import load_config, merge
 from embodichain.config.compat import translate_gym_config
 from embodichain.envs import MUJOCO_SUITE, TASKS, register_with_gymnasium
 from embodichain.envs.env_cfg import GymCfg
-from embodichain.envs.event_terms import EVENTS
 from embodichain.envs.gymnasium_env import make_gymnasium
 from embodichain.envs.gymnasium_env.construct import resolve_spec
 from embodichain.envs.physics.mujoco_cpu import MujocoCpuPhysics
 from embodichain.envs.rendering import choose_backend
+from embodichain.envs.robot_files import find_file
 from embodichain.envs.task import Task
 from embodichain.envs.task_env import TaskEnv
 from embodichain.envs.terms import OBSERVATIONS, REWARDS
@@ -30,7 +30,7 @@ from embodichain.extras import available, config_folders, import_trusted
 LONGEST_EPISODE = 10_000
 """Steps after which whole episodes are cut where an environment states no time limit."""
 _LOG = logging.getLogger(__name__)
-_FUNCTIONS = {"events": EVENTS, "rewards": REWARDS, "observations": OBSERVATIONS}
+_FUNCTIONS = {"rewards": REWARDS, "observations": OBSERVATIONS}
 """Sections of ``env`` that call registered functions, as ``{"func": NAME, "params": {...}}``."""
 
 MAX_COPIES = 16_384
@@ -84,7 +84,7 @@ def load_gym_config(config: GymCfg | Mapping[str, Any] | str | os.PathLike[str],
     """Return the full config for an id, the path of a file, or what was read from one, over the task's defaults."""
     if isinstance(config, GymCfg):
         return load_gym_config(config.to_dict(), **overrides) if overrides else config
-    source = "gym_config"
+    source, is_file = "gym_config", False
     if isinstance(config, str | os.PathLike):
         path = Path(config)
         is_file = path.suffix in (".json", ".yaml", ".yml")
@@ -94,7 +94,8 @@ def load_gym_config(config: GymCfg | Mapping[str, Any] | str | os.PathLike[str],
         given = config
     else:
         raise ConfigError(f"expected a config, the path of one or an id, got {type(config).__name__}")
-    given = _lay_over(given, overrides)
+    folder = Path(config).parent if isinstance(config, str | os.PathLike) and is_file else None
+    given = _with_found_files(_lay_over(given, overrides), folder)
     name = given.get("id")
     if not isinstance(name, str):
         raise ConfigError(f"id: expected the name of an environment, got {name!r}")
@@ -129,12 +130,37 @@ def _unknown_id(name: str) -> str | None:
 
 
 def _lay_over(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two configs; the action term is chosen, not added to the one that was there."""
+    """Merge two configs; the action term and another robot are chosen, not added to what was there."""
     merged = merge(base, given)
-    env = given.get("env")
+    env, robot, before = given.get("env"), given.get("robot"), base.get("robot")
     if isinstance(env, Mapping) and env.get("actions") is not None:
         merged["env"]["actions"] = env["actions"]
+    if isinstance(robot, Mapping) and isinstance(before, Mapping):
+        differs = [robot.get(key) is not None and robot[key] != before.get(key) for key in ("uid", "mjcf")]
+        if any(differs):  # posture, tool and arms were those of the robot before
+            merged["robot"] = dict(robot)
     return merged
+
+
+def _with_found_files(given: Mapping[str, Any], folder: Path | None) -> Mapping[str, Any]:
+    """Return settings in which the robot's files are absolute paths, so that they hold in any process and folder."""
+    robot = given.get("robot")
+    if not isinstance(robot, Mapping):
+        return given
+    arms = robot.get("arms")
+    found = _found(robot, folder)
+    if isinstance(arms, Mapping):
+        found["arms"] = {k: _found(arm, folder) if isinstance(arm, Mapping) else arm for k, arm in arms.items()}
+    return dict(given) | {"robot": found}
+
+
+def _found(robot: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:
+    out = dict(robot)
+    for key in ("mjcf", "tool"):
+        name = out.get(key)
+        if isinstance(name, str) and (key == "mjcf" or name.endswith(".xml")) and not name.startswith("package://"):
+            out[key] = str(find_file(name, folder))
+    return out
 
 
 def make(
@@ -198,7 +224,6 @@ def make_to_watch(
     """
     import_trusted(trusted_modules, config_folders(config))
     cfg = load_gym_config(config, **overrides)
-    cfg = cfg.replace(env=cfg.env.replace(curricula="final"))  # to watch is to judge
     env = _make_with_images(cfg, trusted_modules) if video and not is_simulated_here(cfg) else None
     env = make(cfg, trusted_modules) if env is None else env
     if env.max_episode_steps is not None:

@@ -1,66 +1,27 @@
-"""Robots: the joints and motors of one in a model, and how scene, arm and tool become one model."""
+"""Robots in a compiled model: where the joints and motors of each arm lie in the state.
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+``add_robot`` puts the robot of a config into a scene; ``robot_files.py`` finds its file and makes it fit.
+"""
+
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import mujoco
 import torch
+from torch import Tensor
 
 from embodichain.envs.env_cfg import RobotCfg
 from embodichain.envs.kinematics import SerialChain
 from embodichain.envs.rendering import CameraCfg, mount_cameras
-from embodichain.errors import AssetError, ConfigError, UnknownNameError, nearest
-
-ASSETS = Path(__file__).parent / "assets"
-_PREFIX, _TOOL_PREFIX = "robot/", "robot/tool/"
-Spec = TypeVar("Spec")
-
-
-@dataclass(frozen=True)
-class RobotSpec:
-    """The file and the parts of one kind of robot."""
-
-    asset: str
-    joints: tuple[str, ...]
-    flange: str | None = None
-
-
-@dataclass(frozen=True)
-class ToolSpec:
-    """The file and the parts of one kind of tool; a tool with fingers adds one action, open (1) to closed (-1)."""
-
-    asset: str
-    site: str = "tool"
-    fingers: tuple[str, ...] = ()
-
-
-ROBOTS = {
-    "ur5": RobotSpec(
-        "ur5.xml", ("shoulder_pan", "shoulder_lift", "elbow", "wrist_1", "wrist_2", "wrist_3"), flange="flange"
-    ),
-    "cart": RobotSpec("cart.xml", ("slider",)),
-    "quadruped": RobotSpec(
-        "quadruped.xml",
-        tuple(f"{leg}_{joint}" for leg in ("fl", "fr", "rl", "rr") for joint in ("hip", "thigh", "calf")),
-    ),
-}
-TOOLS = {"pusher": ToolSpec("pusher.xml"), "gripper": ToolSpec("gripper.xml", fingers=("left_finger", "right_finger"))}
-
-
-def read_spec(path: Path) -> mujoco.MjSpec:
-    """Parse an MJCF file; ``AssetError`` if it is not valid.
-
-    What it includes lies beside it, or is a part of this package, such as ``table.xml``.
-    """
-    folder, parts = path.parent, {}
-    if folder != ASSETS:
-        parts = {part.name: part.read_bytes() for part in ASSETS.glob("*.xml") if not (folder / part.name).exists()}
-    try:
-        return mujoco.MjSpec.from_file(str(path), include=parts)
-    except (ValueError, OSError) as error:
-        raise AssetError(f"{path.name} is no valid MJCF model: {error}") from error
+from embodichain.envs.robot_files import ASSETS as ASSETS
+from embodichain.envs.robot_files import ROBOTS as ROBOTS
+from embodichain.envs.robot_files import TOOLS as TOOLS
+from embodichain.envs.robot_files import ArmSpec, adapted, describe, servo_scale, split_robot
+from embodichain.envs.robot_files import read_spec as read_spec
+from embodichain.envs.robot_files import register_robot as register_robot
+from embodichain.envs.robot_files import register_tool as register_tool
+from embodichain.envs.robot_model import base_pose, motor_of, servo_of
+from embodichain.errors import AssetError
 
 
 def build_model(
@@ -73,56 +34,131 @@ def build_model(
 
     ``furnish`` adds what else is in the scene.
     """
-    kind = _find("robot", robot.uid, ROBOTS)
-    spec, arm = read_spec(ASSETS / scene), read_spec(ASSETS / kind.asset)
+    spec = read_spec(ASSETS / scene)
     if furnish is not None:
         furnish(spec)
-    if robot.tool is not None:
-        if kind.flange is None:
-            raise ConfigError(f"robot.tool: the robot {robot.uid!r} cannot hold a tool, set it to null")
-        arm.attach(read_spec(ASSETS / _find("tool", robot.tool, TOOLS).asset), site=kind.flange, prefix="tool/")
-    spec.attach(arm, frame=spec.worldbody.add_frame(), prefix=_PREFIX)
+    add_robot(spec, robot)
     try:
         return mount_cameras(spec, cameras) if cameras else spec.compile()
     except ValueError as error:
         raise AssetError(
-            f"{scene} with robot {robot.uid!r} and tool {robot.tool!r} does not compile: {error}"
+            f"{scene} with robot {robot.mjcf or robot.uid!r} and tool {robot.tool!r} does not compile: {error}"
         ) from error
 
 
-def _find(kind: str, name: str, known: Mapping[str, Spec]) -> Spec:
-    if name not in known:
-        raise UnknownNameError(f"unknown {kind} {name!r}.{nearest(name, known)}")
-    return known[name]
+def add_robot(spec: mujoco.MjSpec, robot: RobotCfg) -> None:
+    """Put the robot of a config, or its several arms, into the spec of a scene."""
+    for part in split_robot(robot):
+        child, _ = adapted(part)
+        child.option = spec.option  # the scene's, so that there is nothing to disagree about
+        pos, quat = base_pose(part.cfg)
+        spec.attach(child, frame=spec.worldbody.add_frame(pos=pos, quat=quat), prefix=part.prefix)
+
+
+class Arm:
+    """One arm in a compiled model: its joints, fingers, motors and kinematics."""
+
+    def __init__(
+        self, model: mujoco.MjModel, spec: ArmSpec, prefix: str, first: int, device: torch.device | str
+    ) -> None:
+        """``first`` is the column of the arm's first joint among the robot's."""
+        parts, grip = spec.parts, spec.grip
+        self.name, self.joints = spec.name, [prefix + name for name in parts.joints]
+        self.fingers = [prefix + name for name in parts.fingers]
+        self.num_joints, self.num_fingers = len(self.joints), len(self.fingers)
+        self.dofs = self.num_joints + self.num_fingers
+        self.columns = slice(first, first + self.dofs)
+        """Where the arm's joints and fingers are among the robot's."""
+        floats = lambda values: torch.tensor(values, dtype=torch.float32, device=device)  # noqa: E731
+        self.lower, self.upper = floats(parts.lower), floats(parts.upper)
+        self.finger_closed = floats(grip.fingers_closed if grip else [])
+        self.finger_open = floats(grip.fingers_open if grip else [])
+        self.grip_closed, self.grip_open = floats(grip.closed if grip else []), floats(grip.open if grip else [])
+        """Controls at which the gripper is closed, and open."""
+        ids = [model.joint(name).id for name in self.joints]
+        servos, motors = [servo_of(model, j) for j in ids], [motor_of(model, j) for j in ids]
+        self.has_servos, self.has_motors = None not in servos, None not in motors
+        drives = [one if one is not None else two for one, two in zip(servos, motors, strict=True)]
+        self.actuators = [i for i in drives if i is not None] + [
+            model.actuator(prefix + name).id for name in (grip.actuators if grip else [])
+        ]
+        limited = [(i, bool(model.actuator_ctrllimited[i])) for i in drives if i is not None]
+        self.max_control = floats([model.actuator_ctrlrange[i, 1] if yes else 1.0 for i, yes in limited])
+        scales = [servo_scale(model, i) for i in servos if i is not None]
+        plain = all(scale == (1.0, 0.0) for scale in scales)
+        self.control_scale = None if plain else floats(scales).unbind(1)
+        """Factor and offset that turn joint positions into controls, where these differ."""
+        self.site = None if parts.site is None else prefix + parts.site
+        self.chain: SerialChain | None = None
+        if self.site is not None:
+            self.chain = SerialChain(model, self.site, self.joints, device, rest=parts.init)
+        fingers = grip.fingers_open if grip else []
+        start = [*parts.init, *(parts.init_fingers or fingers)]
+        self.init_qpos = torch.tensor(start, dtype=torch.float64, device=device)
+        self.others = {prefix + name: at for name, at in grip.others.items()} if grip else {}
+        """Positions of the other joints of the hand at the start."""
+        self.down = floats(spec.down)
+        """Orientation ``[3, 3]`` of the tool where it points straight down."""
+        self._gaps = None if spec.plain_opening or grip is None else (grip.gap_closed, grip.gap_open)
+
+    def opening(self, fingers: Tensor) -> Tensor:
+        """Return half the distance between the fingers ``[n]``, in metres, for their positions ``[n, num_fingers]``."""
+        if self._gaps is None:
+            return 0.5 * (fingers[:, 0] + fingers[:, 1])
+        share = ((fingers - self.finger_closed) / (self.finger_open - self.finger_closed)).mean(dim=1)
+        return 0.5 * (self._gaps[0] + (self._gaps[1] - self._gaps[0]) * share)
 
 
 class Robot:
-    """The part of a compiled model that is the robot: where its joints and motors lie in the state."""
+    """The part of a compiled model that is the robot: one arm, whose attributes are the robot's, or several."""
 
     def __init__(self, model: mujoco.MjModel, cfg: RobotCfg, device: torch.device | str = "cpu") -> None:
-        spec = _find("robot", cfg.uid, ROBOTS)
-        tool = _find("tool", cfg.tool, TOOLS) if cfg.tool else None
-        joints = [_PREFIX + name for name in spec.joints]
-        fingers = [_TOOL_PREFIX + name for name in tool.fingers] if tool else []
-        self.num_joints, self.num_fingers = len(joints), len(fingers)
-        self.dofs = self.num_joints + self.num_fingers
-        first = model.joint(joints[0])
-        # An attached robot's joints follow each other in the model, arm first, so both ranges are slices.
-        self.qpos = slice(int(first.qposadr[0]), int(first.qposadr[0]) + self.dofs)
-        self.qvel = slice(int(first.dofadr[0]), int(first.dofadr[0]) + self.dofs)
-        floats = lambda values: torch.tensor(values, dtype=torch.float32, device=device)  # noqa: E731
-        self.lower, self.upper = (floats([model.joint(j).range[i] for j in joints]) for i in (0, 1))
-        self.finger_closed, self.finger_open = (floats([model.joint(f).range[i] for f in fingers]) for i in (0, 1))
-        # A position servo pulls towards its command (an affine bias); a motor takes the command for a force.
-        driven = {model.joint(j).id for j in joints}
-        motors = [i for i in range(model.nu) if int(model.actuator_trnid[i, 0]) in driven]
-        self.has_servos = all(int(model.actuator_biastype[i]) == int(mujoco.mjtBias.mjBIAS_AFFINE) for i in motors)
-        limits = [model.actuator_ctrlrange[i, 1] if model.actuator_ctrllimited[i] else 1.0 for i in motors]
-        self.max_control = floats(limits)
-        self.chain = SerialChain(model, _TOOL_PREFIX + tool.site, joints, device) if tool else None
-        if cfg.init_qpos and len(cfg.init_qpos) != self.dofs:
-            raise ConfigError(
-                f"robot.init_qpos: expected {self.num_joints} joints and {self.num_fingers} fingers, "
-                f"got {len(cfg.init_qpos)} numbers"
-            )
-        self.init_qpos = torch.tensor(cfg.init_qpos or [0.0] * self.dofs, dtype=torch.float64, device=device)
+        self.arms: dict[str, Arm] = {}
+        held: dict[int, float] = {}
+        first = 0
+        for prefix, spec in describe(cfg):
+            for found in spec.arms:
+                arm = self.arms[found.name] = Arm(model, found, prefix, first, device)
+                first += arm.dofs
+            held |= {model.actuator(prefix + name).id: at for name, at in spec.held.items()}
+        arms = list(self.arms.values())
+        joints = [model.joint(name) for arm in arms for name in (*arm.joints, *arm.fingers)]
+        self.dofs = first
+        self.qpos = _index([int(joint.qposadr[0]) for joint in joints], device)
+        self.qvel = _index([int(joint.dofadr[0]) for joint in joints], device)
+        columns = [column for arm in arms for column in range(arm.columns.start, arm.columns.start + arm.num_joints)]
+        self.joint_columns = _index(columns, device)
+        """Where the joints that are no fingers are among the robot's."""
+        self.num_joints, self.num_fingers = len(columns), sum(arm.num_fingers for arm in arms)
+        self.lower, self.upper = torch.cat([arm.lower for arm in arms]), torch.cat([arm.upper for arm in arms])
+        self.has_servos = all(arm.has_servos for arm in arms)
+        self.init_qpos = torch.cat([arm.init_qpos for arm in arms])
+        self.only_arm = arms[0] if len(arms) == 1 else None
+        self.chain = self.only_arm.chain if self.only_arm else None
+        self.finger_closed = torch.cat([arm.finger_closed for arm in arms])
+        self.finger_open = torch.cat([arm.finger_open for arm in arms])
+        self.max_control = torch.cat([arm.max_control for arm in arms])
+        self._others = {int(model.joint(n).qposadr[0]): at for arm in arms for n, at in arm.others.items()}
+        actuators = [i for arm in arms for i in arm.actuators]
+        self.controls = None if actuators == list(range(model.nu)) else torch.tensor(actuators, device=device)
+        """Which actuators the arms use; ``None``: all, in their order."""
+        idle = [0.0] * int(model.nu)
+        for actuator, at in held.items():
+            idle[actuator] = at
+        self.idle_control = torch.tensor(idle, dtype=torch.float32, device=device)
+        """Controls ``[nu]`` of the others."""
+
+    def home(self, qpos: Tensor) -> Tensor:
+        """Return positions ``[nq]`` with the robot at ``init_qpos``."""
+        qpos[self.qpos] = self.init_qpos
+        for address, at in self._others.items():
+            qpos[address] = at
+        return qpos
+
+
+def _index(addresses: list[int], device: torch.device | str) -> slice | Tensor:
+    """Return a slice if the addresses follow each other, else a tensor."""
+    first = addresses[0]
+    if addresses == list(range(first, first + len(addresses))):
+        return slice(first, first + len(addresses))
+    return torch.tensor(addresses, device=device)

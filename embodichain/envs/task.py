@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from embodichain.envs.actions import RobotActionManager
-from embodichain.envs.curricula import MovingRange
 from embodichain.envs.env_cfg import GymCfg, PoseRangeCfg
 from embodichain.envs.physics import Physics
 from embodichain.envs.random import RandomStreams
@@ -71,7 +70,7 @@ class Task(ABC):
         self._home = torch.tensor(physics.model.qpos0, dtype=torch.float64, device=physics.device)
         if robot is not None:
             self.robot = robot
-            self._home[robot.qpos] = robot.init_qpos
+            self._home = robot.home(self._home)
         self.variables: dict[str, Tensor] = {}
         """Per-env values ``[num_envs, ...]`` that are drawn at reset and saved with the state."""
 
@@ -166,25 +165,24 @@ class Task(ABC):
         spread = self.cfg.env.events.randomize_robot
         if spread is not None:
             drawn = streams.uniform(env_ids, 2 * joints, -1.0, 1.0)
-            qpos[:, self.robot.qpos][:, :joints].add_(spread.position * drawn[:, :joints])
-            qvel[:, self.robot.qvel][:, :joints].add_(spread.velocity * drawn[:, joints:])
+            add_columns(qpos, self.robot.qpos, self.robot.joint_columns, spread.position * drawn[:, :joints])
+            add_columns(qvel, self.robot.qvel, self.robot.joint_columns, spread.velocity * drawn[:, joints:])
         return ResetState(qpos, qvel)
+
+
+def add_columns(rows: Tensor, robot: slice | Tensor, columns: slice | Tensor, values: Tensor) -> None:
+    """Add values ``[n, k]`` to some columns of those of a robot, in place."""
+    if isinstance(robot, slice) and isinstance(columns, slice):
+        rows[:, robot][:, columns].add_(values)
+    else:
+        every = torch.arange(rows.shape[1], device=rows.device)
+        rows.index_add_(1, every[robot][columns], values.to(rows.dtype))
 
 
 def draw_poses(areas: Sequence[PoseRangeCfg], env_ids: Tensor, streams: RandomStreams) -> tuple[Tensor, ...]:
     """Draw x, y, z and yaw ``[n, 4]`` from each of several boxes at once."""
-    ranges = [r for area in areas for r in (area.x, area.y, area.z, area.yaw)]
-    return draw_ranges(ranges, env_ids, streams).split(4, dim=1)
-
-
-def draw_ranges(ranges: Sequence[tuple[float, float]], env_ids: Tensor, streams: RandomStreams) -> Tensor:
-    """Draw one number from each of several ranges, ``[n, len(ranges)]``; ranges may follow a curriculum."""
-    low, high = _bounds(tuple(tuple(bounds) for bounds in ranges), env_ids.device)
-    if streams.curricula is not None and any(isinstance(bounds, MovingRange) for bounds in ranges):
-        ends = [streams.curricula.bounds(bounds, env_ids) for bounds in ranges]
-        zeros = torch.zeros(env_ids.numel(), 1, dtype=torch.float64, device=env_ids.device)
-        low, high = (torch.cat([zeros + end[i] for end in ends], dim=1) for i in (0, 1))
-    return streams.uniform(env_ids, len(ranges), low, high)
+    low, high = _bounds(tuple(r for area in areas for r in (area.x, area.y, area.z, area.yaw)), env_ids.device)
+    return streams.uniform(env_ids, 4 * len(areas), low, high).split(4, dim=1)
 
 
 @lru_cache(maxsize=64)

@@ -99,8 +99,7 @@ class Registry(Generic[F]):
         """Return a config class whose fields are the parameters of a function."""
         if name not in self._parameters:
             function = self._functions[name]
-            of_class: Any = function
-            annotated = of_class.__init__ if isinstance(function, type) else function
+            annotated: Any = vars(function)["__init__"] if isinstance(function, type) else function
             hints = typing.get_type_hints(annotated, include_extras=True)
             body: dict[str, Any] = {"__annotations__": {}, "__module__": __name__}
             for parameter in inspect.signature(function).parameters.values():

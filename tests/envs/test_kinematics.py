@@ -157,12 +157,75 @@ def test_joints_in_another_order_are_refused(arm):
         SerialChain(arm, SITE, JOINTS[::-1])
 
 
-@pytest.mark.parametrize("joint", ['type="slide"', 'pos="0 0 0.1"'])
-def test_what_is_no_hinge_at_its_origin_is_refused(joint):
-    xml = f"""<mujoco><worldbody><body><joint name="a" axis="0 0 1" {joint}/><geom size="0.1"/><site name="s"/></body>
+@pytest.mark.parametrize("joint", ["ball", "free"])
+def test_what_is_no_hinge_and_no_slide_is_refused(joint):
+    xml = f"""<mujoco><worldbody><body><joint name="a" type="{joint}"/><geom size="0.1"/><site name="s"/></body>
       </worldbody></mujoco>"""
-    with pytest.raises(AssetError, match="'a': a serial chain needs hinges"):
+    with pytest.raises(AssetError, match="'a': a serial chain needs hinges and slides"):
         SerialChain(mujoco.MjModel.from_xml_string(xml), "s", ["a"])
+
+
+SEVEN = """<mujoco><compiler angle="radian"/><worldbody><body pos="0.1 0.2 0.3" quat="0.9 0.1 0.3 -0.2">
+  <joint name="lift" type="slide" axis="1 2 3" pos="0.1 0 0" ref="0.2"/>
+  <joint name="turn" axis="0 0 1" pos="0.1 -0.2 0.05"/><geom size="0.1"/>
+  <body pos="0 0 0.4" quat="0.7 0.1 0 0.7"><joint name="a" axis="0 1 0" pos="0 0.05 0" ref="-0.3"/><geom size="0.1"/>
+  <body pos="0.3 0 0"><joint name="b" axis="0 1 1"/><joint name="out" type="slide" axis="-1 0 0.2"/><geom size="0.1"/>
+  <body pos="0.2 0 0.1"><joint name="c" axis="1 0 0"/><geom size="0.1"/>
+  <body pos="0 0 0.1"><joint name="d" axis="0 1 0"/><geom size="0.1"/>
+  <site name="s" pos="0.1 0.2 0.1" quat="0.8 0.1 0.2 0"/></body></body></body></body></body></worldbody></mujoco>"""
+NAMES = ["lift", "turn", "a", "b", "out", "c", "d"]
+
+
+def test_slides_offsets_references_and_several_joints_of_a_body_equal_mujoco():
+    model = mujoco.MjModel.from_xml_string(SEVEN)
+    data, chain = mujoco.MjData(model), SerialChain(model, "s", NAMES)
+    qpos = torch.rand(20, 7, generator=torch.Generator().manual_seed(3)) * 3.0 - 1.5
+    positions, rotations = chain.pose(qpos)
+    jacobians, points = chain.jacobian(qpos), chain.position(qpos)
+    for i, row in enumerate(qpos):
+        data.qpos[:] = row.numpy()
+        mujoco.mj_forward(model, data)
+        jacobian = np.zeros((6, 7))
+        mujoco.mj_jacSite(model, data, jacobian[:3], jacobian[3:], 0)
+        np.testing.assert_allclose(positions[i], data.site_xpos[0], atol=3e-6)
+        np.testing.assert_allclose(points[i], data.site_xpos[0], atol=3e-6)
+        np.testing.assert_allclose(rotations[i], data.site_xmat[0].reshape(3, 3), atol=3e-6)
+        np.testing.assert_allclose(jacobians[i], jacobian, atol=6e-6)
+    alone = SerialChain(model, "s", NAMES).inverse_step(qpos[:3].clone(), torch.ones(3, 6))
+    assert torch.equal(alone, chain.inverse_step(qpos, torch.ones(20, 6))[:3])
+
+
+def test_joints_to_spare_go_to_rest_and_leave_the_tool_alone():
+    model = mujoco.MjModel.from_xml_string(SEVEN)
+    rest = [0.3, 0.2, 0.9, -0.4, 0.1, 0.3, 0.8]
+    chain = SerialChain(model, "s", NAMES, rest=rest)
+    qpos = torch.tensor([rest]) + 0.3 * torch.randn(1, 7, generator=torch.Generator().manual_seed(0))
+    position, rotation = chain.pose(qpos)
+    far = [float((qpos - torch.tensor(rest)).norm())]
+    for _ in range(100):
+        now, turned = chain.pose(qpos)
+        twist = torch.cat((position - now, rotation_error(rotation, turned)), dim=1)
+        qpos = qpos + chain.inverse_step(qpos, twist, damping=0.01)
+        far.append(float((qpos - torch.tensor(rest)).norm()))
+    assert far[-1] < 0.9 * far[0]
+    torch.testing.assert_close(chain.pose(qpos)[0], position, atol=1e-3, rtol=0)
+    assert float((qpos - torch.tensor(rest)).abs().max()) < 1.5
+
+
+def test_an_arm_of_few_joints_puts_position_first():
+    """Three joints cannot hold an orientation as well: they reach the point all the same."""
+    xml = """<mujoco><worldbody><body pos="0 0 0.2"><joint name="a" axis="0 0 1"/><geom size="0.05"/>
+      <body pos="0 0 0.1"><joint name="b" axis="0 1 0"/><geom size="0.05"/>
+      <body pos="0.4 0 0"><joint name="c" axis="0 1 0"/><geom size="0.05"/>
+      <site name="s" pos="0.3 0 0"/></body></body></body></worldbody></mujoco>"""
+    chain = SerialChain(mujoco.MjModel.from_xml_string(xml), "s", ["a", "b", "c"])
+    qpos, goal = torch.tensor([[0.2, -0.6, 1.2]]), torch.tensor([[0.35, -0.25, 0.3]])
+    upright = chain.pose(qpos)[1]
+    for _ in range(200):
+        position, rotation = chain.pose(qpos)
+        twist = torch.cat((goal - position, rotation_error(upright, rotation).clamp(-0.1, 0.1)), dim=1)
+        qpos = qpos + chain.inverse_step(qpos, twist)
+    assert float((chain.position(qpos) - goal).norm()) < 0.03
 
 
 def test_oblique_axes_and_turned_bodies():

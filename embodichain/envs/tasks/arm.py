@@ -14,8 +14,6 @@ from embodichain.envs.robots import Robot
 from embodichain.envs.task import ResetState, Scene, Task, draw_poses
 
 HALF_CUBE = 0.025
-# Tool pointing straight down, its x axis along -y of the world.
-_DOWN = torch.tensor([[0.0, 0.0, 1.0], [-1.0, 0.0, 0.0], [0.0, -1.0, 0.0]])
 _MAX_TURN = 0.15  # rotation the expert asks for in one step, in radians
 _GAIN = 2.0  # the servos reach part of a displacement in one step, so the expert asks for more
 
@@ -42,7 +40,7 @@ class ArmTask(Task):
     def __init__(self, cfg: GymCfg, physics: Physics, robot: Robot) -> None:
         super().__init__(cfg, physics, robot)
         self.chain = chain_of(robot, cfg.id)
-        self._down = _DOWN.to(physics.device)
+        self._down = robot.arms[next(iter(robot.arms))].down
         events, self._areas = cfg.env.events, []
         if self.object_body:
             self._areas.append(events.randomize_object_pose or PoseRangeCfg(x=(0.46, 0.46)))
@@ -54,6 +52,9 @@ class ArmTask(Task):
         )
         columns = {**pose, "qpos": robot.dofs, **motion, "qvel": robot.dofs}
         self._names, self._sizes = tuple(columns), tuple(columns.values())
+        self._columns: Tensor | None = None
+        if sum(self._sizes) != int(physics.model.nq) + int(physics.model.nv):  # there are other joints as well
+            self._columns = _columns(physics, robot, len(pose) > 0)
 
     def sample_start(self, env_ids: Tensor, streams: RandomStreams) -> ResetState:
         start = self.start_robot(env_ids, streams)
@@ -67,7 +68,9 @@ class ArmTask(Task):
 
     def read(self, env_ids: Tensor | None = None) -> Scene:
         """Return the robot's joints and tool, the cube, if any, and the way to the goal."""
-        parts = self.physics.snapshot(env_ids).split_with_sizes(self._sizes, dim=1)
+        rows = self.physics.snapshot(env_ids)
+        rows = rows if self._columns is None else rows[:, self._columns]
+        parts = rows.split_with_sizes(self._sizes, dim=1)
         scene = dict(zip(self._names, parts, strict=True))
         joints, scene["goal"] = scene["qpos"], self.goal(env_ids)
         scene["ee_pos"] = self.chain.position(joints[:, : self.robot.num_joints] if self.robot.num_fingers else joints)
@@ -118,6 +121,14 @@ class ArmTask(Task):
         rotation = self.chain.pose(scene["qpos"][:, : self.robot.num_joints])[1]
         turn = rotation_error(target, rotation).clamp(-_MAX_TURN, _MAX_TURN)
         return actions.encode(scene["qpos"], torch.cat((_GAIN * by, turn), dim=-1), grip)
+
+
+def _columns(physics: Physics, robot: Robot, has_cube: bool) -> Tensor:
+    """Return the columns of positions and velocities that are the cube's and the robot's, in this order."""
+    positions = torch.arange(int(physics.model.nq), device=physics.device)
+    speeds = int(physics.model.nq) + torch.arange(int(physics.model.nv), device=physics.device)
+    parts = (positions[: 7 * has_cube], positions[robot.qpos], speeds[: 6 * has_cube], speeds[robot.qvel])
+    return torch.cat(parts)
 
 
 def shorten(by: Tensor, limit: float) -> Tensor:

@@ -74,7 +74,8 @@ class VelocityTask(Task):
         if not free:
             raise ConfigError(f"robot.uid: {cfg.id} needs a robot that can move freely, and {cfg.robot.uid!r} is fixed")
         self._base, self._motion = int(model.jnt_qposadr[free[0]]), int(model.nq + model.jnt_dofadr[free[0]])
-        self._velocities = slice(robot.qvel.start + int(model.nq), robot.qvel.stop + int(model.nq))
+        first = int(model.nq) + int(torch.arange(int(model.nv))[robot.qvel][0])
+        self._velocities = slice(first, first + robot.dofs)
         names = ["robot/" + name for name in self.feet]
         self._sites = torch.tensor([model.site(name).id for name in names], device=device)
         radii = [float(model.geom(name).size[0]) for name in names]

@@ -32,6 +32,7 @@ class PickCube(ArmTask):
                 f"robot.tool: {cfg.id} needs a tool with fingers, such as 'gripper', got {cfg.robot.tool!r}"
             )
         super().__init__(cfg, physics, robot)
+        self._arm = next(iter(robot.arms.values()))
 
     @staticmethod
     def default_cfg() -> GymCfg:
@@ -48,7 +49,7 @@ class PickCube(ArmTask):
         scene = super().read(env_ids)
         scene["to_cube"] = scene["cube_pos"] - scene["ee_pos"]
         fingers = scene["qpos"][:, self.robot.num_joints :]
-        opening = 0.5 * (fingers[:, 0] + fingers[:, 1])
+        opening = self._arm.opening(fingers)
         # Held: the cube is between the fingers, and they are as far apart as the cube is wide.
         held = (length(scene["to_cube"]) < 0.02) & (opening < HALF_CUBE + 0.004) & (opening > HALF_CUBE - 0.01)
         scene["held"] = held.to(torch.float32)

@@ -1,0 +1,509 @@
+"""What can be found out from a robot's MJCF: the chain to its tool, motors, limits, gripper, a posture to start from.
+
+``read_arm`` looks at a compiled model of the robot alone and returns :class:`ArmParts`, names and numbers; what it
+cannot find out is one ``ConfigError`` that lists what there is to choose from. ``robots.py`` changes the model
+accordingly (``adapt``), and puts it into a scene.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import mujoco
+import numpy as np
+
+from embodichain.envs.env_cfg import ArmCfg
+from embodichain.errors import ConfigError, nearest
+
+_JOINT, _SITE, _BODY, _EQUALITY = (
+    int(getattr(mujoco.mjtObj, f"mjOBJ_{kind}")) for kind in ("JOINT", "SITE", "BODY", "EQUALITY")
+)
+HINGE, SLIDE = int(mujoco.mjtJoint.mjJNT_HINGE), int(mujoco.mjtJoint.mjJNT_SLIDE)
+FREE = int(mujoco.mjtJoint.mjJNT_FREE)
+_TOOL_WORDS = ("tcp", "tool", "pinch", "grasp", "grip", "eef", "end_effector", "ee", "attachment", "flange", "wrist")
+_SHORTEST_ARM = 3  # joints from which on a branch of a robot may be an arm of its own, and no finger
+_SEARCHES, _STEPS = 24, 150  # of the posture to start from
+ADDED_SITE = "tool_frame"
+
+
+@dataclass
+class ArmParts:
+    """What makes an arm of a model: names of its parts as the model has them, and what follows from it."""
+
+    joints: list[str]
+    lower: list[float]
+    upper: list[float]
+    body: str
+    """The last link, which the last joint moves."""
+    site: str | None = None
+    """Where the tool is; ``None`` for a machine without a tool."""
+    site_body: str | None = None
+    """Body that a site has to be added to, as the model has none there."""
+    axis: np.ndarray = field(default_factory=lambda: np.array([0.0, 0.0, 1.0]))
+    """Where the tool points, in the site's frame."""
+    fingers: list[str] = field(default_factory=list)
+    hand: list[str] = field(default_factory=list)
+    """All joints beyond the last link, fingers among them."""
+    init: list[float] = field(default_factory=list)
+    """Joint positions at the start, without the fingers'."""
+    init_fingers: list[float] = field(default_factory=list)
+    """Positions of the fingers at the start, where a config gives them; else the gripper is open."""
+    init_from: str = ""
+    """Where these come from."""
+
+
+def names(model: mujoco.MjModel, kind: str) -> list[str]:
+    """Return the names of all sites, bodies, joints or actuators of a model."""
+    count = {"site": model.nsite, "body": model.nbody, "joint": model.njnt, "actuator": model.nu}[kind]
+    return [getattr(model, kind)(i).name for i in range(count)]
+
+
+def _listed(options: Sequence[str], most: int = 40) -> str:
+    rest = f", and {len(options) - most} more" if len(options) > most else ""
+    return ", ".join(options[:most]) + rest if options else "(none)"
+
+
+def path_joints(model: mujoco.MjModel, body: int) -> list[int]:
+    """Return the joints between the world and a body, from the world on."""
+    path: list[int] = []
+    while body:
+        first, count = int(model.body_jntadr[body]), int(model.body_jntnum[body])
+        path[:0] = range(first, first + count)
+        body = int(model.body_parentid[body])
+    return path
+
+
+def below(model: mujoco.MjModel, body: int) -> Iterator[int]:
+    """Return a body and all bodies below it."""
+    inside = {body}
+    yield body
+    for child in range(body + 1, model.nbody):
+        if int(model.body_parentid[child]) in inside:
+            inside.add(child)
+            yield child
+
+
+def moves(model: mujoco.MjModel, joint: int) -> bool:
+    """Tell whether a joint has one degree of freedom."""
+    return int(model.jnt_type[joint]) in (HINGE, SLIDE)
+
+
+def free_base(model: mujoco.MjModel) -> str | None:
+    """Return the name of a free joint that carries other joints, if there is one: such a robot stands on nothing."""
+    for joint in range(model.njnt):
+        body = int(model.jnt_bodyid[joint])
+        carried = sum(int(model.body_jntnum[b]) for b in below(model, body))
+        if int(model.jnt_type[joint]) == FREE and carried > 1:
+            return model.joint(joint).name
+    return None
+
+
+def find_chains(model: mujoco.MjModel) -> list[int]:
+    """Return the last link of every arm of a model: one for an arm, two for a robot with two.
+
+    An arm is followed from the world. Where it parts, branches of a joint or two are a hand, or a head; the longest
+    is followed, and two that are about as long are two arms.
+    """
+    depth = np.zeros(model.nbody, dtype=int)  # joints on the longest way down from a body, its own included
+    for body in range(model.nbody - 1, 0, -1):
+        own = sum(
+            moves(model, j) for j in range(model.body_jntadr[body], model.body_jntadr[body] + model.body_jntnum[body])
+        )
+        depth[body] += own
+        parent = int(model.body_parentid[body])
+        depth[parent] = max(depth[parent], depth[body])
+
+    def follow(body: int, so_far: int, last: int) -> list[int]:
+        if body and model.body_jntnum[body]:
+            so_far, last = so_far + int(model.body_jntnum[body]), body
+        children = [b for b in range(body + 1, model.nbody) if int(model.body_parentid[b]) == body and depth[b]]
+        if not children:
+            return [last] if last else []
+        longest = max(int(depth[b]) for b in children)
+        branches = [b for b in children if 2 * int(depth[b]) > longest]
+        if len(branches) > 1 and so_far >= _SHORTEST_ARM and longest <= 5:  # fingers of a hand
+            return [last]
+        if len(branches) > 1 and longest < _SHORTEST_ARM:
+            return [last] if last else []
+        return [end for branch in branches for end in follow(branch, so_far, last)]
+
+    return follow(0, 0, 0)
+
+
+def read_arm(model: mujoco.MjModel, cfg: ArmCfg, key: str = "robot", home: np.ndarray | None = None) -> ArmParts:
+    """Find the arm that a config means in a model of the robot alone.
+
+    ``key`` is where the config stands; ``home`` are the positions of a keyframe.
+    """
+    ends = _last_link(model, cfg, key)
+    chain = path_joints(model, ends)
+    base = next((j for j in chain if not moves(model, j)), None)
+    if base is not None:
+        raise ConfigError(_floating(key, model.joint(base).name))
+    joints = chain if not cfg.joints else [j for j in chain if model.joint(j).name in cfg.joints]
+    lower, upper = _limits(model, cfg, key, joints)
+    parts = ArmParts([model.joint(j).name for j in joints], lower, upper, model.body(ends).name)
+    inside = list(below(model, ends))
+    hand = [j for b in inside for j in range(model.body_jntadr[b], model.body_jntadr[b] + model.body_jntnum[b])]
+    parts.hand = [model.joint(j).name for j in hand if j not in chain]
+    _find_tool(model, cfg, key, parts, ends)
+    parts.fingers = _find_fingers(model, cfg, key, parts)
+    data = mujoco.MjData(model)
+    if home is not None:
+        data.qpos[:] = home
+    _find_axis(model, data, cfg, parts)
+    _find_start(model, data, cfg, key, parts, home)
+    return parts
+
+
+def _floating(key: str, joint: str) -> str:
+    return (
+        f"{key}: the base of this robot is free (joint {joint!r}), and an arm task needs one that stands still. Set "
+        f"{key}.fix_base to true to bolt it down, or choose a task for robots that walk"
+    )
+
+
+def _last_link(model: mujoco.MjModel, cfg: ArmCfg, key: str) -> int:
+    """Return the body that the last joint of the arm moves."""
+    known = names(model, "joint")
+    unknown = [name for name in cfg.joints if name not in known]
+    if unknown:
+        raise ConfigError([f"{key}.joints: the model has no joint {n!r}.{nearest(n, known)}" for n in unknown])
+    if cfg.joints:
+        ids = [known.index(name) for name in cfg.joints]
+        body = int(model.jnt_bodyid[ids[-1]])
+        chain = path_joints(model, body)
+        if sorted(ids) != ids or any(j not in chain for j in ids):
+            on_way = [model.joint(j).name for j in chain]
+            raise ConfigError(
+                f"{key}.joints: expected joints of one chain, from the base to the tool; between the base and "
+                f"{cfg.joints[-1]!r} are {_listed(on_way)}; got {list(cfg.joints)}"
+            )
+        return body
+    if cfg.tool_site is not None:
+        body = _place(model, cfg.tool_site, f"{key}.tool_site")[0]
+        while body and not model.body_jntnum[body]:
+            body = int(model.body_parentid[body])
+        if not body:
+            raise ConfigError(f"{key}.tool_site: no joint moves {cfg.tool_site!r}; name a site or body of the hand")
+        return body
+    floating = free_base(model)
+    if floating is not None:
+        raise ConfigError(_floating(key, floating))
+    ends = find_chains(model)
+    if not ends:
+        raise ConfigError(f"{key}: the model has no joints that could be an arm's; its joints: {_listed(known)}")
+    if len(ends) > 1:
+        chains = ["; ".join(f"{model.joint(j).name}" for j in path_joints(model, end)[-7:]) for end in ends]
+        listed = " | ".join(chains)
+        raise ConfigError(
+            f"{key}: the model has {len(ends)} chains of joints ({listed}). Name one by {key}.joints or "
+            f"{key}.tool_site, or each under {key}.arms, such as "
+            + '{"left": {"tool_site": ...}, "right": {"tool_site": ...}}'
+        )
+    return ends[0]
+
+
+def _place(model: mujoco.MjModel, name: str, key: str) -> tuple[int, int | None]:
+    """Return the body that a name means, and the site if it is one's; a tool's parts may lack their prefix."""
+    for full in (name, f"tool/{name}"):
+        site = mujoco.mj_name2id(model, _SITE, full)
+        if site >= 0:
+            return int(model.site_bodyid[site]), site
+        body = mujoco.mj_name2id(model, _BODY, full)
+        if body > 0:
+            return body, None
+    sites, bodies = names(model, "site"), names(model, "body")[1:]
+    close = nearest(name, [*sites, *bodies]).split(" Valid:")[0]
+    raise ConfigError(
+        f"{key}: no site or body is called {name!r}.{close} Sites: {_listed(sites)}. Bodies: {_listed(bodies)}"
+    )
+
+
+def _limits(model: mujoco.MjModel, cfg: ArmCfg, key: str, joints: list[int]) -> tuple[list[float], list[float]]:
+    """Return the limits of joints: of the config, of the model, or of the servo that drives them."""
+    known = names(model, "joint")
+    unknown = [name for name in cfg.limits if name not in known]
+    if unknown:
+        raise ConfigError([f"{key}.limits.{n}: the model has no such joint.{nearest(n, known)}" for n in unknown])
+    bounds, without = [], []
+    for joint in joints:
+        name = model.joint(joint).name
+        drive = servo_of(model, joint)
+        if name in cfg.limits:
+            bounds.append(cfg.limits[name])
+        elif model.jnt_limited[joint]:
+            bounds.append(tuple(model.jnt_range[joint].tolist()))
+        elif drive is not None and model.actuator_ctrllimited[drive]:
+            bounds.append(tuple(model.actuator_ctrlrange[drive].tolist()))
+        else:
+            without.append(name)
+    if without:
+        example = ", ".join(f'"{name}": [-6.28, 6.28]' for name in without)
+        raise ConfigError(
+            f"{key}: these joints have no limits: {_listed(without)}. Give them some, {key}.limits: {{{example}}}, or "
+            f"leave them out of {key}.joints, which holds them where they are"
+        )
+    return [float(low) for low, _ in bounds], [float(high) for _, high in bounds]
+
+
+def actuators_of(model: mujoco.MjModel, joint: int) -> list[int]:
+    """Return the actuators that act on a joint, directly or through a tendon."""
+    found = []
+    for i in range(model.nu):
+        kind, target = int(model.actuator_trntype[i]), int(model.actuator_trnid[i, 0])
+        if kind in (int(mujoco.mjtTrn.mjTRN_JOINT), int(mujoco.mjtTrn.mjTRN_JOINTINPARENT)):
+            acts = target == joint
+        elif kind == int(mujoco.mjtTrn.mjTRN_TENDON):
+            acts = joint in tendon_joints(model, target)
+        else:
+            acts = False
+        if acts:
+            found.append(i)
+    return found
+
+
+def tendon_joints(model: mujoco.MjModel, tendon: int) -> list[int]:
+    """Return the joints that a fixed tendon couples."""
+    first, count = int(model.tendon_adr[tendon]), int(model.tendon_num[tendon])
+    wraps = range(first, first + count)
+    return [int(model.wrap_objid[w]) for w in wraps if int(model.wrap_type[w]) == int(mujoco.mjtWrap.mjWRAP_JOINT)]
+
+
+def drive_kind(model: mujoco.MjModel, actuator: int) -> str:
+    """Return ``servo`` for one that goes to a position, ``motor`` for a force or torque, else ``other``."""
+    still = int(model.actuator_dyntype[actuator]) in (
+        int(mujoco.mjtDyn.mjDYN_NONE),
+        int(mujoco.mjtDyn.mjDYN_FILTER),
+        int(mujoco.mjtDyn.mjDYN_FILTEREXACT),
+    )
+    fixed = int(model.actuator_gaintype[actuator]) == int(mujoco.mjtGain.mjGAIN_FIXED)
+    bias = int(model.actuator_biastype[actuator])
+    if not still or not fixed or not model.actuator_gainprm[actuator, 0]:
+        return "other"
+    if bias == int(mujoco.mjtBias.mjBIAS_NONE):
+        return "motor"
+    pulls = bias == int(mujoco.mjtBias.mjBIAS_AFFINE) and model.actuator_biasprm[actuator, 1] != 0
+    return "servo" if pulls else "other"
+
+
+def servo_of(model: mujoco.MjModel, joint: int) -> int | None:
+    """Return the one position servo that drives a joint directly, or ``None``."""
+    return _only(model, joint, "servo")
+
+
+def motor_of(model: mujoco.MjModel, joint: int) -> int | None:
+    """Return the one motor that drives a joint directly, or ``None``."""
+    return _only(model, joint, "motor")
+
+
+def _only(model: mujoco.MjModel, joint: int, kind: str) -> int | None:
+    found = actuators_of(model, joint)
+    direct = len(found) == 1 and int(model.actuator_trntype[found[0]]) != int(mujoco.mjtTrn.mjTRN_TENDON)
+    return found[0] if direct and drive_kind(model, found[0]) == kind else None
+
+
+def _find_tool(model: mujoco.MjModel, cfg: ArmCfg, key: str, parts: ArmParts, last: int) -> None:
+    """Find the site of the tool, or the body that stands for it."""
+    rigid = [b for b in below(model, last) if b == last or path_joints(model, b) == path_joints(model, last)]
+    if cfg.tool_site is not None:
+        body, site = _place(model, cfg.tool_site, f"{key}.tool_site")
+        if body not in rigid:
+            on_hand = [model.site(s).name for s in range(model.nsite) if int(model.site_bodyid[s]) in rigid]
+            options = on_hand or [model.body(b).name for b in rigid]
+            raise ConfigError(
+                f"{key}.tool_site: {cfg.tool_site!r} is not fixed to the last link {parts.body!r}; "
+                f"choose one of {_listed(options)}, or other {key}.joints"
+            )
+        parts.site, parts.site_body = _site_name(model, body, site)
+        return
+    sites = [s for s in range(model.nsite) if int(model.site_bodyid[s]) in rigid]
+    if cfg.tool is not None:
+        sites = [s for s in sites if model.site(s).name.startswith("tool/")] or sites
+    if sites:
+        parts.site = model.site(min(sites, key=lambda s: _rank(model.site(s).name))).name
+        return
+    leaves = [b for b in rigid if not any(int(model.body_parentid[c]) == b for c in rigid)]
+    if len(leaves) > 1:
+        raise ConfigError(
+            f"{key}.tool_site: the model has no site at the end of the arm. Name the site or body that is the tool: "
+            f"bodies there are {_listed([model.body(b).name for b in rigid])}; sites of the model: "
+            f"{_listed(names(model, 'site'))}"
+        )
+    parts.site, parts.site_body = _site_name(model, leaves[0], None)
+
+
+def _site_name(model: mujoco.MjModel, body: int, site: int | None) -> tuple[str, str | None]:
+    if site is not None:
+        return model.site(site).name, None
+    name = model.body(body).name
+    return f"{name}_{ADDED_SITE}", name
+
+
+def _rank(site: str) -> tuple[int, int]:
+    """Order sites by how much their name says "tool", and then by how short it is."""
+    name = site.rpartition("/")[2].lower()
+    words = [i for i, word in enumerate(_TOOL_WORDS) if word in name]
+    return (min(words) if words else len(_TOOL_WORDS), len(name))
+
+
+def _find_fingers(model: mujoco.MjModel, cfg: ArmCfg, key: str, parts: ArmParts) -> list[str]:
+    """Return the joints of the fingers: those that are driven, and those that follow them by an equality."""
+    known = parts.hand
+    if cfg.gripper is not None:
+        full = [name if name in known else f"tool/{name}" for name in cfg.gripper]
+        unknown = [given for given, name in zip(cfg.gripper, full, strict=True) if name not in known]
+        if unknown:
+            raise ConfigError(
+                [f"{key}.gripper: no joint of the hand is called {n!r}.{nearest(n, known)}" for n in unknown]
+            )
+        return full
+    ids = [model.joint(name).id for name in known if moves(model, model.joint(name).id)]
+    driven = {j for j in ids if actuators_of(model, j)}
+    followers = {one: two for one, two in coupled_joints(model).items() if one in ids and two in ids}
+    if driven:
+        fingers = driven | {one for one, two in followers.items() if two in driven}
+        fingers |= {two for one, two in followers.items() if one in driven}
+    else:  # nothing drives it: pairs that move together, or the only one or two
+        fingers = set(followers) | set(followers.values()) or (set(ids) if len(ids) <= 2 else set())
+    return [model.joint(j).name for j in sorted(fingers)]
+
+
+def coupled_joints(model: mujoco.MjModel) -> dict[int, int]:
+    """Return the joints that an equality constraint makes follow another: follower and leader."""
+    out = {}
+    for i in range(model.neq):
+        if int(model.eq_type[i]) == int(mujoco.mjtEq.mjEQ_JOINT) and int(model.eq_obj2id[i]) >= 0:
+            out[int(model.eq_obj1id[i])] = int(model.eq_obj2id[i])
+    return out
+
+
+def site_frame(model: mujoco.MjModel, data: mujoco.MjData, parts: ArmParts) -> tuple[np.ndarray, np.ndarray, int]:
+    """Return position and rotation of the tool in the world of ``data``, and the body it belongs to."""
+    if parts.site_body is not None or parts.site is None:
+        body = model.body(parts.site_body or parts.body).id
+        return data.xpos[body].copy(), data.xmat[body].reshape(3, 3).copy(), body
+    site = model.site(parts.site).id
+    return data.site_xpos[site].copy(), data.site_xmat[site].reshape(3, 3).copy(), int(model.site_bodyid[site])
+
+
+def _find_axis(model: mujoco.MjModel, data: mujoco.MjData, cfg: ArmCfg, parts: ArmParts) -> None:
+    """Find the axis of the tool's frame that leads away from the last joint."""
+    mujoco.mj_kinematics(model, data)
+    position, rotation, _ = site_frame(model, data, parts)
+    last = model.joint(parts.joints[-1]).id
+    away = rotation.T @ (position - data.xanchor[last])
+    if np.linalg.norm(away) < 0.01:  # the tool is at the joint: along its axis, away from the joint before
+        before = data.xanchor[model.joint(parts.joints[max(0, len(parts.joints) - 2)]).id]
+        along = data.xaxis[last]
+        away = rotation.T @ (along * (1.0 if along @ (position - before) >= 0 else -1.0))
+    if cfg.tool_axis is not None:
+        away = np.eye(3)["xyz".index(cfg.tool_axis[-1])] * (-1.0 if cfg.tool_axis[0] == "-" else 1.0)
+    largest = int(np.argmax(np.abs(away)))
+    parts.axis = np.eye(3)[largest] * (1.0 if away[largest] >= 0 else -1.0)
+
+
+def base_pose(cfg: ArmCfg) -> tuple[np.ndarray, np.ndarray]:
+    """Return where the base of a robot stands: position and quaternion."""
+    pos = np.array(cfg.pos if cfg.pos is not None else (0.0, 0.0, 0.0))
+    if cfg.quat is not None:
+        quat = np.array(cfg.quat) / np.linalg.norm(cfg.quat)
+    else:
+        half = 0.5 * (cfg.yaw or 0.0)
+        quat = np.array([np.cos(half), 0.0, 0.0, np.sin(half)])
+    return pos, quat
+
+
+def _find_start(
+    model: mujoco.MjModel, data: mujoco.MjData, cfg: ArmCfg, key: str, parts: ArmParts, home: np.ndarray | None
+) -> None:
+    """Find the joint positions that an episode starts from."""
+    count, fingers = len(parts.joints), len(parts.fingers)
+    if cfg.init_qpos:
+        if len(cfg.init_qpos) not in (count, count + fingers):
+            raise ConfigError(
+                f"{key}.init_qpos: expected {count} joints and {fingers} fingers, got {len(cfg.init_qpos)} numbers"
+            )
+        parts.init, parts.init_from = [float(q) for q in cfg.init_qpos[:count]], "init_qpos"
+        parts.init_fingers = [float(q) for q in cfg.init_qpos[count:]]
+        return
+    addresses = [int(model.joint(name).qposadr[0]) for name in parts.joints]
+    if home is not None and cfg.init_tool is None:
+        parts.init, parts.init_from = [float(home[a]) for a in addresses], "a keyframe of the model"
+        return
+    if parts.site is None or count < 2:
+        reference = np.clip(model.qpos0[addresses], parts.lower, parts.upper)
+        parts.init, parts.init_from = reference.tolist(), "the model's own posture"
+        return
+    pos, quat = base_pose(cfg)
+    found = find_posture(model, data, parts, cfg.init_tool, pos, quat)
+    if found is not None:
+        parts.init, parts.init_from = [round(float(q), 4) for q in found], "a search: the tool points down"
+        return
+    if cfg.init_tool is not None:
+        raise ConfigError(f"{key}.init_tool: the arm does not reach {list(cfg.init_tool)} with the tool pointing down")
+    middle = 0.5 * (np.array(parts.lower) + np.array(parts.upper))
+    parts.init, parts.init_from = [round(float(q), 4) for q in middle], "the middle of the limits"
+
+
+def find_posture(
+    model: mujoco.MjModel,
+    data: mujoco.MjData,
+    parts: ArmParts,
+    target: Sequence[float] | None,
+    pos: np.ndarray,
+    quat: np.ndarray,
+) -> np.ndarray | None:
+    """Return joint positions that bring the tool to a point of the world, pointing down, or ``None``.
+
+    Without a target: in front of the first joint, half as far away as the arm reaches, a third of that above the base.
+    """
+    generator = np.random.default_rng(0)
+    lower, upper = np.array(parts.lower), np.array(parts.upper)
+    ids = [model.joint(name).id for name in parts.joints]
+    addresses, dofs = [int(model.jnt_qposadr[j]) for j in ids], [int(model.jnt_dofadr[j]) for j in ids]
+    rotation = np.empty(9)
+    mujoco.mju_quat2Mat(rotation, quat)
+    base = rotation.reshape(3, 3)
+    narrow = np.clip(lower, -np.pi, None), np.clip(upper, None, np.pi)
+
+    def tool(qpos: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+        data.qpos[addresses] = qpos
+        mujoco.mj_kinematics(model, data)
+        mujoco.mj_comPos(model, data)
+        return site_frame(model, data, parts)
+
+    starts = [0.5 * (narrow[0] + narrow[1]), *generator.uniform(*narrow, size=(_SEARCHES, len(ids)))]
+    if target is None:
+        first = next((j for j in ids if int(model.jnt_type[j]) == HINGE), ids[0])
+        spread = [tool(start)[0] - data.xanchor[first] for start in starts]
+        tool(starts[0])
+        reach = max(float(np.linalg.norm(away)) for away in spread)
+        goal = data.xanchor[first] * np.array([1.0, 1.0, 0.0]) + reach * np.array([0.6, 0.0, 0.35])
+    else:
+        goal = base.T @ (np.array(target) - pos)
+    down = base.T @ np.array([0.0, 0.0, -1.0])
+    best: tuple[float, np.ndarray] | None = None
+    jacobian = np.zeros((6, model.nv))
+    for start in starts:
+        qpos = start.copy()
+        for _ in range(_STEPS):
+            position, frame, body = tool(qpos)
+            error = np.concatenate((goal - position, np.cross(frame @ parts.axis, down)))
+            if frame @ parts.axis @ down < 0:  # upside down, where the cross product fades
+                error[3:] *= 2.0 / max(0.1, float(np.linalg.norm(error[3:])))
+            mujoco.mj_jac(model, data, jacobian[:3], jacobian[3:], position, body)
+            part = jacobian[:, dofs]
+            step = part.T @ np.linalg.solve(part @ part.T + 0.01 * np.eye(6), np.clip(error, -0.2, 0.2))
+            qpos = np.clip(qpos + step, lower, upper)
+        position, frame, _ = tool(qpos)
+        if np.linalg.norm(goal - position) > 0.005 or frame @ parts.axis @ down < 0.999:
+            continue
+        # Of the postures found, the one that is far from its limits, little wound up, and high above the table.
+        margin = float(np.min(np.minimum(qpos - lower, upper - qpos) / (upper - lower)))
+        height = float(np.min(-(data.xanchor[ids[1:]] @ down)))
+        score = float(np.abs(qpos - starts[0]).sum()) - 20.0 * min(margin, 0.1) - 5.0 * height
+        if best is None or score < best[0] - 1e-6:
+            best = score, qpos
+    return None if best is None else best[1]
