@@ -29,7 +29,20 @@ import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Self, TypeVar, cast, dataclass_transform, overload
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Final,
+    Protocol,
+    Self,
+    TypeVar,
+    cast,
+    dataclass_transform,
+    overload,
+    runtime_checkable,
+)
 
 import pydantic
 from pydantic import ConfigDict, GetCoreSchemaHandler
@@ -144,8 +157,18 @@ def missing_fields(cfg: object, prefix: str = "") -> list[str]:
     return _missing(cfg, prefix)
 
 
+@runtime_checkable
+class WritesItself(Protocol):
+    """A value of a config that says by itself what a file has for it."""
+
+    def to_data(self) -> Any:
+        """Return what the value can be read from."""
+
+
 def to_data(value: Any, path: str = "") -> Any:
     """Turn configs, containers, paths and enums into what JSON can hold."""
+    if isinstance(value, WritesItself):
+        value = value.to_data()
     if is_config(value):
         value = {f.name: getattr(value, f.name) for f in _fields(value)}
     if isinstance(value, Mapping):

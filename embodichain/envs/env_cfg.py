@@ -5,13 +5,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from embodichain.config.classes import Config, Count, NotNegative, Number, Positive, configclass
+from embodichain.envs.curricula import PositiveRange, Range
 from embodichain.envs.rendering import CameraCfg
-
-
-def _ordered(bounds: tuple[float, float]) -> tuple[float, float]:
-    if bounds[0] > bounds[1]:
-        raise ValueError(f"expected [low, high] with low <= high, got {list(bounds)}")
-    return bounds
 
 
 def _distinct(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -21,7 +16,6 @@ def _distinct(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 Color = Literal["red", "green", "blue", "yellow"]
-Range = Annotated[tuple[Number, Number], AfterValidator(_ordered)]
 
 
 @configclass
@@ -52,13 +46,30 @@ class JointRangeCfg(Config):
 class ScaleRangeCfg(Config):
     """A factor on a nominal value, drawn uniformly."""
 
-    scale: Annotated[tuple[Positive, Positive], AfterValidator(_ordered)] = (1.0, 1.0)
+    scale: PositiveRange = (1.0, 1.0)
     """Bounds of the factor."""
 
 
 @configclass
+class EventTermCfg(Config):
+    """One event: a registered function, when it happens, and its parameters; see docs/randomization.md."""
+
+    func: str
+    """Registered name, such as ``mass`` or ``push``."""
+    mode: Literal["reset", "interval", "step"] | None = None
+    """At the start of an episode, every few seconds, or in every step; default: as the function is meant."""
+    params: dict[str, Any] = {}
+    """Parameters of the function."""
+    interval_range_s: PositiveRange = (5.0, 10.0)
+    """Seconds of simulated time between two events of mode ``interval``."""
+
+
+@configclass
 class EventsCfg(Config):
-    """What is drawn anew when an episode starts; ``null`` turns one off."""
+    """What is drawn anew when an episode starts, and happens while it lasts; ``null`` turns one off.
+
+    In a file, ``{"func": NAME, ...}`` under any further name is one of ``terms``.
+    """
 
     randomize_robot: JointRangeCfg | None = None
     """Offset of the robot's joints from ``robot.init_qpos``."""
@@ -70,6 +81,8 @@ class EventsCfg(Config):
     """Factor on the sliding friction of the object."""
     randomize_mass: ScaleRangeCfg | None = None
     """Factor on the mass (and inertia) of the object."""
+    terms: dict[str, EventTermCfg | None] = {}
+    """Events by a name of one's own: registered functions."""
 
 
 @configclass
@@ -216,6 +229,8 @@ class EnvCfg(Config):
     """The action term."""
     command: VelocityCommandCfg | None = None
     """Commanded velocities, for the tasks of walking robots."""
+    curricula: Literal["follow", "final"] = "follow"
+    """Whether ranges with a curriculum follow it, or are where it ends, as in evaluations."""
     language: LanguageCfg | None = None
     """Goals and instructions, for the tasks that understand words."""
 

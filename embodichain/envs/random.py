@@ -6,12 +6,17 @@ device and the order of resets are, the state of all streams is one int64 tensor
 from its seed alone. The hash is the SplitMix64 finaliser, which passes BigCrush as a counter-based generator.
 """
 
+import hashlib
 import math
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from embodichain.envs.curricula import Curricula
+
+CHANNEL_DRAWS = 1 << 20
+"""Numbers that one draw may take from a channel."""
 _GAMMA = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 _MUL1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MUL2 = -7723592293110705685  # 0x94D049BB133111EB
@@ -49,11 +54,25 @@ def combine(a: Tensor, b: Tensor) -> Tensor:
     return mix(mix(a) + (b + 1) * _GAMMA)
 
 
+def channel(name: str, device: torch.device | str) -> Tensor:
+    """Return the channel of a name, int64 ``[1]``: draws of different names have nothing to do with each other."""
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return torch.tensor([int.from_bytes(digest, "little", signed=True)], device=device)
+
+
+def box_muller(uniform: Tensor) -> Tensor:
+    """Turn numbers ``[n, 2 * size]`` in [0, 1) into half as many standard normal ones."""
+    first, second = uniform.chunk(2, dim=1)
+    return torch.sqrt(-2.0 * torch.log1p(-first)) * torch.cos(2.0 * math.pi * second)
+
+
 class RandomStreams:
     """One random stream per env, kept as ``state`` ``[num_envs, 4]`` int64: key, episode, episode seed, draws made."""
 
     def __init__(self, num_envs: int, device: torch.device | str = "cpu", seed: int = 0) -> None:
         self.state = torch.zeros(num_envs, 4, dtype=torch.int64, device=device)
+        self.curricula: Curricula | None = None
+        """Where ranges are that follow a curriculum."""
         self.seed(torch.arange(num_envs, device=device), seed)
 
     @property
@@ -82,20 +101,25 @@ class RandomStreams:
 
     def normal(self, env_ids: Tensor, size: int) -> Tensor:
         """Draw standard normal float64 ``[len(env_ids), size]``."""
-        return _box_muller(self.uniform(env_ids, 2 * size))
+        return box_muller(self.uniform(env_ids, 2 * size))
+
+    def of(self, env_ids: Tensor, channel: Tensor, first: Tensor | int, size: int) -> Tensor:
+        """Return float64 ``[len(env_ids), size]`` in [0, 1): the numbers ``first ..`` of a channel of the episodes.
+
+        They follow from (episode seed, channel, first) alone: drawing them changes nothing.
+        """
+        seeds = combine(self.state[env_ids, SEED], channel)
+        begins = first.unsqueeze(1) if isinstance(first, Tensor) else first
+        index = (begins + torch.arange(size, device=self.state.device)).view(-1, size)
+        bits = _shift_right(combine(seeds.unsqueeze(1), index), 11)
+        return bits.to(torch.float64) * 2.0**-53
 
     def noise(self, env_ids: Tensor, step: Tensor, size: int) -> Tensor:
         """Return standard normal float64 ``[len(env_ids), size]``, a function of (episode seed, step) alone."""
-        return _box_muller(self._unit(env_ids, _NOISE_DRAWS + step * (2 * size), 2 * size))
+        return box_muller(self._unit(env_ids, _NOISE_DRAWS + step * (2 * size), 2 * size))
 
     def _unit(self, env_ids: Tensor, first: Tensor, size: int) -> Tensor:
         """Return the numbers ``first .. first + size`` of the episodes' sequences, float64 in [0, 1)."""
         index = first.unsqueeze(1) + torch.arange(size, device=self.state.device)
         bits = _shift_right(combine(self.state[env_ids, SEED].unsqueeze(1), index), 11)  # 53 bits fill a double
         return bits.to(torch.float64) * 2.0**-53
-
-
-def _box_muller(uniform: Tensor) -> Tensor:
-    """Turn numbers ``[n, 2 * size]`` in [0, 1) into half as many standard normal ones."""
-    first, second = uniform.chunk(2, dim=1)
-    return torch.sqrt(-2.0 * torch.log1p(-first)) * torch.cos(2.0 * math.pi * second)

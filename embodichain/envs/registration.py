@@ -15,6 +15,7 @@ from embodichain.config import load_config, merge
 from embodichain.config.compat import translate_gym_config
 from embodichain.envs import MUJOCO_SUITE, TASKS, register_with_gymnasium
 from embodichain.envs.env_cfg import GymCfg
+from embodichain.envs.event_terms import EVENTS
 from embodichain.envs.gymnasium_env import make_gymnasium
 from embodichain.envs.gymnasium_env.construct import resolve_spec
 from embodichain.envs.physics.mujoco_cpu import MujocoCpuPhysics
@@ -30,7 +31,7 @@ from embodichain.extras import available, config_folders, import_trusted
 LONGEST_EPISODE = 10_000
 """Steps after which whole episodes are cut where an environment states no time limit."""
 _LOG = logging.getLogger(__name__)
-_FUNCTIONS = {"rewards": REWARDS, "observations": OBSERVATIONS}
+_FUNCTIONS = {"events": EVENTS, "rewards": REWARDS, "observations": OBSERVATIONS}
 """Sections of ``env`` that call registered functions, as ``{"func": NAME, "params": {...}}``."""
 
 MAX_COPIES = 16_384
@@ -224,6 +225,7 @@ def make_to_watch(
     """
     import_trusted(trusted_modules, config_folders(config))
     cfg = load_gym_config(config, **overrides)
+    cfg = cfg.replace(env=cfg.env.replace(curricula="final"))  # to watch is to judge
     env = _make_with_images(cfg, trusted_modules) if video and not is_simulated_here(cfg) else None
     env = make(cfg, trusted_modules) if env is None else env
     if env.max_episode_steps is not None:

@@ -1,86 +1,23 @@
-"""State by row, domain randomisation, and resets: by index on the CPU, by mask on a GPU, without waiting for it."""
+"""State by row, and resets: by index on the CPU, by mask on a GPU, without waiting for it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-import mujoco
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from embodichain.envs.env_cfg import EventsCfg
+from embodichain.envs.curricula import Curricula
 from embodichain.envs.observations import PackedObservation
 from embodichain.envs.physics import Physics
 from embodichain.envs.random import EPISODE, KEY, RandomStreams
+from embodichain.envs.randomization import DomainRandomization
 from embodichain.envs.task import ResetState, Task
-from embodichain.errors import ConfigError, EnvContractError
+from embodichain.errors import EnvContractError
 
-
-class DomainRandomization:
-    """Scales friction and mass of the task's object per env; does nothing, and costs nothing, unless configured."""
-
-    def __init__(self, events: EventsCfg, physics: Physics, object_body: str | None) -> None:
-        self._physics = physics
-        self._friction, self._mass = events.randomize_friction, events.randomize_mass
-        self.active = self._friction is not None or self._mass is not None
-        if not self.active:
-            return
-        if object_body is None:
-            raise ConfigError(
-                "env.events: randomize_friction and randomize_mass need an object, and this task has none"
-            )
-        body = mujoco.mj_name2id(physics.model, int(mujoco.mjtObj.mjOBJ_BODY), object_body)
-        first, count = int(physics.model.body_geomadr[body]), int(physics.model.body_geomnum[body])
-        self._body, self._geoms = body, slice(first, first + count)
-        names = ["geom_friction"] if self._friction is not None else []
-        names += ["body_mass", "body_inertia"] if self._mass is not None else []
-        self._nominal = {name: physics.model_field(name)[0].clone() for name in names}
-
-    def apply(self, env_ids: Tensor, streams: RandomStreams) -> None:
-        """Draw new values for these envs."""
-        if self._friction is not None:
-            scale = streams.uniform(env_ids, 1, *self._friction.scale)
-            friction = self._nominal["geom_friction"][self._geoms, 0] * scale
-            self._write("geom_friction", env_ids, (self._geoms, 0), friction)
-        if self._mass is not None:
-            scale = streams.uniform(env_ids, 1, *self._mass.scale)
-            self._write("body_mass", env_ids, (self._body,), self._nominal["body_mass"][self._body] * scale[:, 0])
-            self._write("body_inertia", env_ids, (self._body,), self._nominal["body_inertia"][self._body] * scale)
-            self._physics.refresh_model(env_ids)
-
-    def apply_where(self, mask: Tensor, streams: RandomStreams, drawn: Tensor) -> Tensor:
-        """Draw new values where ``mask`` ``[num_envs]`` holds; ``drawn`` is the streams' state, returned advanced."""
-        before, fields = streams.state.clone(), self.state()
-        env_ids = torch.arange(mask.shape[0], device=mask.device)
-        streams.state.copy_(drawn)
-        self.apply(env_ids, streams)
-        after = streams.state.clone()
-        streams.state.copy_(before)
-        for name, old in fields.items():
-            target = self._physics.model_field(name)
-            target.copy_(torch.where(_like(mask, old), target, old))
-        if self._mass is not None:
-            self._physics.refresh_model(env_ids)
-        return after
-
-    def state(self) -> dict[str, Tensor]:
-        """Return the randomised model fields, ``[num_envs, ...]`` each."""
-        return {name: self._physics.model_field(name).clone() for name in self._nominal} if self.active else {}
-
-    def set_state(self, env_ids: Tensor, fields: dict[str, Tensor]) -> None:
-        """Restore rows of :meth:`state`."""
-        for name, values in fields.items():
-            self._physics.model_field(name)[env_ids] = values
-        if self._mass is not None:
-            self._physics.refresh_model(env_ids)
-
-    def _write(self, name: str, env_ids: Tensor, index: tuple[int | slice, ...], values: Tensor) -> None:
-        target = self._physics.model_field(name)
-        rows = target[env_ids]
-        rows[(slice(None), *index)] = values.to(rows.dtype)
-        target[env_ids] = rows
+_CURRICULA = "curricula"
 
 
 @dataclass(frozen=True)
@@ -94,6 +31,9 @@ class EnvState:
     variables: dict[str, Tensor]
     """The task's own values, such as goals, ``[num_envs, ...]``."""
     domain: DomainRandomization
+    curricula: Curricula
+    events: dict[str, Tensor]
+    """Values of events, delays and the like, ``[num_envs, ...]``."""
 
     def read(self) -> dict[str, Any]:
         """Return copies of all rows, nested by name."""
@@ -103,6 +43,8 @@ class EnvState:
             "step": self.step.clone(),
             "variables": {name: value.clone() for name, value in self.variables.items()},
             "model": self.domain.state(),
+            **({"events": {name: value.clone() for name, value in self.events.items()}} if self.events else {}),
+            **({_CURRICULA: self.curricula.state()} if self.curricula.active else {}),
         }
 
     def write(self, env_ids: Tensor, rows: Any) -> None:
@@ -114,6 +56,10 @@ class EnvState:
             value.index_copy_(0, env_ids, rows["variables"][name])
         if self.domain.active:
             self.domain.set_state(env_ids, dict(rows["model"].items()))
+        for name, value in self.events.items():
+            value.index_copy_(0, env_ids, rows["events"][name])
+        if _CURRICULA in rows.keys():  # noqa: SIM118 - of a TensorDict, the rows are what it iterates over
+            self.curricula.set_state(env_ids, rows[_CURRICULA])
 
 
 def check_state(state: Any, template: TensorDictBase, count: int) -> None:
@@ -163,16 +109,16 @@ class Resets:
         self._all = torch.arange(state.physics.num_envs, device=state.physics.device)
         self._ahead: dict[str, Any] = {}
         self._ahead_obs: PackedObservation
-        self._drawn_from = torch.full((state.physics.num_envs, 2), -1, dtype=torch.int64)
+        self._drawn_from = torch.full_like(self._origins(), -1)
 
     def begin(self, env_ids: Tensor, episodes: Tensor | None = None) -> None:
         """Begin the next episode in each of these envs, or the episodes of these seeds."""
         state, variables = self._state, self._task.variables
         state.streams.next_episode(env_ids, episodes)
         start = self._sample(env_ids)
-        state.physics.set(env_ids, start.qpos, start.qvel, start.poses)
         if state.domain.active:
-            state.domain.apply(env_ids, state.streams)
+            state.domain.apply(env_ids, state.streams, start)
+        state.physics.set(env_ids, start.qpos, start.qvel, start.poses)
         for name, value in start.variables.items():
             if name not in variables:  # the first reset, of all envs, gives shapes and types
                 variables[name] = torch.empty_like(value)
@@ -187,7 +133,7 @@ class Resets:
 
     def draw_ahead(self, env_ids: Tensor | None = None) -> None:
         """Draw again what was used in any env, if it was in these (default: all); the envs stay as they are."""
-        origins = self._state.streams.state[:, KEY : EPISODE + 1]  # what the next episode of each env follows from
+        origins = self._origins()
         outdated = (self._drawn_from != origins).any(dim=1)
         if not bool((outdated if env_ids is None else outdated[env_ids]).any()):
             return
@@ -195,6 +141,7 @@ class Resets:
         try:
             self.begin(used)
             obs, rows = self._observe(used), _select(self._state.read(), used)
+            rows.pop(_CURRICULA, None)  # goes on until the episode begins
         finally:
             self._state.write(used, _select(everything, used))
         self._drawn_from[used] = origins[used]
@@ -203,6 +150,12 @@ class Resets:
             self._ahead_obs = self._ahead_obs.with_rows(obs, used)
         else:
             self._ahead, self._ahead_obs = rows, obs
+
+    def _origins(self) -> Tensor:
+        """Return what the next episode of each env follows from, int64 ``[num_envs, k]``."""
+        origins = self._state.streams.state[:, KEY : EPISODE + 1]
+        curricula = self._state.curricula
+        return torch.cat((origins, curricula.origin()), dim=1) if curricula.active else origins
 
     def draw(self) -> Drawn:
         """Draw the next reset state of every env (choosing some would wait for the device); leave the streams as is."""
@@ -223,9 +176,9 @@ class Resets:
     def begin_where(self, done: Tensor, drawn: Drawn) -> None:
         """Begin the episodes that were drawn in the envs where ``done`` ``[num_envs]`` holds."""
         state, (start, streams) = self._state, drawn
-        state.physics.set_where(done, start.qpos, start.qvel, start.poses)
         if state.domain.active:
-            streams = state.domain.apply_where(done, state.streams, streams)
+            streams = state.domain.apply_where(done, state.streams, streams, start)
+        state.physics.set_where(done, start.qpos, start.qvel, start.poses)
         state.streams.state.copy_(torch.where(done.unsqueeze(1), streams, state.streams.state))
         for name, value in start.variables.items():
             target = self._task.variables[name]

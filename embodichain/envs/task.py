@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from embodichain.envs.actions import RobotActionManager
+from embodichain.envs.curricula import MovingRange
 from embodichain.envs.env_cfg import GymCfg, PoseRangeCfg
 from embodichain.envs.physics import Physics
 from embodichain.envs.random import RandomStreams
@@ -181,8 +182,18 @@ def add_columns(rows: Tensor, robot: slice | Tensor, columns: slice | Tensor, va
 
 def draw_poses(areas: Sequence[PoseRangeCfg], env_ids: Tensor, streams: RandomStreams) -> tuple[Tensor, ...]:
     """Draw x, y, z and yaw ``[n, 4]`` from each of several boxes at once."""
-    low, high = _bounds(tuple(r for area in areas for r in (area.x, area.y, area.z, area.yaw)), env_ids.device)
-    return streams.uniform(env_ids, 4 * len(areas), low, high).split(4, dim=1)
+    ranges = [r for area in areas for r in (area.x, area.y, area.z, area.yaw)]
+    return draw_ranges(ranges, env_ids, streams).split(4, dim=1)
+
+
+def draw_ranges(ranges: Sequence[tuple[float, float]], env_ids: Tensor, streams: RandomStreams) -> Tensor:
+    """Draw one number from each of several ranges, ``[n, len(ranges)]``; ranges may follow a curriculum."""
+    low, high = _bounds(tuple(tuple(bounds) for bounds in ranges), env_ids.device)
+    if streams.curricula is not None and any(isinstance(bounds, MovingRange) for bounds in ranges):
+        ends = [streams.curricula.bounds(bounds, env_ids) for bounds in ranges]
+        zeros = torch.zeros(env_ids.numel(), 1, dtype=torch.float64, device=env_ids.device)
+        low, high = (torch.cat([zeros + end[i] for end in ends], dim=1) for i in (0, 1))
+    return streams.uniform(env_ids, len(ranges), low, high)
 
 
 @lru_cache(maxsize=64)

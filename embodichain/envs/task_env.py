@@ -12,12 +12,14 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from embodichain.envs.actions import MotorActionManager, RobotActionManager
+from embodichain.envs.curricula import Curricula
 from embodichain.envs.env_cfg import GymCfg
 from embodichain.envs.observations import Bounds, ObservationBuilder, PackedObservation, observation_space
 from embodichain.envs.physics import Physics
 from embodichain.envs.random import RandomStreams
+from embodichain.envs.randomization import DomainRandomization, World
 from embodichain.envs.rendering import OBSERVED_AS, Cameras, Images, Load, Quality, bounds_of, segmentation_names
-from embodichain.envs.resets import DomainRandomization, Drawn, EnvState, Resets, check_state
+from embodichain.envs.resets import Drawn, EnvState, Resets, check_state
 from embodichain.envs.task import Scene, Task
 from embodichain.envs.terms import LAST_ACTION, ObservationTerms, RewardTerms
 from embodichain.envs.vec_env import Action, EnvIds, StepOutcome, StepResult, VecEnv
@@ -58,8 +60,12 @@ class TaskEnv(VecEnv):
         """Which envs ``[num_envs]`` need images in the next observation; ``None``: all."""
         noise = lambda ids, size: self._streams.noise(ids, self._step[ids], size)  # noqa: E731 - of the present steps
         self._observations = ObservationBuilder(cfg.env.observations, self.device, self._images, noise)
-        domain = DomainRandomization(cfg.env.events, physics, task_class.object_body)
-        self._state = EnvState(physics, self._streams, self._step, self.task.variables, domain)
+        self._curricula = self._streams.curricula = Curricula(self.num_envs, self.device, cfg.env.curricula == "final")
+        self._events = self._make_events(task_class.object_body)
+        events = self._events.variables()
+        self._state = EnvState(
+            physics, self._streams, self._step, self.task.variables, self._events, self._curricula, events
+        )
         kept = {LAST_ACTION: self.action_manager.action_dim} if self._remembers else {}
         self._resets = Resets(self.task, self._state, lambda ids: self._build(self.task.read(ids), ids), kept)
         self._resets.begin(self._all)
@@ -69,6 +75,7 @@ class TaskEnv(VecEnv):
         self._before: PackedObservation | None = None
         """On a GPU: a copy of the current observation in memory that a recorded step can read."""
         self._show(self._build(self._measurements(), self._all))
+        self._curricula.check(self.task.success(self._measurements()) is not None)
         cameras = self._cameras.cfgs.values()
         seen = [(camera, output) for camera in cameras for output in camera.outputs]
         bounds: Bounds = {(OBSERVED_AS[o], camera.name): bounds_of(camera, o, physics.model) for camera, o in seen}
@@ -78,6 +85,17 @@ class TaskEnv(VecEnv):
         if self._masked and not self._renders_on_host:
             parts = StepParts(self._act, self._simulate, self._draw_resets, self._conclude)
             self._graphed, self._before = GraphedStep(parts, self._keep_recorded), self._packed.copy()
+
+    def _make_events(self, object_body: str | None) -> DomainRandomization:
+        """Return the events of the config, and let all of its ranges follow their curricula."""
+        env, physics = self.cfg.env, self.physics
+        seconds = float(physics.model.opt.timestep) * self.task.substeps
+        world = World(physics, self.robot, seconds, self.action_manager.action_dim, "env.events", object_body)
+        events = DomainRandomization(env.events, world, self._curricula)
+        poses = env.events.replace(randomize_friction=None, randomize_mass=None, terms={})  # those are events
+        self._curricula.add({f: getattr(env, f) for f in env.__dataclass_fields__ if f != "events"}, "")
+        self._curricula.add(poses, "")
+        return events
 
     @property
     def name(self) -> str:
@@ -104,6 +122,9 @@ class TaskEnv(VecEnv):
         """Write the motor commands of an action."""
         self.task.before_step()
         self.task.take_action(applied)
+        if self._events.active:
+            self._events.before_step(self._step, self._streams)
+            applied = self._events.act(applied, self._step, self._streams)
         self.physics.ctrl.copy_(self.action_manager.control(applied, self.physics.qpos[:, self._joints]))
 
     def _simulate(self) -> None:
@@ -123,7 +144,8 @@ class TaskEnv(VecEnv):
         if diverged is not None:  # where nothing was reached, what was seen last
             packed = before.where(diverged & before.is_finite(), packed)
         final = self._show(packed)
-        obs = self._reset_done(outcome.terminated | outcome.truncated, drawn)
+        done = outcome.terminated | outcome.truncated
+        obs = self._reset_done(done, drawn)
         info = {
             "final_observation": final,
             "rewards": outcome.rewards,
@@ -141,16 +163,25 @@ class TaskEnv(VecEnv):
 
     def _score(self, scene: Scene, applied: Tensor) -> StepOutcome:
         """Score the state reached by an action, which is the last one from then on."""
-        if not self._remembers:
-            return self._scoring.score(scene, applied, self._step, self.physics.diverged)
-        last = self.task.variables[LAST_ACTION]
-        scene[LAST_ACTION] = last
+        last = self.task.variables[LAST_ACTION] if self._remembers else None
+        if last is not None:
+            scene[LAST_ACTION] = last
         outcome = self._scoring.score(scene, applied, self._step, self.physics.diverged)
-        last.copy_(applied)
+        if last is not None:
+            last.copy_(applied)
+        if self._curricula.active:
+            self._curricula.note(outcome.terminated | outcome.truncated, outcome.metrics.get("success"))
+            outcome.metrics.update(self._curricula.metrics())
         return outcome
 
     def _reset_done(self, done: Tensor, drawn: Drawn | None = None) -> TensorDict:
         """Begin the next episode where ``done`` ``[num_envs]`` holds, and return the observation of all envs."""
+        obs = self._begin_done(done, drawn)
+        if self._curricula.active:  # afterwards: what begins now may have been drawn while the last episode ran
+            self._curricula.begin(done)
+        return obs
+
+    def _begin_done(self, done: Tensor, drawn: Drawn | None) -> TensorDict:
         if not self._masked:
             ids = done.nonzero().view(-1)
             if ids.numel():
@@ -193,7 +224,10 @@ class TaskEnv(VecEnv):
         resolved = self.resolve_seed(seed, ids.numel())
         if isinstance(resolved, int):
             self._streams.seed(ids, resolved)
+            self._curricula.clear(ids)
         self._resets.begin(ids, resolved if isinstance(resolved, Tensor) else None)
+        if self._curricula.active:
+            self._curricula.begin(torch.isin(self._all, ids))
         return self._refresh(ids), {"episode_seed": self._streams.episode_seed}
 
     def get_state(self) -> TensorDict:

@@ -99,7 +99,8 @@ class Registry(Generic[F]):
         """Return a config class whose fields are the parameters of a function."""
         if name not in self._parameters:
             function = self._functions[name]
-            annotated: Any = vars(function)["__init__"] if isinstance(function, type) else function
+            of_class: Any = function
+            annotated = of_class.__init__ if isinstance(function, type) else function
             hints = typing.get_type_hints(annotated, include_extras=True)
             body: dict[str, Any] = {"__annotations__": {}, "__module__": __name__}
             for parameter in inspect.signature(function).parameters.values():

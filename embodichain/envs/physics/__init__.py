@@ -24,6 +24,16 @@ Poses: TypeAlias = Mapping[str, Tensor]
 """Position and unit quaternion ``[n, 7]`` of mocap bodies, by name."""
 
 
+DERIVING = frozenset(
+    (
+        *("body_mass", "body_inertia", "body_ipos", "body_iquat", "body_pos", "body_quat", "qpos0", "dof_armature"),
+        *("jnt_pos", "jnt_axis", "geom_pos", "geom_quat", "geom_size", "cam_pos", "cam_quat", "light_pos", "light_dir"),
+        *("actuator_gear", "site_pos", "site_quat"),
+    )
+)
+"""Fields of a model from which constants of it follow: ``refresh_model`` after writing them."""
+
+
 class Physics(ABC):
     """``num_envs`` copies of one model, with live tensors ``qpos``, ``qvel`` and ``ctrl`` ``[num_envs, ...]``.
 
@@ -94,6 +104,10 @@ class Physics(ABC):
     @abstractmethod
     def model_field(self, name: str) -> Tensor:
         """Return per-env values ``[num_envs, ...]`` of a model field, such as ``geom_friction``, to be written to."""
+
+    @abstractmethod
+    def applied_forces(self) -> Tensor:
+        """Return forces and torques on the bodies, ``[num_envs, nbody, 6]``, to be written to before a step."""
 
     @abstractmethod
     def refresh_model(self, env_ids: Tensor) -> None:

@@ -122,6 +122,7 @@ class MujocoCpuPhysics(Physics):
         self._sensordata = self._batch.bind("sensordata") if model.nsensordata else np.zeros((num_envs, 0))
         self._sensors_current = False
         self._fields: dict[str, Tensor] = {}
+        self._applied: Tensor | None = None
         self._rest = self._state[0].clone()
         self._warned = self._batch.warning.tobytes()
         self._bound = {name: self._batch.bind(name) for name in outputs}
@@ -209,6 +210,11 @@ class MujocoCpuPhysics(Physics):
                 self._forces.let_models_differ()
         return self._fields[name]
 
+    def applied_forces(self) -> Tensor:
+        if self._applied is None:
+            self._applied = torch.from_numpy(self._batch.bind("xfrc_applied"))
+        return self._applied
+
     def refresh_model(self, env_ids: Tensor) -> None:
         self._batch.set_const(torch.unique(env_ids).numpy())  # sorted, as the batch wants them
 
@@ -225,5 +231,6 @@ class MujocoCpuPhysics(Physics):
             self._forces = None
         self._bound = {}
         self._sensordata = self._sensordata.copy()
+        self._applied = None if self._applied is None else self._applied.clone()
         self._fields = {name: field.clone() for name, field in self._fields.items()}
         self._batch = _Closed()

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodichain.envs.physics import Physics, Poses, RenderAll
+from embodichain.envs.physics import DERIVING, Physics, Poses, RenderAll
 from embodichain.envs.physics.warp_cameras import WarpCameras
 from embodichain.envs.rendering import CameraCfg, Images
 from embodichain.errors import ConfigError, SimulationError
@@ -28,7 +28,18 @@ _MEMORY_ERRORS = ("alloc", "out of memory", "maximum representable")
 _STATE_FIELDS = ("time", "qpos", "qvel", "act", "qacc_warmstart", "ctrl", "mocap_pos", "mocap_quat")
 _MOTION_FIELDS = ("xpos", "xipos", "site_xpos", "cinert", "cvel")
 """Outputs that follow from positions and velocities; the others are forces, and there are none after a reset."""
-_MASS_CONSTANTS = ("body_subtreemass", "dof_invweight0", "body_invweight0", "tendon_invweight0", "actuator_acc0")
+_CONSTANTS = {
+    "FIXED": ("body_subtreemass",),
+    "KIN0": ("cam_pos0", "cam_poscom0", "cam_mat0", "light_pos0", "light_poscom0", "light_dir0"),
+    "INERT0": ("dof_invweight0", "body_invweight0", "tendon_invweight0", "actuator_acc0"),
+}
+"""Constants of the model that become per-world, by the group of ``set_const`` that computes them."""
+_DERIVED = {
+    "body_mass": ("FIXED", "INERT0"),
+    **dict.fromkeys(("body_inertia", "body_ipos", "body_iquat", "dof_armature", "actuator_gear"), ("INERT0",)),
+    **dict.fromkeys(("cam_pos", "cam_quat", "light_pos", "light_dir"), ("KIN0",)),
+}
+"""Groups that follow from a field; all of them for others."""
 _TOO_LARGE = 1e10  # MuJoCo's own bound of a sane state
 
 _GEOM = mujoco.mjtGeom
@@ -204,6 +215,8 @@ class MujocoWarpPhysics(Physics):
         self._rest = {name: column[0].clone() for name, column in self._columns.items()}
         self._all = torch.arange(num_envs, device=self.device)
         self._fields: dict[str, Tensor] = {}
+        self._derived = 0
+        """Groups of constants that every step begins by computing."""
         self._graphs: dict[int, Any] = {}
         self._workspace = Workspace(self.device)
         self.diverged = torch.zeros(num_envs, dtype=torch.bool, device=self.device)
@@ -228,8 +241,8 @@ class MujocoWarpPhysics(Physics):
                 column.copy_(torch.where(rows, column, self._rest[name]))
 
     def _substeps(self, count: int) -> None:
-        if "body_mass" in self._fields:  # constants that follow from masses, for whatever was written to them
-            self._mjw.set_const(self._model, self._data, restore=False)
+        if self._derived:  # constants that follow from what was written to fields
+            self._mjw.set_const(self._model, self._data, groups=self._derived, restore=False)
         for _ in range(count):
             self._mjw.step(self._model, self._data)
         if "cfrc_ext" in self.outputs:
@@ -362,21 +375,31 @@ class MujocoWarpPhysics(Physics):
     def model_field(self, name: str) -> Tensor:
         if name not in self._fields:
             self._fields[name] = self._expand(name)
-            if name == "body_mass":  # what follows from masses becomes per-world too
-                for constant in _MASS_CONSTANTS:
-                    self._expand(constant)
+            if name in DERIVING:  # what follows from it becomes per-world too
+                kinds, groups = self._mjw.SetConstGroup, _DERIVED.get(name, ("FIXED", "KIN0", "INERT0"))
+                for group in groups:
+                    self._derived |= int(getattr(kinds, group))
+                    for constant in _CONSTANTS[group]:
+                        if constant not in self._fields:
+                            self._fields[constant] = self._expand(constant)
             self._graphs.clear()
         return self._fields[name]
 
     def _expand(self, name: str) -> Tensor:
-        """Give a model field one row per world."""
-        shared = getattr(self._model, name)
+        """Give a model field one row per world; ``opt.gravity`` is a field of the model's options."""
+        owner = self._model.opt if name.startswith("opt.") else self._model
+        field = name.removeprefix("opt.")
+        shared = getattr(owner, field)
         if not shared.size:
             return torch.zeros(self.num_envs, 0, device=self.device)
         values = self._wp.to_torch(shared)
         own = values[:1].repeat(self.num_envs, *([1] * (values.dim() - 1))).contiguous()
-        setattr(self._model, name, self._wp.from_torch(own, dtype=shared.dtype))
+        setattr(owner, field, self._wp.from_torch(own, dtype=shared.dtype))
         return own
+
+    def applied_forces(self) -> Tensor:
+        forces: Tensor = self._wp.to_torch(self._data.xfrc_applied)
+        return forces.view(self.num_envs, -1, 6)
 
     def refresh_model(self, env_ids: Tensor) -> None:
         pass  # every step begins by deriving the constants of all worlds

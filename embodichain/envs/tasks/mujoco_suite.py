@@ -97,7 +97,9 @@ class MujocoTask(Task):
     def __init__(self, cfg: GymCfg, physics: Physics, robot: Robot | None) -> None:
         if cfg.env.rewards.mode == "sparse":
             raise ConfigError(f"env.rewards.mode: {cfg.id} cannot be solved once and for all, so its reward is dense")
-        chosen = {"env.events": cfg.env.events != EventsCfg(), "env.actions": cfg.env.actions != ActionsCfg()}
+        named = [name for name in EventsCfg().__dataclass_fields__ if name != "terms"]
+        events = {f"env.events.{name}": getattr(cfg.env.events, name) is not None for name in named}
+        chosen = {**events, "env.actions": cfg.env.actions != ActionsCfg()}
         chosen["robot"] = cfg.robot != RobotCfg()
         if any(chosen.values()):
             raise ConfigError(

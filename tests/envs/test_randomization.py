@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from embodichain.envs.curricula import Range
+from embodichain.envs.randomization import register_event
 from embodichain.errors import ConfigError
 from tests.envs.rollouts import flat, random_actions, small
 
@@ -165,3 +167,38 @@ def test_a_task_without_an_object_refuses_both():
     for event in ("randomize_mass", "randomize_friction"):
         with pytest.raises(ConfigError, match="need an object, and this task has none"):
             small("ReachRL", env={"events": {event: {"scale": [0.5, 2.0]}}})
+
+
+# --- registered events ------------------------------------------------------------------------------------------------
+
+
+def test_ones_own_event_writes_a_field_of_the_model_per_env():
+    @register_event("test_wind", fields=("opt.wind",))
+    def wind(world, rows, draw, speed: Range = (0.0, 5.0)):
+        rows["opt.wind"][:, 0] = draw.values(speed, 1)[:, 0]
+
+    event = {"func": "test_wind", "mode": "reset", "params": {"speed": [1.0, 2.0]}}
+    env = with_events(20, gust=event)
+    drawn = env.physics.model_field("opt.wind")[:, 0]
+    assert 1.0 <= float(drawn.min()) < float(drawn.max()) <= 2.0
+    few = with_events(3, gust=event, other={"func": "mass", "params": {"range": [0.9, 1.1]}})
+    assert torch.equal(few.physics.model_field("opt.wind"), env.physics.model_field("opt.wind")[:3])
+
+
+@pytest.mark.parametrize(
+    ("event", "message"),
+    [
+        ({"func": "frction", "params": {}}, r"env\.events\.x .*'frction'.*Did you mean 'friction'"),
+        ({"func": "mass", "params": {"range": [1, 1], "bodes": 1}}, r"env\.events\.x\.params\.bodes: unknown key.*'bodies'"),
+        ({"func": "mass", "params": {"range": [1, 2], "bodies": "cub"}}, r"params\.bodies: 'cub' matches.*'cube'"),
+        ({"func": "mass", "params": {"range": [-1, 2]}}, r"params\.range: masses must be positive"),
+        (
+            {"func": "action_delay", "mode": "step", "params": {"steps": [0, 1]}},
+            r"x\.mode: action_delay happens in mode",
+        ),
+    ],
+)
+def test_a_wrong_event_is_one_error_that_names_its_key(event, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        with_events(1, x=event)
+    assert len(caught.value.problems) == 1

@@ -1,0 +1,239 @@
+"""Ranges that follow a curriculum: they move from one to another with the success or the steps of each env.
+
+::
+
+    "randomize_target": {
+        "y": {"curriculum": {"by": "success", "from": [0, 0], "to": [-0.2, 0.2], "between": [0.3, 0.8]}}
+    }
+
+Every env follows the curriculum by itself: what it draws does not depend on how many envs there are or which process
+simulates them, and its progress is a row of the environment's state. A range moves between episodes only.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import AfterValidator, Field, WrapValidator
+from torch import Tensor
+
+from embodichain.config.classes import Config, Number, Positive, configclass, is_config
+from embodichain.errors import ConfigError, nearest
+
+_WRITTEN = {"by": "by", "from": "start", "to": "end", "between": "between", "episodes": "episodes"}
+"""What a config calls the fields; ``from`` is a word of Python."""
+Bounds = tuple[float | Tensor, float | Tensor]
+"""Lower and upper end: numbers, or one row per env ``[n, k]``."""
+
+
+def _ordered(bounds: tuple[float, float]) -> tuple[float, float]:
+    if bounds[0] > bounds[1]:
+        raise ValueError(f"expected [low, high] with low <= high, got {list(bounds)}")
+    return bounds
+
+
+_Pair = Annotated[tuple[Number, Number], AfterValidator(_ordered)]
+
+
+@configclass(frozen=True)
+class CurriculumCfg(Config):
+    """How a range moves."""
+
+    by: Literal["success", "steps"]
+    """The running success of the env's episodes, or the number of steps it has taken."""
+    start: _Pair
+    """The range at the beginning (``from``)."""
+    end: _Pair
+    """The range at the end (``to``)."""
+    between: tuple[Number, Number]
+    """Success, or steps, at which the range begins to move, and at which it has arrived."""
+    episodes: Annotated[int, Field(ge=1, le=10_000)] = 10
+    """The running success forgets with this number of episodes: each counts ``1 / episodes``."""
+
+
+class MovingRange(tuple[float, float]):
+    """A range that follows a curriculum; as a tuple, the bounds of all that it may ever be."""
+
+    curriculum: CurriculumCfg
+
+    def __new__(cls, curriculum: CurriculumCfg) -> "MovingRange":
+        start, end = curriculum.start, curriculum.end
+        made = super().__new__(cls, (min(start[0], end[0]), max(start[1], end[1])))
+        made.curriculum = curriculum
+        return made
+
+    def __getnewargs__(self) -> tuple[CurriculumCfg]:
+        return (self.curriculum,)
+
+    def __hash__(self) -> int:
+        return hash(self.curriculum)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MovingRange) and self.curriculum == other.curriculum
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def to_data(self) -> dict[str, Any]:
+        """Return what a config says."""
+        return {"curriculum": {word: getattr(self.curriculum, field) for word, field in _WRITTEN.items()}}
+
+
+def _read(value: Any, check: Any) -> Any:
+    """Read a range: two numbers, or ``{"curriculum": {...}}`` whose ranges are such, too."""
+    if isinstance(value, MovingRange):
+        check(tuple(value))
+        return value
+    if not isinstance(value, Mapping):
+        return check(value)
+    inside = value.get("curriculum")
+    if set(value) != {"curriculum"} or not isinstance(inside, Mapping):
+        raise ValueError('expected [low, high] or {"curriculum": {"by", "from", "to", "between"}}')
+    unknown = [f"curriculum.{key}: unknown key.{nearest(str(key), _WRITTEN)}" for key in inside if key not in _WRITTEN]
+    if unknown:
+        raise ConfigError(unknown)
+    names = {field: word for word, field in _WRITTEN.items()}
+    try:
+        made = MovingRange(CurriculumCfg.from_dict({_WRITTEN[key]: entry for key, entry in inside.items()}))
+    except ConfigError as error:
+        problems = [problem.partition(":") for problem in error.problems]
+        raise ConfigError([f"curriculum.{names.get(key, key)}:{rest}" for key, _, rest in problems]) from None
+    low, high = made.curriculum.between
+    if low >= high:
+        raise ValueError(f"expected curriculum.between to be [begins, arrives], which grow, got [{low}, {high}]")
+    if made.curriculum.by == "success" and not 0.0 <= low < high <= 1.0:
+        raise ValueError(f"expected curriculum.between within [0, 1], as it is a success, got [{low}, {high}]")
+    check(tuple(made))
+    return made
+
+
+Range = Annotated[tuple[Number, Number], AfterValidator(_ordered), WrapValidator(_read)]
+"""``[low, high]``, or a curriculum from one such range to another."""
+PositiveRange = Annotated[tuple[Positive, Positive], AfterValidator(_ordered), WrapValidator(_read)]
+"""The same, of positive numbers."""
+
+
+def moving_ranges(tree: Any, path: str = "") -> Iterator[tuple[str, MovingRange]]:
+    """Yield all ranges of a config that follow a curriculum, with their paths."""
+    if isinstance(tree, MovingRange):
+        yield path, tree
+    elif is_config(tree):
+        for name in tree.__dataclass_fields__:
+            yield from moving_ranges(getattr(tree, name), f"{path}.{name}" if path else name)
+    elif isinstance(tree, Mapping):
+        for name, entry in tree.items():
+            yield from moving_ranges(entry, f"{path}.{name}" if path else str(name))
+
+
+class Curricula:
+    """How far each env has come, and where its ranges are."""
+
+    def __init__(self, num_envs: int, device: torch.device, final: bool = False) -> None:
+        """``final`` keeps all ranges at their ends, for evaluation."""
+        self._final = final
+        self._ranges: dict[str, MovingRange] = {}
+        self._asked: set[MovingRange] = set()
+        self._windows: dict[int, int] = {}
+        self._like = torch.zeros(num_envs, dtype=torch.float64, device=device)
+        self._state: dict[str, Tensor] = {}
+
+    @property
+    def active(self) -> bool:
+        """Whether any range moves."""
+        return bool(self._state)
+
+    @property
+    def needs_success(self) -> list[str]:
+        """Names of the ranges that follow success."""
+        return [name for name, given in self._ranges.items() if given.curriculum.by == "success"]
+
+    def add(self, tree: Any, path: str, used: bool = False) -> None:
+        """Let all ranges of a config move; ``used``: they are known to be drawn from, see :meth:`check`."""
+        for name, given in moving_ranges(tree, path):
+            self._ranges[name] = given
+            if used:
+                self._asked.add(given)
+            if not self._final:
+                self._windows.setdefault(given.curriculum.episodes, len(self._windows))
+        count = len(self._windows)
+        if count:  # success by number of episodes, then steps; those that the present episode goes by; who has ended
+            rows = self._like.new_zeros(self._like.shape[0], count + 1)
+            ended = torch.zeros_like(self._like, dtype=torch.bool)
+            self._state = {"now": rows, "latched": rows.clone(), "ended": ended}
+
+    def check(self, has_success: bool) -> None:
+        """Raise ``ConfigError`` for ranges that nobody draws from, and for success where there is none."""
+        problems = [
+            f"{name}: the task takes this range as it is, so that it cannot follow a curriculum; give [low, high]"
+            for name, given in self._ranges.items()
+            if given not in self._asked
+        ]
+        if not has_success:
+            told = "the task has no success to follow"
+            problems += [f"{name}.curriculum.by: {told}; use steps" for name in self.needs_success]
+        if problems:
+            raise ConfigError(problems)
+
+    def bounds(self, given: tuple[float, float], env_ids: Tensor) -> Bounds:
+        """Return the present ends of a range, ``[n, 1]`` each if they move."""
+        if not isinstance(given, MovingRange):
+            return given
+        self._asked.add(given)
+        start, end = given.curriculum.start, given.curriculum.end
+        if self._final or not self._state:
+            return end
+        share = self._progress(given, env_ids).unsqueeze(1)
+        return start[0] + (end[0] - start[0]) * share, start[1] + (end[1] - start[1]) * share
+
+    def note(self, ended: Tensor, success: Tensor | None) -> None:
+        """Take in one step: which envs ended an episode with it, and which of them succeeded, ``[num_envs]`` each.
+
+        What an env does between the end of its episode and its reset counts no more.
+        """
+        now, before = self._state["now"], self._state["ended"]
+        now[:, -1] += (~before).to(now.dtype)
+        if success is not None:
+            new = (ended & ~before).to(now.dtype)
+            for window, column in self._windows.items():
+                now[:, column] += new * (success.to(now.dtype) - now[:, column]) / window
+        before |= ended
+
+    def begin(self, chosen: Tensor) -> None:
+        """Let the ranges of the episodes after the present ones move, in envs ``[num_envs]`` that have just begun."""
+        latched = self._state["latched"]
+        latched.copy_(torch.where(chosen.unsqueeze(1), self._state["now"], latched))
+        self._state["ended"] &= ~chosen
+
+    def clear(self, env_ids: Tensor) -> None:
+        """Begin anew in these envs."""
+        for value in self._state.values():
+            value[env_ids] = 0
+
+    def metrics(self) -> dict[str, Tensor]:
+        """Return the way that each range has come, 0 to 1 ``[num_envs]``."""
+        everyone = torch.arange(self._like.shape[0], device=self._like.device)
+        return {f"curriculum/{name}": self._progress(r, everyone).float() for name, r in self._ranges.items()}
+
+    def origin(self) -> Tensor:
+        """Return what the ranges of the next episodes follow from, as int64 ``[num_envs, k]``."""
+        return self._state["latched"].view(torch.int64)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return copies of what changes, ``[num_envs, ...]`` each."""
+        return {name: value.clone() for name, value in self._state.items()}
+
+    def set_state(self, env_ids: Tensor, rows: Any) -> None:
+        """Restore rows of :meth:`state`."""
+        for name, value in self._state.items():
+            value.index_copy_(0, env_ids, rows[name])
+
+    def _progress(self, given: MovingRange, env_ids: Tensor) -> Tensor:
+        cfg = given.curriculum
+        column = -1 if cfg.by == "steps" else self._windows[cfg.episodes]
+        low, high = cfg.between
+        return ((self._state["latched"][env_ids, column] - low) / (high - low)).clamp(0.0, 1.0)
+
+
+def fixed(ranges: Sequence[tuple[float, float]]) -> bool:
+    """Tell whether none of these ranges moves."""
+    return not any(isinstance(given, MovingRange) for given in ranges)

@@ -1,0 +1,608 @@
+"""The events that come with the package: physical parameters, actuators, delays, noise and pushes."""
+
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+import mujoco
+import numpy as np
+import torch
+from pydantic import AfterValidator, Field
+from torch import Tensor
+
+from embodichain.config.classes import NotNegative, Positive
+from embodichain.envs.curricula import PositiveRange, Range
+from embodichain.envs.randomization import EVENTS as EVENTS
+from embodichain.envs.randomization import Distribution, Draw, EventTerm, Rows, World, register_event
+from embodichain.errors import ConfigError, nearest
+
+Names = str | list[str]
+"""Names of things in the model, or regular expressions that match whole names."""
+Operation = Literal["scale", "add", "abs"]
+"""Whether what is drawn multiplies the nominal value, is added to it, or replaces it."""
+_OBJECTS = {
+    "bodies": mujoco.mjtObj.mjOBJ_BODY,
+    "geoms": mujoco.mjtObj.mjOBJ_GEOM,
+    "joints": mujoco.mjtObj.mjOBJ_JOINT,
+    "actuators": mujoco.mjtObj.mjOBJ_ACTUATOR,
+}
+_AXES = ("x", "y", "z", "roll", "pitch", "yaw")
+_MAX_DELAY = 100
+_FREE = int(mujoco.mjtJoint.mjJNT_FREE)
+
+
+def _steps(bounds: tuple[int, int]) -> tuple[int, int]:
+    if bounds[0] > bounds[1]:
+        raise ValueError(f"expected [fewest, most] steps, got {list(bounds)}")
+    return bounds
+
+
+Steps = Annotated[
+    tuple[Annotated[int, Field(ge=0, le=_MAX_DELAY)], Annotated[int, Field(ge=0, le=_MAX_DELAY)]],
+    AfterValidator(_steps),
+]
+"""Fewest and most steps of a delay."""
+
+
+def names_of(model: mujoco.MjModel, kind: str) -> list[str]:
+    """Return the names of all bodies, geoms, joints or actuators, empty where there is none."""
+    number = {"bodies": model.nbody, "geoms": model.ngeom, "joints": model.njnt, "actuators": model.nu}[kind]
+    return [mujoco.mj_id2name(model, int(_OBJECTS[kind]), index) or "" for index in range(int(number))]
+
+
+def select(world: World, kind: str, chosen: Names | None, where: Sequence[bool] | np.ndarray, what: str) -> list[int]:
+    """Return the numbers of the named things, by default of all where ``where`` holds; the others are errors."""
+    names = names_of(world.model, kind)
+    if chosen is None:
+        found = [index for index in range(len(names)) if where[index]]
+        if not found:
+            raise ConfigError(f"{world.key}.params.{kind}: the model has no {kind} {what}")
+        return found
+    found, problems = [], []
+    for pattern in [chosen] if isinstance(chosen, str) else chosen:
+        try:
+            matching = [names.index(pattern)] if pattern in names else _matching(pattern, names)
+        except re.error as error:
+            problems.append(f"{pattern!r} is no regular expression: {error}")
+            continue
+        usable = [index for index in matching if where[index]]
+        if not matching:
+            problems.append(f"{pattern!r} matches nothing.{nearest(pattern, [name for name in names if name])}")
+        elif not usable:
+            problems.append(f"{pattern!r}: expected {kind} {what}")
+        found += [index for index in usable if index not in found]
+    if problems or not found:
+        raise ConfigError([f"{world.key}.params.{kind}: {p}" for p in problems or ["expected at least one name"]])
+    return sorted(found)
+
+
+def _matching(pattern: str, names: Sequence[str]) -> list[int]:
+    return [index for index, name in enumerate(names) if name and re.fullmatch(pattern, name)]
+
+
+def operate(nominal: Any, drawn: Any, operation: Operation) -> Any:
+    """Return a new value for a nominal one."""
+    return {"scale": lambda: nominal * drawn, "add": lambda: nominal + drawn, "abs": lambda: 0 * nominal + drawn}[
+        operation
+    ]()
+
+
+class FieldTerm(EventTerm):
+    """Draws elements of one field of the model."""
+
+    def __init__(self, world: World, index: tuple[Any, ...], values: dict[str, Any]) -> None:
+        """``index`` are the elements, without the env; ``values`` are ``range, operation, distribution, shared``."""
+        super().__init__(world)
+        field, self._index = self.fields[0], (slice(None), *index)
+        self._nominal = world.tensor(np.array(_field(world.model, field)[tuple(_plain(part) for part in index)]))
+        self.range, self.operation = values["range"], values["operation"]
+        self._distribution, self._shared = values["distribution"], values["shared"]
+        if self._distribution == "log_uniform" and self.range[0] <= 0:
+            raise ConfigError(f"{world.key}.params.range: log_uniform needs positive numbers, got {list(self.range)}")
+        if self.operation == "scale" and not bool((self._nominal != 0).any()):
+            raise ConfigError(f"{world.key}.params.operation: nothing to scale, {field} is 0 there; use add or abs")
+
+    def extremes(self) -> tuple[Tensor, Tensor]:
+        """Return the least and the greatest values that can be drawn."""
+        ends = torch.stack([operate(self._nominal, bound, self.operation) for bound in self.range])
+        return ends.amin(dim=0), ends.amax(dim=0)
+
+    def require(self, valid: bool, what: str) -> None:
+        """Raise unless the range keeps the model valid."""
+        if not valid:
+            low, high = (round(float(end), 6) for end in (self.extremes()[0].min(), self.extremes()[1].max()))
+            given = f"{list(self.range)} ({self.operation}) gives {low} to {high}"
+            raise ConfigError(f"{self.world.key}.params.range: {what}, and {given}")
+
+    def sample(self, draw: Draw) -> Tensor:
+        """Return what is drawn, in a shape that broadcasts with the elements, ``[n, ...]``."""
+        size = 1 if self._shared else max(1, self._nominal.numel())
+        drawn = draw.values(self.range, size, self._distribution)
+        return drawn.view(-1, *([1] * self._nominal.dim() if self._shared else self._nominal.shape))
+
+    def apply(self, rows: Rows, draw: Draw) -> None:
+        self.write(rows[self.fields[0]], self.sample(draw))
+
+    def write(self, target: Tensor, drawn: Tensor) -> None:
+        """Put new values into rows of the field."""
+        target[self._index] = operate(self._nominal, drawn, self.operation).to(target.dtype)
+
+
+def _field(model: mujoco.MjModel, name: str) -> Any:
+    return getattr(model.opt, name[4:]) if name.startswith("opt.") else getattr(model, name)
+
+
+def _plain(part: Any) -> Any:
+    return part.cpu().numpy() if isinstance(part, Tensor) else part
+
+
+def _ids(world: World, found: list[int]) -> Any:
+    """Return an index: a slice where numbers follow each other, which needs no kernel of its own."""
+    if found == list(range(found[0], found[-1] + 1)):
+        return slice(found[0], found[-1] + 1)
+    return torch.tensor(found, device=world.physics.device)
+
+
+@register_event("friction")
+class Friction(FieldTerm):
+    """Friction of geoms: sliding, torsional or rolling."""
+
+    fields = ("geom_friction",)
+
+    def __init__(
+        self,
+        world: World,
+        range: Range,
+        geoms: Names | None = None,
+        bodies: Names | None = None,
+        kind: Literal["sliding", "torsional", "rolling"] = "sliding",
+        operation: Operation = "scale",
+        distribution: Distribution = "uniform",
+        shared: bool = False,
+    ) -> None:
+        model = world.model
+        where = np.ones(model.ngeom, dtype=bool)
+        if bodies is not None:
+            of = select(world, "bodies", bodies, model.body_geomnum > 0, "with geoms")
+            where = np.isin(model.geom_bodyid, of)
+        found = select(world, "geoms", geoms, where, "of these bodies" if bodies else "at all")
+        column = ("sliding", "torsional", "rolling").index(kind)
+        super().__init__(world, (_ids(world, found), column), _values(locals()))
+        self.require(float(self.extremes()[0].min()) >= 0, "friction must not be negative")
+
+
+def _values(given: dict[str, Any]) -> dict[str, Any]:
+    return {name: given[name] for name in ("range", "operation", "distribution", "shared")}
+
+
+@register_event("mass")
+class Mass(FieldTerm):
+    """Mass of bodies; their inertia follows in proportion."""
+
+    fields: tuple[str, ...] = ("body_mass", "body_inertia")
+
+    def __init__(
+        self,
+        world: World,
+        range: Range,
+        bodies: Names | None = None,
+        inertia: bool = True,
+        operation: Operation = "scale",
+        distribution: Distribution = "uniform",
+        shared: bool = False,
+    ) -> None:
+        found = select(world, "bodies", bodies, world.model.body_mass > 0, "with mass")
+        super().__init__(world, (_ids(world, found),), _values(locals()))
+        self.require(float(self.extremes()[0].min()) > 0, "masses must be positive")
+        self._inertia = world.tensor(np.array(world.model.body_inertia[found])) if inertia else None
+        if not inertia:
+            self.fields = ("body_mass",)
+
+    def apply(self, rows: Rows, draw: Draw) -> None:
+        drawn = self.sample(draw)
+        self.write(rows["body_mass"], drawn)
+        if self._inertia is not None:
+            scales = self.operation == "scale"
+            factor = drawn if scales else operate(self._nominal, drawn, self.operation) / self._nominal
+            inertia = rows["body_inertia"]
+            inertia[self._index] = (self._inertia * factor.unsqueeze(-1)).to(inertia.dtype)
+
+
+@register_event("inertia")
+class Inertia(FieldTerm):
+    """Moments of inertia of bodies about their principal axes."""
+
+    fields = ("body_inertia",)
+
+    def __init__(
+        self,
+        world: World,
+        range: Range,
+        bodies: Names | None = None,
+        per_axis: bool = False,
+        operation: Literal["scale", "add"] = "scale",
+        distribution: Distribution = "uniform",
+    ) -> None:
+        found = select(world, "bodies", bodies, world.model.body_mass > 0, "with mass")
+        shared = False
+        super().__init__(world, (_ids(world, found),), _values(locals()))
+        self._per_axis = per_axis
+        low, high = self.extremes()
+        self.require(float(low.min()) > 0, "moments of inertia must be positive")
+        if per_axis:
+            worst = low.sum(dim=-1, keepdim=True) - low - high  # the two others at their least, this one at its most
+        else:
+            ends = torch.stack((low, high))
+            worst = ends.sum(dim=-1, keepdim=True) - 2 * ends
+        slack = float((worst / high.amax(dim=-1, keepdim=True)).min())
+        self.require(slack > -1e-9, "no moment of inertia may exceed the sum of the two others")
+
+    def sample(self, draw: Draw) -> Tensor:
+        if self._per_axis:
+            return super().sample(draw)
+        return draw.values(self.range, self._nominal.shape[0], self._distribution).unsqueeze(-1)
+
+
+@register_event("center_of_mass")
+class CenterOfMass(EventTerm):
+    """Displacement of the centre of mass of bodies, in metres, in the frame of the body."""
+
+    fields = ("body_ipos",)
+
+    def __init__(
+        self,
+        world: World,
+        bodies: Names | None = None,
+        x: Range = (0.0, 0.0),
+        y: Range = (0.0, 0.0),
+        z: Range = (0.0, 0.0),
+        distribution: Literal["uniform", "gaussian"] = "uniform",
+    ) -> None:
+        super().__init__(world)
+        found = select(world, "bodies", bodies, world.model.body_mass > 0, "with mass")
+        simple = [index for index in found if world.model.body_simple[index]]
+        if simple and not x == y == z == (0.0, 0.0):
+            names = ", ".join(names_of(world.model, "bodies")[index] for index in simple)
+            told = 'whose mass MuJoCo takes for centred; write simple="false" at that <body> of the model'
+            raise ConfigError(f"{world.key}.params.bodies: {names} are simple bodies, {told}")
+        self._index, self._ranges, self._distribution = (slice(None), _ids(world, found)), (x, y, z), distribution
+        self._nominal = world.tensor(np.array(world.model.body_ipos[found]))
+
+    def apply(self, rows: Rows, draw: Draw) -> None:
+        count = self._nominal.shape[0]
+        moved = torch.stack([draw.values(r, count, self._distribution) for r in self._ranges], dim=-1)
+        target = rows["body_ipos"]
+        target[self._index] = (self._nominal + moved).to(target.dtype)
+
+
+class JointTerm(FieldTerm):
+    """Draws a property of joints that must not be negative; every degree of freedom of a joint has its own value."""
+
+    of_joints: ClassVar[bool] = False
+    """Whether the field has a row per joint, instead of one per degree of freedom."""
+
+    def __init__(
+        self,
+        world: World,
+        range: Range,
+        joints: Names | None = None,
+        operation: Operation = "scale",
+        distribution: Distribution = "uniform",
+        shared: bool = False,
+    ) -> None:
+        model = world.model
+        found = select(world, "joints", joints, model.jnt_type != _FREE, "that are not free")
+        if not self.of_joints:
+            found = [dof for dof in np.arange(model.nv).tolist() if model.dof_jntid[dof] in found]
+        super().__init__(world, (_ids(world, found),), _values(locals()))
+        self.require(float(self.extremes()[0].min()) >= 0, f"{self.fields[0]} must not be negative")
+
+
+@register_event("joint_damping")
+class JointDamping(JointTerm):
+    """Damping of joints, in N m s/rad or N s/m."""
+
+    fields = ("dof_damping",)
+
+
+@register_event("joint_friction")
+class JointFriction(JointTerm):
+    """Friction loss of joints (dry friction), in N m or N."""
+
+    fields = ("dof_frictionloss",)
+
+
+@register_event("joint_armature")
+class JointArmature(JointTerm):
+    """Armature of joints: inertia of the rotor as the joint feels it."""
+
+    fields = ("dof_armature",)
+
+
+@register_event("joint_stiffness")
+class JointStiffness(JointTerm):
+    """Stiffness of springs at joints."""
+
+    fields, of_joints = ("jnt_stiffness",), True
+
+
+@register_event("actuator_gains")
+class ActuatorGains(EventTerm):
+    """Gains of servos: ``kp`` scales stiffness, gain and bias alike, ``kd`` the damping of the servo."""
+
+    fields = ("actuator_gainprm", "actuator_biasprm")
+
+    def __init__(
+        self,
+        world: World,
+        actuators: Names | None = None,
+        kp: PositiveRange = (1.0, 1.0),
+        kd: PositiveRange = (1.0, 1.0),
+        distribution: Distribution = "uniform",
+        shared: bool = False,
+    ) -> None:
+        super().__init__(world)
+        model = world.model
+        affine = model.actuator_biastype == int(mujoco.mjtBias.mjBIAS_AFFINE)
+        found = select(world, "actuators", actuators, affine, "that are position or velocity servos")
+        self._index, self._ranges = (slice(None), _ids(world, found)), (kp, kd)
+        self._distribution, self._shared, self._count = distribution, shared, len(found)
+        self._gain = world.tensor(np.array(model.actuator_gainprm[found]))
+        self._bias = world.tensor(np.array(model.actuator_biasprm[found]))
+        # The gain of a velocity servo, which has no stiffness, is its damping.
+        self._of_velocity = (self._bias[:, 1] == 0) & (self._bias[:, 2] != 0)
+
+    def apply(self, rows: Rows, draw: Draw) -> None:
+        size = 1 if self._shared else self._count
+        kp, kd = (draw.values(r, size, self._distribution) for r in self._ranges)
+        gain, bias = self._gain.repeat(draw.count, 1, 1), self._bias.repeat(draw.count, 1, 1)
+        gain[..., 0] *= torch.where(self._of_velocity, kd, kp)
+        bias[..., 1] *= kp
+        bias[..., 2] *= kd
+        for name, values in (("actuator_gainprm", gain), ("actuator_biasprm", bias)):
+            rows[name][self._index] = values.to(rows[name].dtype)
+
+
+@register_event("actuator_strength")
+class ActuatorStrength(EventTerm):
+    """What actuators can do at most: the force range, or the gain of a motor that has none."""
+
+    def __init__(
+        self,
+        world: World,
+        range: PositiveRange,
+        actuators: Names | None = None,
+        distribution: Distribution = "uniform",
+        shared: bool = False,
+    ) -> None:
+        super().__init__(world)
+        model = world.model
+        limited = model.actuator_forcelimited.astype(bool)
+        motor = ~limited & (model.actuator_biastype == int(mujoco.mjtBias.mjBIAS_NONE))
+        found = select(world, "actuators", actuators, limited | motor, "with a force range, or motors without one")
+        self._range, self._distribution, self._size = range, distribution, 1 if shared else len(found)
+        self._parts: list[tuple[str, Any, Tensor, Tensor | None]] = []
+        for field, mask in (("actuator_forcerange", limited), ("actuator_gainprm", motor)):
+            chosen = [index for index in found if mask[index]]
+            if chosen:
+                place = None if shared else torch.tensor([found.index(i) for i in chosen], device=world.physics.device)
+                nominal = world.tensor(np.array(_field(model, field)[chosen]))
+                self._parts.append((field, (slice(None), _ids(world, chosen)), nominal, place))
+        self.fields = tuple(field for field, *_ in self._parts)
+
+    def apply(self, rows: Rows, draw: Draw) -> None:
+        drawn = draw.values(self._range, self._size, self._distribution)
+        for field, index, nominal, place in self._parts:
+            factor = drawn if place is None else drawn[:, place]
+            if field == "actuator_gainprm":
+                new = nominal.repeat(draw.count, 1, 1)
+                new[..., 0] *= factor
+            else:
+                new = nominal * factor.unsqueeze(-1)
+            rows[field][index] = new.to(rows[field].dtype)
+
+
+@register_event("gravity")
+class Gravity(EventTerm):
+    """Gravity: its magnitude, and an angle by which it leans to a direction that is drawn."""
+
+    fields = ("opt.gravity",)
+
+    def __init__(
+        self,
+        world: World,
+        range: Range = (1.0, 1.0),
+        operation: Operation = "scale",
+        tilt: Range = (0.0, 0.0),
+        distribution: Distribution = "uniform",
+    ) -> None:
+        super().__init__(world)
+        nominal = np.array(world.model.opt.gravity)
+        self._size = float(np.linalg.norm(nominal))
+        lowest = min(float(operate(self._size, end, operation)) for end in range)
+        if lowest < 0 or self._size == 0:
+            what = "the model has none" if self._size == 0 else f"its magnitude would be {lowest:.4g}"
+            raise ConfigError(f"{world.key}.params.range: gravity must not be negative, and {what}")
+        if tilt[0] < 0:
+            raise ConfigError(f"{world.key}.params.tilt: expected angles from 0 on, in radians, got {list(tilt)}")
+        down = nominal / self._size
+        side = np.cross(down, [1.0, 0.0, 0.0] if abs(down[0]) < 0.9 else [0.0, 1.0, 0.0])
+        side /= np.linalg.norm(side)
+        self._axes = world.tensor(np.stack((down, side, np.cross(down, side))))
+        self._range, self._operation, self._tilt, self._distribution = range, operation, tilt, distribution
+        self._nominal = world.tensor(nominal)
+
+    def apply(self, rows: Rows, draw: Draw) -> None:
+        target = rows["opt.gravity"]
+        drawn = draw.values(self._range, 1, self._distribution)
+        if self._tilt == (0.0, 0.0):
+            factor = operate(self._size, drawn, self._operation) / self._size if self._operation != "scale" else drawn
+            target[:] = (self._nominal * factor).to(target.dtype)
+            return
+        size = operate(self._size, drawn, self._operation)
+        angle, around = draw.values(self._tilt, 1), 2.0 * torch.pi * draw.unit(1)
+        parts = (torch.cos(angle), torch.sin(angle) * torch.cos(around), torch.sin(angle) * torch.sin(around))
+        axes = self._axes
+        target[:] = (size * (parts[0] * axes[0] + parts[1] * axes[1] + parts[2] * axes[2])).to(target.dtype)
+
+
+Velocities = dict[Literal["x", "y", "z", "roll", "pitch", "yaw"], Range]
+"""Ranges by direction; those that are not named are 0."""
+
+
+@register_event("push")
+class Push(EventTerm):
+    """A sudden change of the velocity of a body with a free joint, as if something had hit it."""
+
+    modes = ("interval", "reset", "step")
+    fields = ("qvel",)
+
+    def __init__(self, world: World, velocity_range: Velocities, body: str | None = None) -> None:
+        super().__init__(world)
+        model = world.model
+        free = np.isin(np.arange(model.nbody), model.jnt_bodyid[model.jnt_type == _FREE])
+        names = names_of(model, "bodies")
+        has = ", ".join(name for name, ok in zip(names, free, strict=True) if ok)
+        if not has:
+            told = "no body of the model has a free joint; use push_joints, or apply_force"
+            raise ConfigError(f"{world.key}.params.body: {told}")
+        if body is not None and body not in names:
+            raise ConfigError(f"{world.key}.params.body: no such body.{nearest(body, has.split(', '))}")
+        found = [names.index(body)] if body is not None else np.nonzero(free)[0].tolist()
+        if not free[found[0]]:
+            raise ConfigError(f"{world.key}.params.body: {body!r} has no free joint; those that have: {has}")
+        if len(found) > 1:
+            raise ConfigError(f"{world.key}.params.body: several bodies have a free joint, name one: {has}")
+        self._dof = int(model.body_dofadr[found[0]])
+        given: dict[Any, Any] = velocity_range
+        self._ranges = [given.get(axis, (0.0, 0.0)) for axis in _AXES]
+
+    def apply(self, rows: Rows, draw: Draw) -> None:
+        hit = torch.cat([draw.values(bounds, 1) for bounds in self._ranges], dim=1)
+        qvel = rows["qvel"]
+        qvel[:, self._dof : self._dof + 6] += hit.to(qvel.dtype)
+
+
+@register_event("push_joints")
+class PushJoints(EventTerm):
+    """A sudden change of the velocity of joints."""
+
+    modes = ("interval", "reset", "step")
+    fields = ("qvel",)
+
+    def __init__(self, world: World, range: Range, joints: Names | None = None) -> None:
+        super().__init__(world)
+        model = world.model
+        found = select(world, "joints", joints, model.jnt_type != _FREE, "that are not free")
+        dofs = [dof for dof in np.arange(model.nv).tolist() if model.dof_jntid[dof] in found]
+        self._index, self._size, self._range = (slice(None), _ids(world, dofs)), len(dofs), range
+
+    def apply(self, rows: Rows, draw: Draw) -> None:
+        qvel = rows["qvel"]
+        qvel[self._index] += draw.values(self._range, self._size).to(qvel.dtype)
+
+
+@register_event("apply_force")
+class ApplyForce(EventTerm):
+    """A force and a torque on the centre of mass of bodies for some time, in the frame of the world."""
+
+    modes = ("interval", "reset")
+
+    def __init__(
+        self,
+        world: World,
+        bodies: Names,
+        force_range: dict[Literal["x", "y", "z"], Range] = {},  # noqa: B006 - it is not changed
+        torque_range: dict[Literal["x", "y", "z"], Range] = {},  # noqa: B006
+        duration_s: Positive = 0.2,
+    ) -> None:
+        super().__init__(world)
+        found = select(world, "bodies", bodies, world.model.body_mass > 0, "with mass")
+        self._index, self._count = (slice(None), _ids(world, found)), len(found)
+        given: list[dict[Any, Any]] = [force_range, torque_range]
+        self._ranges = [parts.get(axis, (0.0, 0.0)) for parts in given for axis in _AXES[:3]]
+        self._steps = max(1, round(duration_s / world.step_seconds))
+        self._applied = world.physics.applied_forces()
+        self.variables["force"] = world.zeros(len(found), 6, dtype=self._applied.dtype)
+        self.variables["until"] = world.zeros(dtype=torch.int64)
+
+    def begin(self, rows: Rows, draw: Draw) -> None:
+        rows["until"] = torch.zeros_like(rows["until"])
+
+    def apply(self, rows: Rows, draw: Draw) -> None:
+        force = torch.stack([draw.values(bounds, self._count) for bounds in self._ranges], dim=-1)
+        rows["force"] = force.to(self._applied.dtype)
+        rows["until"] = torch.zeros_like(rows["until"]) + self._steps if draw.step is None else draw.step + self._steps
+
+    def every_step(self, step: Tensor) -> None:
+        lasts = (step < self.variables["until"]).view(-1, 1, 1)
+        self._applied[self._index] = torch.where(lasts, self.variables["force"], 0.0)
+
+
+@register_event("action_delay")
+class ActionDelay(EventTerm):
+    """Actions reach the robot some steps late; until the first one does, it acts as if that had come at once."""
+
+    modes = ("reset",)
+
+    def __init__(self, world: World, steps: Steps) -> None:
+        super().__init__(world)
+        self._steps, self._slots = steps, steps[1] + 1
+        self._rows = torch.arange(world.physics.num_envs, device=world.physics.device)
+        self.variables["delay"] = world.zeros(dtype=torch.int64)
+        self.variables["sent"] = world.zeros(self._slots, world.action_dim)
+
+    def apply(self, rows: Rows, draw: Draw) -> None:
+        rows["delay"] = draw_steps(self._steps, draw)[:, 0]
+
+    def act(self, action: Tensor, step: Tensor, draw: Draw) -> Tensor:
+        sent = self.variables["sent"]
+        sent[self._rows, step % self._slots] = action.to(sent.dtype)
+        return sent[self._rows, (step - self.variables["delay"]).clamp_min(0) % self._slots]
+
+
+def draw_steps(bounds: tuple[int, int], draw: Draw, size: int = 1) -> Tensor:
+    """Draw whole numbers within bounds, both included, int64 ``[n, size]``."""
+    fewest, most = bounds
+    return (fewest + torch.floor(draw.unit(size) * (most - fewest + 1))).long().clamp(fewest, most)
+
+
+@register_event("action_noise")
+class ActionNoise(EventTerm):
+    """Noise on actions, new in every step, and an error of each action that lasts for the episode."""
+
+    modes = ("step", "reset")
+
+    def __init__(
+        self, world: World, std: NotNegative = 0.0, uniform: Range = (0.0, 0.0), bias: Range = (0.0, 0.0)
+    ) -> None:
+        super().__init__(world)
+        self._std, self._uniform, self._bias = std, uniform, bias
+        self._size = world.action_dim
+        self.variables["bias"] = world.zeros(world.action_dim)
+
+    def begin(self, rows: Rows, draw: Draw) -> None:
+        rows["bias"] = draw.values(self._bias, self._size).to(torch.float32)
+
+    def act(self, action: Tensor, step: Tensor, draw: Draw) -> Tensor:
+        size = action.shape[1]
+        noise = draw.values(self._uniform, size) + self._std * draw.normal(size) + self.variables["bias"]
+        return (action + noise).to(action.dtype).clamp(-1.0, 1.0)
+
+
+@register_event("joint_offset")
+class JointOffset(EventTerm):
+    """Wrong calibration of the robot's joints: measured and commanded positions are off by a constant."""
+
+    modes = ("reset",)
+
+    def __init__(self, world: World, range: Range, distribution: Literal["uniform", "gaussian"] = "uniform") -> None:
+        super().__init__(world)
+        if world.robot is None:
+            raise ConfigError(f"{world.key}.func: joint_offset needs a task with a robot, whose joints are observed")
+        self._range, self._distribution = range, distribution
+        self._size = int(world.physics.qpos[:, world.robot.qpos].shape[1])
+        self.variables["offset"] = world.zeros(self._size)
+
+    def apply(self, rows: Rows, draw: Draw) -> None:
+        rows["offset"] = draw.values(self._range, self._size, self._distribution).to(torch.float32)

@@ -1,0 +1,353 @@
+"""Events: what is drawn anew when an episode starts, and what happens to a robot while it lasts.
+
+A config names registered events (``env.events``). One's own is a function or a class::
+
+    @register_event("wind", fields=("opt.wind",))
+    def wind(world, rows, draw, speed: Range = (0.0, 5.0)):
+        rows["opt.wind"][:, 0] = draw.values(speed, 1)[:, 0]
+
+``fields`` are fields of the MuJoCo model, or ``qpos`` and ``qvel``. ``rows`` has the values ``[n, ...]``
+of some envs, which the event writes in place; everything it draws comes from ``draw``. Written once in torch, it runs
+on the CPU and, recorded in a CUDA graph, on a GPU: no ``.item()``, no shapes that depend on data. The events that come
+with the package are in ``event_terms.py``.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypeVar
+
+import mujoco
+import torch
+from torch import Tensor
+
+from embodichain.envs.curricula import Curricula, moving_ranges
+from embodichain.envs.env_cfg import EventsCfg, EventTermCfg, ScaleRangeCfg
+from embodichain.envs.physics import DERIVING, Physics
+from embodichain.envs.random import CHANNEL_DRAWS, RandomStreams, box_muller, channel
+from embodichain.envs.robots import Robot
+from embodichain.envs.task import ResetState
+from embodichain.envs.terms import Registry
+from embodichain.errors import ConfigError
+
+Distribution = Literal["uniform", "log_uniform", "gaussian"]
+"""Within a range: uniform; uniform in the logarithm; or normal around the middle, the ends being two standard
+deviations away and values beyond put at the ends."""
+Rows = dict[str, Tensor]
+"""Values of some envs by field, ``[n, ...]`` each."""
+_MOTION = ("qpos", "qvel")
+
+
+class Draw:
+    """Random numbers for one event in some envs, which follow from their episodes' seeds alone."""
+
+    def __init__(self, streams: RandomStreams, env_ids: Tensor, channel: Tensor | None, step: Tensor | None) -> None:
+        """``channel`` ``None`` takes the next numbers of the streams; ``step`` tells the draws of an episode apart."""
+        self.env_ids, self.step, self._streams, self._channel = env_ids, step, streams, channel
+        self._first: Tensor | int = 0 if step is None else (step + 1) * CHANNEL_DRAWS
+
+    @property
+    def count(self) -> int:
+        """Number of envs."""
+        return self.env_ids.numel()
+
+    def unit(self, size: int) -> Tensor:
+        """Draw float64 ``[n, size]`` from [0, 1)."""
+        if self._channel is None:
+            return self._streams.uniform(self.env_ids, size)
+        drawn = self._streams.of(self.env_ids, self._channel, self._first, size)
+        self._first = self._first + size
+        return drawn
+
+    def normal(self, size: int) -> Tensor:
+        """Draw standard normal float64 ``[n, size]``."""
+        return box_muller(self.unit(2 * size))
+
+    def values(self, bounds: tuple[float, float], size: int, distribution: Distribution = "uniform") -> Tensor:
+        """Draw float64 ``[n, size]`` within a range, which may follow a curriculum."""
+        curricula = self._streams.curricula
+        low, high = bounds if curricula is None else curricula.bounds(bounds, self.env_ids)
+        if distribution == "uniform":
+            return low + (high - low) * self.unit(size)
+        if distribution == "log_uniform":
+            start, end = (torch.log(x) if isinstance(x, Tensor) else math.log(x) for x in (low, high))
+            return torch.exp(start + (end - start) * self.unit(size))
+        return 0.5 * (low + high) + (0.25 * (high - low)) * self.normal(size).clamp(-2.0, 2.0)
+
+
+@dataclass(frozen=True)
+class World:
+    """What an event may know when it is made."""
+
+    physics: Physics
+    robot: Robot | None
+    step_seconds: float
+    """Simulated time of one environment step."""
+    action_dim: int
+    key: str
+    """Path of the event in the config, for errors."""
+    object_body: str | None = None
+    """The task's object, if it has one."""
+
+    @property
+    def model(self) -> mujoco.MjModel:
+        """The model with its nominal values."""
+        return self.physics.model
+
+    def tensor(self, values: Any) -> Tensor:
+        """Return numbers as a float64 tensor where the simulation is."""
+        return torch.tensor(values, dtype=torch.float64, device=self.physics.device)
+
+    def zeros(self, *size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return an own value of an event, ``[num_envs, *size]``."""
+        return torch.zeros(self.physics.num_envs, *size, dtype=dtype, device=self.physics.device)
+
+
+class EventTerm:
+    """One event of a config. A subclass takes ``world`` and its parameters; their types are checked."""
+
+    modes: ClassVar[tuple[str, ...]] = ("reset", "interval", "step")
+    """When it may happen; the first is the default."""
+    fields: tuple[str, ...] = ()
+    """What it writes: fields of the model, ``qpos``, ``qvel``."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.variables: dict[str, Tensor] = {}
+        """Values of its own, ``[num_envs, ...]`` each, which are saved with the state and are among the rows."""
+
+    def begin(self, rows: Rows, draw: Draw) -> None:
+        """Write what episodes begin with into the rows of ``variables``, whatever the mode is."""
+
+    def apply(self, rows: Rows, draw: Draw) -> None:
+        """Let it happen: write new values into ``rows``, which has ``fields`` and ``variables`` of some envs."""
+
+    def act(self, action: Tensor, step: Tensor, draw: Draw) -> Tensor:
+        """Return what becomes of an action ``[num_envs, action_dim]`` on its way to the robot."""
+        return action
+
+    def every_step(self, step: Tensor) -> None:
+        """Do what lasts; called before every step, which is number ``step`` ``[num_envs]`` of the episodes."""
+
+    @property
+    def changes_actions(self) -> bool:
+        """Whether it has an ``act`` of its own."""
+        return type(self).act is not EventTerm.act
+
+
+class _FunctionTerm(EventTerm):
+    """An event that is a function of ``(world, rows, draw, **params)``."""
+
+    def __init__(self, world: World, function: Callable[..., None], params: Mapping[str, Any]) -> None:
+        super().__init__(world)
+        self._function, self._params, self.fields = function, params, _fields_of[function]
+
+    def apply(self, rows: Rows, draw: Draw) -> None:
+        self._function(self.world, rows, draw, **self._params)
+
+
+EVENTS: Registry[Any] = Registry("event", ("world", "rows", "draw"))
+_fields_of: dict[Any, tuple[str, ...]] = {}
+_T = TypeVar("_T", bound=Callable[..., Any])
+
+
+def register_event(name: str, fields: Sequence[str] = ()) -> Callable[[_T], _T]:
+    """Return the decorator that registers an ``EventTerm``, or a function ``(world, rows, draw, **params)``.
+
+    A function writes ``fields``; a class names them itself. A second one of a name replaces the first.
+    """
+
+    def add(event: _T) -> _T:
+        if not isinstance(event, type):
+            _fields_of[event] = tuple(fields)
+        return EVENTS.register(name)(event)
+
+    return add
+
+
+class _Event:
+    """A term with its place in time and in the random numbers."""
+
+    def __init__(self, name: str, term: EventTerm, params: Any, mode: str, cfg: EventTermCfg | None) -> None:
+        self.name, self.term, self.params, self.mode = name, term, params, mode
+        physics = term.world.physics
+        self.channel = None if cfg is None else channel(f"events.{name}", physics.device)
+        self.between = (0.0, 0.0) if cfg is None else cfg.interval_range_s
+        self.clock = channel(f"events.{name}.interval", physics.device)
+        self.motion = [field for field in term.fields if field in _MOTION]
+        self.due: Tensor | None = None
+        if mode == "interval":
+            self.due = term.variables["due"] = term.world.zeros(dtype=torch.int64)
+        self.live: Rows = dict(term.variables)
+        for field in term.fields:
+            if field not in _MOTION:
+                self.live[field] = model_field(physics, field, term.world.key)
+        self.derives = any(field in DERIVING for field in term.fields)
+
+    def wait(self, streams: RandomStreams, env_ids: Tensor, step: Tensor | None) -> Tensor:
+        """Draw how many steps to wait for the next event, int64 ``[n]``."""
+        seconds = Draw(streams, env_ids, self.clock, step).values(self.between, 1)[:, 0]
+        return torch.round(seconds / self.term.world.step_seconds).long().clamp_min(1)
+
+
+def model_field(physics: Physics, name: str, key: str) -> Tensor:
+    """Return a field of the model with one row per env; ``ConfigError`` if there is none."""
+    try:
+        return physics.model_field(name)
+    except (AttributeError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{key}: {name!r} is no field of the model that can differ between envs: {error}") from error
+
+
+class DomainRandomization:
+    """The events of a config; does nothing, and costs nothing, where there are none."""
+
+    def __init__(self, cfg: EventsCfg, world: World, curricula: Curricula) -> None:
+        """``world.key`` is the path of ``cfg``."""
+        self._physics, self._events = world.physics, [*_object_events(cfg, world), *_config_events(cfg, world)]
+        for event in self._events:
+            curricula.add(event.params, event.name, used=True)
+            curricula.add({"interval_range_s": event.between}, event.name, used=True)
+        self.active = bool(self._events)
+        """Whether there are events at all."""
+        self._later = [event for event in self._events if event.mode != "reset"]
+        self._acting = [event for event in self._events if event.term.changes_actions]
+        self._lasting = [event for event in self._events if type(event.term).every_step is not EventTerm.every_step]
+        self.runs = bool(self._later or self._lasting)
+        """Whether anything happens within episodes."""
+        self._all = torch.arange(world.physics.num_envs, device=world.physics.device)
+        self._model: Rows = {}  # all rows of the model that differ
+        for event in self._events:
+            self._model |= {field: value for field, value in event.live.items() if field in event.term.fields}
+        self._derives = any(event.derives for event in self._events)
+
+    @property
+    def terms(self) -> list[EventTerm]:
+        """The events, in the order of the config."""
+        return [event.term for event in self._events]
+
+    def apply(self, env_ids: Tensor, streams: RandomStreams, start: ResetState) -> None:
+        """Draw new values for episodes that are about to begin from ``start`` in these envs."""
+        for event in self._events:
+            rows = {name: live[env_ids] for name, live in event.live.items()}
+            self._begin(event, rows, env_ids, streams, start)
+            for name, live in event.live.items():
+                live[env_ids] = rows[name]
+        if self._derives:
+            self._physics.refresh_model(env_ids)
+
+    def apply_where(self, mask: Tensor, streams: RandomStreams, drawn: Tensor, start: ResetState) -> Tensor:
+        """Do so where ``mask`` ``[num_envs]`` holds; ``drawn`` is the streams' state, which is returned advanced."""
+        before = streams.state.clone()
+        streams.state.copy_(drawn)
+        for event in self._events:
+            rows = {name: live.clone() for name, live in event.live.items()}
+            self._begin(event, rows, self._all, streams, start)
+            _write_where(mask, event.live, rows)
+        after = streams.state.clone()
+        streams.state.copy_(before)
+        if self._derives:
+            self._physics.refresh_model(self._all)
+        return after
+
+    def before_step(self, step: Tensor, streams: RandomStreams) -> None:
+        """Let happen what is due before step number ``step`` ``[num_envs]`` of the episodes."""
+        for event in self._later:
+            mask = torch.ones_like(step, dtype=torch.bool) if event.due is None else step >= event.due
+            if mask.device.type == "cpu" and not bool(mask.any()):
+                continue
+            live = {**event.live, **{name: getattr(self._physics, name) for name in event.motion}}
+            rows = {name: value.clone() for name, value in live.items()}
+            event.term.apply(rows, Draw(streams, self._all, event.channel, step))
+            if event.due is not None:
+                rows["due"] = step + event.wait(streams, self._all, step)
+            _write_where(mask, live, rows)
+            if event.derives:
+                self._physics.refresh_model(mask.nonzero().view(-1) if mask.device.type == "cpu" else self._all)
+        for event in self._lasting:
+            event.term.every_step(step)
+
+    def act(self, action: Tensor, step: Tensor, streams: RandomStreams) -> Tensor:
+        """Return what of an action ``[num_envs, action_dim]`` reaches the robot in step number ``step``."""
+        for event in self._acting:
+            action = event.term.act(action, step, Draw(streams, self._all, event.channel, step))
+        return action
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the fields of the model that differ, ``[num_envs, ...]`` each."""
+        return {name: value.clone() for name, value in self._model.items()}
+
+    def variables(self) -> dict[str, Tensor]:
+        """Return the events' own values, live, ``[num_envs, ...]`` each."""
+        return {f"{e.name}/{name}": value for e in self._events for name, value in e.term.variables.items()}
+
+    def set_state(self, env_ids: Tensor, fields: Mapping[str, Tensor]) -> None:
+        """Restore rows of :meth:`state`."""
+        for name, values in fields.items():
+            self._model[name][env_ids] = values
+        if self._derives:
+            self._physics.refresh_model(env_ids)
+
+    def _begin(self, event: _Event, rows: Rows, ids: Tensor, streams: RandomStreams, start: ResetState) -> None:
+        """Draw the values of an event with which episodes begin."""
+        draw = Draw(streams, ids, event.channel, None)
+        event.term.begin(rows, draw)
+        if event.mode == "reset":
+            rows |= {name: getattr(start, name) for name in event.motion}
+            event.term.apply(rows, draw)
+            for name in event.motion:
+                setattr(start, name, rows[name])
+        if event.due is not None:
+            rows["due"] = event.wait(streams, ids, None)
+
+
+def _write_where(mask: Tensor, live: Rows, rows: Rows) -> None:
+    for name, target in live.items():
+        chosen = mask.view(-1, *[1] * (target.dim() - 1))
+        target.copy_(torch.where(chosen, rows[name], target))
+
+
+def _config_events(cfg: EventsCfg, world: World) -> list[_Event]:
+    """Make all registered events of a config, or raise all that is wrong with them at once."""
+    made, problems = [], []
+    for name, entry in cfg.terms.items():
+        if entry is None:
+            continue
+        key = f"{world.key}.{name}"
+        try:
+            made.append(_make(name, entry, World(**{**vars(world), "key": key})))
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return made
+
+
+def _make(name: str, cfg: EventTermCfg, world: World) -> _Event:
+    event, params = EVENTS.resolve(cfg.func, cfg.params, world.key)
+    term = event(world, **params) if isinstance(event, type) else _FunctionTerm(world, event, params)
+    mode = cfg.mode or term.modes[0]
+    if mode not in term.modes:
+        raise ConfigError(f"{world.key}.mode: {cfg.func} happens in mode {' or '.join(term.modes)}, got {mode!r}")
+    if mode == "step" and any(True for _ in moving_ranges({"": cfg.interval_range_s})):
+        raise ConfigError(f"{world.key}.interval_range_s: is for mode interval")
+    return _Event(name, term, params, mode, cfg)
+
+
+def _object_events(cfg: EventsCfg, world: World) -> list[_Event]:
+    """Return ``randomize_friction`` and ``randomize_mass``: one factor each for the task's object."""
+    chosen: dict[str, tuple[str, ScaleRangeCfg]] = {}
+    if cfg.randomize_friction is not None:
+        chosen["randomize_friction"] = ("friction", cfg.randomize_friction)
+    if cfg.randomize_mass is not None:
+        chosen["randomize_mass"] = ("mass", cfg.randomize_mass)
+    if chosen and world.object_body is None:
+        raise ConfigError(
+            "env.events: randomize_friction and randomize_mass need an object, and this task has none; name bodies: "
+            '{"func": "mass", "params": {"bodies": ..., "range": [0.8, 1.2]}}'
+        )
+    made = []
+    for name, (func, scale) in chosen.items():
+        params = {"bodies": world.object_body, "range": scale.scale, "shared": True}
+        event, checked = EVENTS.resolve(func, params, f"{world.key}.{name}")
+        made.append(_Event(name, event(world, **checked), checked, "reset", None))
+    return made
