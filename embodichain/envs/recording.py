@@ -7,7 +7,7 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +166,8 @@ class EpisodeResult:
     """Number of its steps."""
     success: bool | None
     """Whether it ended in success; ``None`` where the environment does not report it."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """The task's other measures in its last step."""
 
 
 @dataclass(frozen=True)
@@ -189,6 +191,8 @@ class Summary:
     std_return: float
     mean_length: float
     success_rate: float | None
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Means of the measures of the last steps."""
 
     @staticmethod
     def of(episodes: Sequence[EpisodeResult]) -> Summary:
@@ -203,6 +207,7 @@ class Summary:
             std_return=float(returns.std(correction=0)),
             mean_length=sum(e.length for e in episodes) / len(episodes),
             success_rate=sum(known) / len(known) if known else None,
+            metrics={name: sum(e.metrics[name] for e in episodes) / len(episodes) for name in episodes[0].metrics},
         )
 
 
@@ -225,10 +230,12 @@ def roll(env: VecEnv, act: ActionSource, episodes: int, seed: int | None = None)
         length += info["chunk"]["num_actions"].cpu() if "chunk" in info else 1
         done, ended = (terminated | truncated).cpu(), []
         if bool(done.any()):
-            success = info["metrics"].get("success")
+            measures = {name: measure.tolist() for name, measure in info["metrics"].items() if measure.dim() == 1}
+            success = measures.pop("success", None)
             for env_id in torch.nonzero(done & (share > 0)).reshape(-1).tolist():
                 solved = None if success is None else bool(success[env_id] > 0.5)
-                ended.append(EpisodeResult(env_id, float(total[env_id]), int(length[env_id]), solved))
+                last = {name: float(values[env_id]) for name, values in measures.items()}
+                ended.append(EpisodeResult(env_id, float(total[env_id]), int(length[env_id]), solved, last))
         share -= done.to(share.dtype)
         total[done], length[done] = 0.0, 0
         yield Step(obs, info["final_observation"], ended)

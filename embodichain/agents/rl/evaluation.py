@@ -38,7 +38,8 @@ class Evaluation:
         """Return what is logged."""
         values = {"eval/return": self.summary.mean_return, "eval/length": self.summary.mean_length}
         success = {} if self.summary.success_rate is None else {"eval/success": self.summary.success_rate}
-        return values | {"eval/return_std": self.summary.std_return} | success
+        measures = {f"eval/{name}": value for name, value in self.summary.metrics.items()}
+        return measures | values | {"eval/return_std": self.summary.std_return} | success
 
     @property
     def score(self) -> tuple[float, float]:
