@@ -188,10 +188,10 @@ def fits_memory(key: str, what: str, source: str = "configuration") -> Iterator[
         raise ConfigError(problem, source) from error
 
 
-def nearest(name: str, options: Iterable[str], count: int = 3) -> str:
-    """Return `` Did you mean ...? Valid: ...`` for a name that is not among the options."""
+def nearest(name: str, options: Iterable[str], count: int = 3, first: Sequence[str] = ()) -> str:
+    """Return `` Did you mean ...? Valid: ...`` for a name that is not among the options; ``first`` are meant before."""
     known = sorted(set(options))
-    close = difflib.get_close_matches(name, known, n=count, cutoff=0.5)
+    close = list(dict.fromkeys([*first, *difflib.get_close_matches(name, known, n=count, cutoff=0.5)]))
     hint = f" Did you mean {' or '.join(repr(c) for c in close)}?" if close else ""
     return f"{hint} Valid: {', '.join(known) if known else '(none)'}."
 

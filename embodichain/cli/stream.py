@@ -17,11 +17,12 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from embodichain.agents.engine.config import OnlineDataEngineCfg
+from embodichain.agents.engine.config import ActionSourceCfg, OnlineDataEngineCfg
 from embodichain.cli.options import Trust, parse_known_options, trusted_words
 from embodichain.config import load_config, parse_overrides
-from embodichain.config.command_line import positional_first
+from embodichain.config.command_line import Schemas, positional_first
 from embodichain.config.files import find_config
+from embodichain.envs.env_cfg import GymCfg
 from embodichain.envs.registration import list_envs, load_gym_config
 from embodichain.errors import writing
 from embodichain.extras import check_trusted, config_folders, import_trusted, locate_trusted
@@ -42,6 +43,7 @@ _NAME_LENGTH = 13
 _LEFT = ("node", "worker", "state")
 _COLUMNS = (*_LEFT, "episodes", "per s", "steps/s", "age", "restarts")
 _ENVS, _ROWS_PER_ENV = 8, 4
+_SCHEMAS: Schemas = {("gym_config",): (GymCfg,), ("action_config",): (ActionSourceCfg,)}
 Line = tuple[str, ...]
 Args = TypeVar("Args", bound=Any)
 
@@ -115,7 +117,7 @@ def parse_command(command: type[Args], prog: str, argv: Sequence[str]) -> tuple[
         args, flags = parse_known_options(command, words, prog)
         import_trusted(args.trust, config_folders(args.config))
         loaded = load_stream_config(args.config)
-        cfg = parse_overrides(loaded.replace(trusted_modules=[]), flags, prog=f"{prog} CONFIG")
+        cfg = parse_overrides(loaded.replace(trusted_modules=[]), flags, f"{prog} CONFIG", "", _SCHEMAS)
         trusted = [*args.trust, *cfg.trusted_modules]  # on the command line; a file alone allows nothing
         check_trusted(loaded.trusted_modules, trusted, str(args.config))
         return args, cfg.replace(trusted_modules=list(locate_trusted(trusted, config_folders(args.config))))
@@ -125,7 +127,7 @@ def parse_command(command: type[Args], prog: str, argv: Sequence[str]) -> tuple[
     with suppress(SystemExit):
         tyro.cli(command, args=["--help"], prog=prog)
     where = f"as {given[0]} has them" if given else "and their defaults, which CONFIG changes"
-    parse_overrides(cfg, ["--help"], prog=f"{prog} CONFIG", description=f"The settings of the engine, {where}.")
+    parse_overrides(cfg, ["--help"], f"{prog} CONFIG", f"The settings of the engine, {where}.", _SCHEMAS)
     raise SystemExit(0)
 
 

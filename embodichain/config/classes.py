@@ -26,7 +26,7 @@ import re
 import reprlib
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import (
@@ -61,6 +61,36 @@ Positive = Annotated[float, pydantic.Field(gt=0.0, le=1e30)]
 NotNegative = Annotated[float, pydantic.Field(ge=0.0, le=1e30)]
 """These are numbers that float32 can hold, in which tensors compute."""
 Fraction = Annotated[float, pydantic.Field(ge=0.0, le=1.0)]
+
+_CALLED_ELSEWHERE = {
+    "learning_rate": ("lr", "step_size", "actor_lr", "alpha"),
+    "batch_size": ("minibatch_size", "mini_batch_size"),
+    "gamma": ("discount", "discount_factor"),
+    "gae_lambda": ("lam", "lambda", "lambda_", "gae_lam"),
+    "max_grad_norm": ("grad_clip", "grad_norm", "clip_grad_norm"),
+    "n_epochs": ("epochs", "num_epochs", "update_epochs", "num_learning_epochs"),
+    "clip_coef": ("clip", "clip_range", "clip_param", "clip_ratio", "eps_clip"),
+    "ent_coef": ("ent", "entropy", "entropy_coef", "entropy_coeff"),
+    "vf_coef": ("vf", "value_coef", "value_loss_coef"),
+    "kl_coef": ("kl", "beta"),
+    "buffer_size": ("n_steps", "num_steps", "rollout_length", "num_steps_per_env", "horizon", "unroll_length"),
+    "total_steps": ("total_timesteps", "timesteps", "num_timesteps", "max_steps", "total_frames"),
+    "iterations": ("num_iterations", "max_iterations", "num_updates"),
+    "num_envs": ("n_envs", "envs", "num_workers"),
+    "num_eval_episodes": ("n_eval_episodes", "eval_episodes"),
+    "eval_freq": ("eval_interval", "evaluation_interval"),
+    "save_freq": ("save_interval", "checkpoint_freq"),
+    "output_dir": ("log_dir", "logdir", "out"),
+    "exp_name": ("run_name", "experiment_name"),
+    "gym_config": ("env", "env_id", "environment"),
+    "hidden_sizes": ("net_arch", "hidden_dims", "hidden", "hiddens", "layers"),
+    "activation": ("activation_fn", "nonlinearity"),
+    "memory": ("rnn", "lstm", "gru", "recurrent"),
+    "normalize_obs": ("norm_obs", "obs_norm", "empirical_normalization"),
+    "normalize_reward": ("norm_reward",),
+    "critic_obs": ("privileged", "privileged_obs"),
+}
+"""What other libraries call a setting, for those who look for it by that name."""
 
 _T = TypeVar("_T")
 _SETTINGS = ConfigDict(extra="forbid", allow_inf_nan=False, validate_default=True, validate_assignment=True)
@@ -297,7 +327,10 @@ def _explain(entry: Any, owner: Any) -> tuple[str, str]:
     came = f", got {shorten(value)} ({type(value).__name__})"
     if kind in _UNKNOWN:
         name = str(entry["loc"][-1])
-        return f"unknown key{came}", "." + nearest(name, owner.__pydantic_fields__) if is_config_class(owner) else ""
+        if not is_config_class(owner):
+            return f"unknown key{came}", ""
+        fields = owner.__pydantic_fields__
+        return f"unknown key{came}", f".{nearest(name, fields, first=usual_names(name, fields))}"
     if kind == "missing":
         return "expected a value, got none", ""
     if kind in ("dataclass_type", "dataclass_exact_type"):
@@ -312,6 +345,11 @@ def _explain(entry: Any, owner: Any) -> tuple[str, str]:
     message = entry["msg"].replace("Input should be", "expected").replace("a valid dictionary", "a mapping")
     message = re.sub(r"\ba valid (\w)", lambda found: f"a{'n' * (found[1] in 'aeiou')} {found[1]}", message)
     return message[0].lower() + message[1:], came
+
+
+def usual_names(name: str, options: Container[str]) -> list[str]:
+    """Return what a setting is called here, of the options, that other libraries call ``name``."""
+    return [own for own, others in _CALLED_ELSEWHERE.items() if name.lower() in others and own in options]
 
 
 def shorten(value: object) -> str:

@@ -1,8 +1,9 @@
 """Command-line overrides: every field of a config, at any depth, is a flag such as ``--trainer.num_envs 128``.
 
 Entries of mappings and lists have flags too (``--weights.reach 2``, ``--layers.0.width 64``), and so have the fields of
-an optional config that is ``None``. Tyro parses plain types and lists of them (``--hidden 64 64``); anything else is
-YAML (``--events '{push: {force: 3}}'``). A flag that holds a mapping adds to it: ``--weights reach 2 lift 1``.
+an optional config that is ``None``, and those of a mapping that another class checks later. Tyro parses plain types and
+lists of them (``--hidden 64 64``); anything else is YAML (``--events '{push: {force: 3}}'``). A flag that holds a
+mapping adds to it: ``--weights reach 2 lift 1``.
 """
 
 import contextlib
@@ -15,9 +16,24 @@ import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypedDict, TypeVar
 
-from embodichain.config.classes import MISSING, Shorthand, entry_type, is_config, is_config_class, shorten, strip
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from embodichain.config.classes import (
+    MISSING,
+    Shorthand,
+    entry_type,
+    is_config,
+    is_config_class,
+    shorten,
+    strip,
+    to_data,
+    usual_names,
+)
 from embodichain.config.files import parse_yaml
 from embodichain.errors import ConfigError
 
@@ -25,7 +41,13 @@ _T = TypeVar("_T")
 _FLAG = re.compile(r"^--([A-Za-z_][\w.-]*)")
 _WORD = re.compile(r"^--?[A-Za-z]")
 _VALUE = re.compile(r"[-+]?[0-9.]+(e[-+]?[0-9]+)?|true|false|null", re.IGNORECASE)
+_FAR = 10**6
+"""Bounds beyond this are those of memory and of number formats."""
 _Path = tuple[str | int, ...]
+
+
+Schemas = Mapping[_Path, Sequence[type[Any]]]
+"""Classes of which an entry is a mapping of fields, by its path: they are checked later, but their fields are flags."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +61,12 @@ class Flag:
     """The config that has it as a field; entries of mappings and lists have none."""
     stands_for: str | None = None
     """The field that it sets of the config at the path; see ``Shorthand``."""
+    default: Any = MISSING
+    """Its value where nothing is given."""
+    limits: str = ""
+    """The range of its value, in words."""
+    is_closed: bool = False
+    """Whether it is a mapping with fields that are known."""
 
     @property
     def name(self) -> str:
@@ -48,31 +76,97 @@ class Flag:
     def target(self) -> _Path:
         return self.path if self.stands_for is None else (*self.path, self.stands_for)
 
+    @property
+    def hint(self) -> str:
+        """Its range, present value and default, as ``--help`` shows them."""
+        parts = [] if self.default is MISSING else [f"default: {shorten(to_plain(self.default))}"]
+        if self.value is MISSING:
+            parts = parts or ["unset"]
+        elif self.default is MISSING or to_plain(self.value) != to_plain(self.default):
+            parts = [f"now: {shorten(to_plain(self.value))}", *parts]
+        return f"({'; '.join([*([self.limits] if self.limits else []), ', '.join(parts)])})"
 
-def flags_of(
-    value: Any, declared: Any, path: _Path = (), owner: type[Any] | None = None, above: tuple[type[Any], ...] = ()
-) -> Iterator[Flag]:
-    """Yield the entries of a value and of all below it; ``owner`` has it as a field, ``above`` holds configs around."""
-    plain = strip(declared)
+
+def to_plain(value: Any) -> Any:
+    """Return a value as a file would hold it, to be shown and compared; anything else as it is."""
+    try:
+        return to_data(value)
+    except ConfigError:
+        return value
+
+
+def flags_of(value: Any, declared: Any, path: _Path = (), schemas: Schemas = MappingProxyType({})) -> Iterator[Flag]:
+    """Yield the entries of a value and of all below it."""
+    return _flags(Flag(path, declared, value, None), schemas, ())
+
+
+def _flags(flag: Flag, schemas: Schemas, above: tuple[type[Any], ...]) -> Iterator[Flag]:
+    """Yield a flag and those of all entries below it; ``above`` holds the configs around it."""
+    value, path, plain = flag.value, flag.path, strip(flag.annotation)
     cls = type(value) if is_config(value) else plain
-    if not is_config_class(cls):
-        yield Flag(path, declared, value, owner)
-        is_nested = isinstance(value, (list, tuple)) and any(is_config(e) or isinstance(e, Mapping) for e in value)
-        entries = value.items() if isinstance(value, Mapping) else enumerate(value) if is_nested else ()
-        for key, entry in entries:
-            yield from flags_of(entry, entry_type(plain, key), (*path, key), None, above)
+    classes = schemas.get(path, ())
+    if is_config_class(cls) and not classes:
+        is_entry = any(path[:count] in schemas for count in range(len(path)))
+        if path and (plain is not flag.annotation or is_entry):
+            yield dataclasses.replace(flag, annotation=Any)  # an optional config can be set to null, a mapping to any
+        if is_config(value) or isinstance(value, Mapping) or cls not in above:
+            yield from _fields(cls, value, path, schemas, above)
         return
-    if path and plain is not declared:
-        yield Flag(path, Any, value, owner)  # an optional config can be set to null
-    if not is_config(value) and cls in above:
-        return
+    yield dataclasses.replace(flag, is_closed=bool(classes))
+    known: set[Any] = set()
+    for schema in classes:
+        yield from _fields(schema, value, path, schemas, above)
+        known.update(schema.__pydantic_fields__)
+    is_nested = isinstance(value, (list, tuple)) and any(is_config(e) or isinstance(e, Mapping) for e in value)
+    entries = value.items() if isinstance(value, Mapping) else enumerate(value) if is_nested else ()
+    for key, entry in entries:
+        if key not in known:
+            yield from _flags(Flag((*path, key), entry_type(plain, key), entry, None), schemas, above)
+
+
+def _fields(cls: Any, value: Any, path: _Path, schemas: Schemas, above: tuple[type[Any], ...]) -> Iterator[Flag]:
+    """Yield the flags of a config's fields, and of all below them; ``value`` is the config, or a mapping of them."""
     for name, field in cls.__pydantic_fields__.items():
-        entry = getattr(value, name) if is_config(value) else MISSING
+        default = field.get_default(call_default_factory=True, validated_data={})
+        default = MISSING if default is PydanticUndefined else default
+        given = getattr(value, name) if is_config(value) else default
+        entry = value.get(name, given) if isinstance(value, Mapping) else given
+        flag = Flag((*path, name), field.annotation, entry, cls, None, default, limits_of(field))
         for mark in field.metadata:
             if isinstance(mark, Shorthand):
-                now = getattr(entry, mark.field) if is_config(entry) else MISSING
-                yield Flag((*path, name), entry_type(strip(field.annotation), mark.field), now, cls, mark.field)
-        yield from flags_of(entry, field.annotation, (*path, name), cls, (*above, cls))
+                kind = entry_type(strip(field.annotation), mark.field)
+                now, usual = (getattr(it, mark.field) if is_config(it) else MISSING for it in (entry, default))
+                yield Flag(flag.path, kind, now, cls, mark.field, usual)
+        yield from _flags(flag, schemas, (*above, cls))
+
+
+def limits_of(field: FieldInfo) -> str:
+    """Return the range of a field's numbers in words, such as ``at least 1``; bounds far away are left out."""
+    low, high = "", ""
+    for mark in _marks(field.annotation, field.metadata):
+        low = f"at least {mark.ge:g}" if isinstance(mark, Ge) and _is_near(mark.ge) else low
+        low = f"above {mark.gt:g}" if isinstance(mark, Gt) and _is_near(mark.gt) else low
+        high = f"at most {mark.le:g}" if isinstance(mark, Le) and _is_near(mark.le) else high
+        high = f"below {mark.lt:g}" if isinstance(mark, Lt) and _is_near(mark.lt) else high
+    if low.startswith("at least") and high.startswith("at most"):
+        return f"{low.removeprefix('at least ')} to {high.removeprefix('at most ')}"
+    return ", ".join(filter(None, (low, high)))
+
+
+def _is_near(bound: Any) -> bool:
+    return isinstance(bound, int | float) and abs(bound) < _FAR
+
+
+def _marks(annotation: Any, metadata: Sequence[Any]) -> Iterator[Any]:
+    """Yield what ``Annotated`` says of a type, of the alternatives of a union and of the entries of a list."""
+    for mark in metadata:
+        yield from mark.metadata if isinstance(mark, FieldInfo) else (mark,)
+    if typing.get_origin(annotation) is typing.Annotated:
+        plain, *marks = typing.get_args(annotation)
+        yield from _marks(plain, marks)
+    elif typing.get_origin(annotation) not in (dict, typing.Literal):
+        for option in typing.get_args(annotation):
+            yield from _marks(option, ())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,11 +174,23 @@ class _Leaf:
     value: Any
 
 
-def parse_overrides(cfg: _T, argv: Sequence[str], prog: str | None = None, description: str = "") -> _T:
-    """Return a checked copy of ``cfg`` with the flags of ``argv`` applied; ``--help`` lists them all and exits."""
+def parse_overrides(
+    cfg: _T,
+    argv: Sequence[str],
+    prog: str | None = None,
+    description: str = "",
+    schemas: Schemas = MappingProxyType({}),
+) -> _T:
+    """Return a checked copy of ``cfg`` with the flags of ``argv`` applied; ``--help`` lists them all and exits.
+
+    ``schemas`` names the classes of mappings that are checked later, whose fields are flags as well.
+    """
     if not is_config(cfg):
         raise TypeError(f"expected a configclass object, got {type(cfg).__name__}")
-    flags = {flag.name: flag for flag in flags_of(cfg, type(cfg)) if _FLAG.match(f"--{flag.name}")}
+    flags = {flag.name: flag for flag in flags_of(cfg, type(cfg), (), schemas) if _FLAG.match(f"--{flag.name}")}
+    for word in argv:
+        if found := _FLAG.match(word):
+            flags |= _new_entry(found.group(1), flags)
     tree: dict[Any, Any] = {}
     for name, value in _parse(flags, argv, prog, description).items():
         _plant(tree, flags[name], value)
@@ -106,15 +212,14 @@ def _parse(flags: Mapping[str, Flag], argv: Sequence[str], prog: str | None, des
     for name, flag in flags.items():
         if not needs_help and name.replace("-", "_") not in named:
             continue  # each one costs time
-        hint = "(unset)" if flag.value is MISSING else f"(now: {shorten(flag.value)})"
-        doc = docs.get(flag.owner, {}).get(str(flag.path[-1]), "")
-        types[name] = Annotated[_cli_type(flag.annotation), tyro.conf.arg(help=doc, help_behavior_hint=hint)]
+        doc = docs.get(flag.owner, {}).get(str(flag.path[-1]), "").replace("``", "")
+        types[name] = Annotated[_cli_type(flag.annotation), tyro.conf.arg(help=doc, help_behavior_hint=flag.hint)]
     schema = TypedDict("Overrides", types, total=False)  # type: ignore[misc] # the names are only known here
     settings: Any = {"prog": prog, "description": description, "return_unknown_args": True, "use_underscores": True}
     output = io.StringIO()
     try:
         with contextlib.redirect_stderr(output):
-            values, unknown = tyro.cli(schema, args=list(argv), **settings)
+            values, unknown = tyro.cli(schema, args=_spread(argv, flags), **settings)
     except SystemExit as stop:
         if stop.code in (0, None):
             raise
@@ -124,6 +229,38 @@ def _parse(flags: Mapping[str, Flag], argv: Sequence[str], prog: str | None, des
         raise ConfigError([_unknown(word, flags) for word in words], "command line")
     optional = {name for name, flag in flags.items() if type(None) in typing.get_args(flag.annotation)}
     return {name: None if value == "null" and name in optional else value for name, value in values.items()}
+
+
+def _spread(argv: Sequence[str], flags: Mapping[str, Flag]) -> list[str]:
+    """Write lists out that are given as YAML, ``--hidden '[64, 64]'``, where tyro expects their entries."""
+    words: list[str] = []
+    for word in argv:
+        flag, joint, rest = word.partition("=")
+        name, text = (flag, rest) if joint else (words[-1] if words else "", word)
+        known = flags.get(name.removeprefix("--")) or flags.get(name.removeprefix("--").replace("-", "_"))
+        kind = None if known is None else strip(known.annotation)
+        if typing.get_origin(kind) in (list, tuple) and _is_plain(kind) and text.startswith("["):
+            with contextlib.suppress(ValueError):
+                entries = parse_yaml(text)
+                words += [*([flag] if joint else []), *map(str, entries if isinstance(entries, list) else [text])]
+                continue
+        words.append(word)
+    return words
+
+
+def _new_entry(name: str, flags: Mapping[str, Flag]) -> dict[str, Flag]:
+    """Return a flag for an entry that a mapping of any names does not have yet, if the name is one."""
+    parts = name.split(".")
+    for count in range(len(parts) - 1 if name not in flags else 0, 0, -1):
+        holder = flags.get(".".join(parts[:count])) or flags.get(".".join(parts[:count]).replace("-", "_"))
+        if holder is not None:
+            kind = strip(holder.annotation)
+            if holder.is_closed or typing.get_origin(kind) is not dict:
+                return {}
+            for key in parts[count:]:
+                kind = strip(entry_type(kind, key))
+            return {name: Flag((*holder.path, *parts[count:]), kind, MISSING, None)}
+    return {}
 
 
 def positional_first(argv: Sequence[str], values: Mapping[str, int]) -> list[str]:
@@ -167,8 +304,9 @@ def _unknown(word: str, flags: Mapping[str, Flag]) -> str:
         return f"{word!r}: expected a flag such as --{next(iter(flags), 'name')}"
     name = found.group(1).replace("-", "_")
     last = {flag.rpartition(".")[2]: flag for flag in flags}
-    close = difflib.get_close_matches(name, flags)
-    close = close or [last[match] for match in difflib.get_close_matches(name.rpartition(".")[2], last)]
+    own = name.rpartition(".")[2]
+    close = [last[meant] for meant in usual_names(own, last)] or difflib.get_close_matches(name, flags)
+    close = close or [last[match] for match in difflib.get_close_matches(own, last)]
     hint = f" Did you mean {' or '.join(f'--{match}' for match in close)}?" if close else ""
     return f"{found.group(1)}: unknown flag.{hint} --help lists all."
 
@@ -256,4 +394,5 @@ def _apply(value: Any, declared: Any, tree: Any, path: str, problems: list[str])
     if isinstance(value, (list, tuple)):
         return [below(i, entry, entry_type(plain, i)) if i in tree else entry for i, entry in enumerate(value)]
     base = dict(value) if isinstance(value, Mapping) else {}
-    return base | {key: below(key, base.get(key), entry_type(plain, key)) for key in tree}
+    changes = {key: below(key, base.get(key), entry_type(plain, key)) for key in tree}
+    return base | {key: list(entry) if isinstance(entry, tuple) else entry for key, entry in changes.items()}

@@ -40,9 +40,9 @@ def test_a_wrong_setting_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "flag", "now"),
     [
-        (["stream", "--help"], "--watch", "'local'"),
-        (["stream", str(CONFIGS / "stream" / "push_cube.json"), "--help"], "--gym_config.num_envs", "128"),
-        (["record", "-h"], "--episodes", "'local'"),
+        (["stream", "--help"], "--watch", "(default: 'local')"),
+        (["stream", str(CONFIGS / "stream" / "push_cube.json"), "--help"], "--gym_config.num_envs", "now: 128"),
+        (["record", "-h"], "--episodes", "(default: 'local')"),
     ],
 )
 def test_help_lists_the_settings_of_the_engine_as_well(
@@ -53,7 +53,7 @@ def test_help_lists_the_settings_of_the_engine_as_well(
     listed = capfd.readouterr().out
     for name in (flag, "--workers {local,ray}", "--num_workers", "--address", "--placement.num_gpus"):
         assert name in listed
-    assert f"(now: {now})" in listed
+    assert now in listed
 
 
 def test_stream_shows_the_numbers(capfd: pytest.CaptureFixture[str]) -> None:

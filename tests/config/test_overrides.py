@@ -45,6 +45,10 @@ class NodeCfg(Config):
         (["--bounds", "-2", "1e-3"], "bounds", (-2.0, 1e-3)),
         (["--algorithm.lr", "1e-3"], "algorithm.lr", 1e-3),
         (["--algorithm.net.layers", "1", "2", "3"], "algorithm.net.layers", [1, 2, 3]),
+        (["--algorithm.net.layers", "[1, 2, 3]"], "algorithm.net.layers", [1, 2, 3]),
+        (["--algorithm.net.layers=[]"], "algorithm.net.layers", []),
+        (["--weights.lift", "3"], "weights", {"reach": 1.0, "lift": 3.0}),
+        (["--extra.new.deep", "{a: 1}"], "extra.new", {"deep": {"a": 1}}),
         (["--algorithm.net.layers"], "algorithm.net.layers", []),
         (["--algorithm.net.activation", "relu"], "algorithm.net.activation", "relu"),
         (["--critic.width", "7"], "critic", NetCfg(width=7)),
@@ -176,7 +180,9 @@ def test_help_shows_fields_docs_and_present_values(capsys):
         "embodichain train",
         "Train a policy.",
         "--num_envs INT",
-        "Number of environments. (now: 77)",
+        "Number of environments. (at least 1; now: 77, default: 4)",
+        "--critic.width INT Units of each layer. (1 to 4096; default: 64)",
+        "--algorithm.lr FLOAT Step size. (above 0; default: 0.0003)",
         "--critic.width",
     ):
         assert part in shown

@@ -13,7 +13,7 @@ import torch
 
 from embodichain.agents.rl.algo import get_algo_class
 from embodichain.agents.rl.collector.config import AsyncCfg, CollectorBlock
-from embodichain.agents.rl.models import get_policy_class
+from embodichain.agents.rl.models import check_policy, policy_schemas
 from embodichain.agents.rl.utils.distributed import Ranks, local_count, local_rank
 from embodichain.config import (
     MISSING,
@@ -29,6 +29,7 @@ from embodichain.config import (
 )
 from embodichain.config.compat import translate_train_config
 from embodichain.config.files import find_config
+from embodichain.envs.env_cfg import GymCfg
 from embodichain.envs.physics.mujoco_cpu import available_cores
 from embodichain.envs.registration import list_envs, load_gym_config
 from embodichain.errors import ConfigError, EmbodiChainError, UnknownNameError
@@ -43,6 +44,8 @@ _USED_BY_SYNC = ("pipeline_stages", "env_processes")
 _USED_BY_ENV_PROCESSES = ("max_restarts", "step_timeout", "start_timeout")
 _RANKS_OWN = ("trainer.run_dir", "trainer.output_dir")
 """Fields in which ranks may differ: of the folders, those of the first rank are used."""
+_BLOCKS = ("algorithm.cfg", "policy")
+"""Blocks of a config that classes of their own check."""
 _LOG = logging.getLogger(__name__)
 
 
@@ -181,9 +184,16 @@ def _problems_below(data: Mapping[str, Any], folder: Path) -> list[str]:
     if isinstance(given := trainer.get("gym_config"), str | Mapping):
         _attempt(errors, lambda: _environment(given, folder))
     if not trainer.get("import_modules"):  # they may register the names
-        name, settings = algorithm.get("name", "ppo"), algorithm.get("cfg", {})
-        _attempt(errors, lambda: get_algo_class(str(name)).cfg_type.from_dict(settings, source="algorithm.cfg"))
+        name, settings, policy = algorithm.get("name", "ppo"), algorithm.get("cfg", {}), data.get("policy")
+        if isinstance(settings, Mapping):
+            _attempt(errors, lambda: _algorithm_settings(str(name), settings))
+        if isinstance(policy, Mapping):
+            _attempt(errors, lambda: check_policy(policy))
     return [line for error in errors for line in _lines(error)]
+
+
+def _algorithm_settings(name: str, settings: Mapping[str, Any]) -> Config:
+    return get_algo_class(name).cfg_type.from_dict(settings, source="algorithm.cfg")
 
 
 def _attempt(errors: list[EmbodiChainError], call: Callable[[], _T]) -> _T | None:
@@ -196,9 +206,19 @@ def _attempt(errors: list[EmbodiChainError], call: Callable[[], _T]) -> _T | Non
 
 
 def _lines(error: EmbodiChainError) -> list[str]:
-    return (
-        [f"{error.source}: {problem}" for problem in error.problems] if isinstance(error, ConfigError) else [str(error)]
-    )
+    """Return what is wrong, each with its whole key, or the file in which it is."""
+    if not isinstance(error, ConfigError):
+        return [str(error)]
+    prefix = f"{error.source}{'.' if error.source in _BLOCKS else ': '}" if error.source else ""
+    return [f"{prefix}{problem}" for problem in error.problems]
+
+
+def _together(errors: list[EmbodiChainError], source: str = "configuration") -> EmbodiChainError:
+    """Return one error for all that is wrong; a single one that names its own file stays as it is."""
+    only = errors[0] if len(errors) == 1 else None
+    if only is not None and not (isinstance(only, ConfigError) and only.source in ("", *_BLOCKS)):
+        return only
+    return ConfigError([line for error in errors for line in _lines(error)], source)
 
 
 def complete(
@@ -208,29 +228,34 @@ def complete(
     folder = Path.cwd() if folder is None else folder
     check_trusted(cfg.trainer.import_modules, trusted_modules, source)
     import_trusted(trusted_modules, [folder, Path.cwd()])
-    if cfg.validate():
-        raise ConfigError([f"{name}: expected a value, got none" for name in cfg.validate()], source)
-    errors: list[EmbodiChainError] = []
-    environment = _attempt(errors, lambda: _environment(cfg.trainer.gym_config, folder))
-    name, settings = cfg.algorithm.name, {"device": cfg.trainer.device, **cfg.algorithm.cfg}
-    checked = _attempt(
-        errors, lambda: get_algo_class(name).cfg_type.from_dict(settings, source=f"{source}: algorithm.cfg")
-    )
-    if environment is None or checked is None:
-        raise errors[0] if len(errors) == 1 else ConfigError([line for e in errors for line in _lines(e)], source)
+    missing = cfg.validate()
+    errors: list[EmbodiChainError] = [ConfigError(f"{name}: expected a value, got none", "") for name in missing]
+    environment = None if missing else _attempt(errors, lambda: _environment(cfg.trainer.gym_config, folder))
+    settings = {"device": cfg.trainer.device, **cfg.algorithm.cfg}
+    checked = _attempt(errors, lambda: _algorithm_settings(cfg.algorithm.name, settings))
+    _attempt(errors, lambda: check_policy(cfg.policy))
+    if environment is None or checked is None or errors:
+        raise _together(errors, source)
     trainer = cfg.trainer.with_mode().replace(gym_config=environment)
     return cfg.replace(trainer=trainer, algorithm=cfg.algorithm.replace(cfg=checked.to_dict()))
 
 
 def override(cfg: TrainCfg, words: list[str], prog: str = "embodichain train") -> TrainCfg:
     """Return a completed config with flags such as ``--trainer.num_envs 128`` applied, ready to be run."""
-    changed = parse_overrides(cfg, words, prog=prog, description="Train a policy.") if words else cfg
+    changed = parse_overrides(cfg, words, prog, "Train a policy.", schemas_of(cfg)) if words else cfg
     device, before = changed.trainer.device, cfg.trainer.device
     is_set = any(word.partition("=")[0] == "--algorithm.cfg.device" for word in words)
     if device != before and changed.algorithm.cfg["device"] == before and not is_set:
         algorithm = changed.algorithm.replace(cfg=changed.algorithm.cfg | {"device": device})  # it learns where it acts
         changed = changed.replace(algorithm=algorithm)
     return _checked(changed)
+
+
+def schemas_of(cfg: TrainCfg) -> dict[tuple[str | int, ...], tuple[type[Config], ...]]:
+    """Return the classes that check the mappings of a completed config, by their path: their fields are flags, too."""
+    schemas: dict[tuple[str | int, ...], tuple[type[Config], ...]] = {("trainer", "gym_config"): (GymCfg,)}
+    schemas |= {("policy", *path): classes for path, classes in policy_schemas(cfg.policy).items()}
+    return schemas | {("algorithm", "cfg"): (get_algo_class(cfg.algorithm.name).cfg_type,)}
 
 
 def check_devices(cfg: TrainCfg) -> None:
@@ -339,10 +364,11 @@ def _checked(cfg: TrainCfg) -> TrainCfg:
             f"trainer.collector.env_processes: expected 0, as processes of their own simulate on the CPU, and "
             f"gym_config.device is {simulated!r}; got {trainer.collector.env_processes}"
         )
-    if problems:
-        raise ConfigError(problems)
-    algorithm = get_algo_class(cfg.algorithm.name).cfg_type.from_dict(cfg.algorithm.cfg, source="algorithm.cfg")
-    get_policy_class(str(cfg.policy.get("name")))
+    errors: list[EmbodiChainError] = [ConfigError(problems, "")] if problems else []
+    algorithm = _attempt(errors, lambda: _algorithm_settings(cfg.algorithm.name, cfg.algorithm.cfg))
+    _attempt(errors, lambda: check_policy(cfg.policy))
+    if algorithm is None or errors:
+        raise _together(errors)
     return cfg.replace(trainer=resolved, algorithm=cfg.algorithm.replace(cfg=algorithm.to_dict()))
 
 

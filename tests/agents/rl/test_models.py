@@ -269,7 +269,7 @@ def test_given_networks_replace_those_of_the_block() -> None:
         (block("actor_only", critic=network()), ConfigError, "critic"),
         (block(distribution={"std": "learned"}), ConfigError, "learnable"),
         (block(memory={"type": "lstmm"}), ConfigError, "lstm"),
-        (block(actor={"network_cfg": {"activation": "rellu"}}), UnknownNameError, "Did you mean 'relu'"),
+        (block(actor={"network_cfg": {"activation": "rellu"}}), ConfigError, "Did you mean 'relu'"),
     ],
 )
 def test_wrong_blocks(policy_block, error, message: str) -> None:

@@ -202,7 +202,7 @@ def test_wrong_field_ends_with_a_message_and_code_2(tmp_path):
         ({"algorithm": {"cfg": {"gama": 0.9}}}, ConfigError, r"gama: unknown key.*'gamma'"),
         ({"algorithm": {"cfg": {"gamma": 1.5}}}, ConfigError, "gamma"),
         ({"policy": {"name": "actor_critik"}}, UnknownNameError, "unknown policy 'actor_critik'.*'actor_critic'"),
-        ({"policy": {"actor": {"activation": "rellu"}}}, UnknownNameError, "unknown activation 'rellu'.*'relu'"),
+        ({"policy": {"actor": {"activation": "rellu"}}}, ConfigError, "unknown activation 'rellu'.*'relu'"),
         ({"optimizer": {}}, ConfigError, "optimizer: unknown key"),
     ],
 )

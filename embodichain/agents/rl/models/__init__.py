@@ -15,6 +15,7 @@ from embodichain.agents.rl.models.flow import FlowCfg, FlowPolicy
 from embodichain.agents.rl.models.mlp import (
     MLP,
     ImageEncoderCfg,
+    NetworkBlock,
     NetworkCfg,
     RecurrentCfg,
     build_mlp_from_cfg,
@@ -25,6 +26,7 @@ from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.models.vla import load_vla_model, register_vla_model
 from embodichain.agents.rl.models.vla_policy import VLAPolicy
 from embodichain.agents.rl.utils import Registry
+from embodichain.config.classes import Config, Count, configclass
 from embodichain.errors import ConfigError, fits_memory
 
 __all__ = [
@@ -44,9 +46,11 @@ __all__ = [
     "VLAPolicy",
     "build_mlp_from_cfg",
     "build_policy",
+    "check_policy",
     "get_policy_class",
     "get_registered_policy_names",
     "load_vla_model",
+    "policy_schemas",
     "register_policy",
     "register_vla_model",
 ]
@@ -70,20 +74,12 @@ def build_policy(
     The settings may also stand under ``"cfg"``. ``action_dim`` is optional and checked against the action space.
     ``actor`` and ``critic`` replace the networks that the block would describe.
     """
-    block = dict(policy_block)
-    name, action_dim = block.pop("name", None), block.pop("action_dim", None)
-    if not isinstance(name, str):
-        raise ConfigError(f"name: expected the name of a policy, got {name!r}", "policy")
-    policy_cls = get_policy_class(name)
+    policy_cls, settings, action_dim = _read_block(policy_block)
     is_chunked = isinstance(action_space, gym.spaces.Box) and len(action_space.shape) == 2
     actual = int(action_space.shape[-1]) if is_chunked else action_dimension(action_space)
     if action_dim not in (None, actual):
         problem = f"action_dim is {action_dim!r}, but the environment's action space {action_space} has {actual}"
         raise ConfigError(f"{problem}; correct the number or leave it out", "policy")
-    nested = block.pop("cfg", {})
-    if not isinstance(nested, Mapping):
-        raise ConfigError(f"cfg: expected a mapping, got {nested!r:.60} ({type(nested).__name__})", "policy")
-    settings = {**nested, **block}
     if actor is None and critic is None:
         with _networks_fit():
             return policy_cls.build(settings, obs_space, action_space, torch.device(device))
@@ -91,6 +87,54 @@ def build_policy(
     settings = {key: value for key, value in settings.items() if key not in networks}
     settings |= {key: module for key, module in networks.items() if module is not None}
     return policy_cls(obs_space, action_space, torch.device(device), **settings)  # type: ignore[call-arg]
+
+
+def _read_block(policy_block: Mapping[str, Any]) -> tuple[type[Policy], dict[str, Any], Any]:
+    """Return the class of a policy block, its settings and its ``action_dim``."""
+    block = dict(policy_block)
+    name, action_dim, nested = block.pop("name", None), block.pop("action_dim", None), block.pop("cfg", {})
+    if not isinstance(name, str):
+        raise ConfigError(f"name: expected the name of a policy, got {name!r}", "policy")
+    if not isinstance(nested, Mapping):
+        raise ConfigError(f"cfg: expected a mapping, got {nested!r:.60} ({type(nested).__name__})", "policy")
+    return get_policy_class(name), {**nested, **block}, action_dim
+
+
+def check_policy(policy_block: Mapping[str, Any]) -> None:
+    """Raise an error for all that is wrong with a policy block, as far as that is known without an environment."""
+    policy_cls, settings, _ = _read_block(policy_block)
+    cfg_type = policy_cls.settings_type()
+    if cfg_type is not None:
+        cfg_type.from_dict(settings, source="policy")
+
+
+@configclass
+class PolicyBlock(Config):
+    """What every policy block has besides the settings of its class."""
+
+    name: str = "actor_critic"
+    """Registered name: actor_critic, actor_only, vla, or one of a module of your own."""
+    action_dim: Count | None = None
+    """Numbers per action; it need not be given, and is compared with the environment's."""
+
+
+def policy_schemas(policy_block: Mapping[str, Any]) -> dict[tuple[str, ...], tuple[type[Config], ...]]:
+    """Return the classes whose fields a policy block and the blocks of its networks may have, by their place in it."""
+    policy_cls, settings, _ = _read_block(policy_block)
+    cfg_type = policy_cls.settings_type()
+    if cfg_type is None:
+        return {}
+    place = ("cfg",) if "cfg" in policy_block else ()
+    schemas: dict[tuple[str, ...], tuple[type[Config], ...]] = {
+        (): (PolicyBlock,) if place else (PolicyBlock, cfg_type)
+    }
+    schemas |= {place: (cfg_type,)} if place else {}
+    for name in ("actor", "critic"):
+        block = settings.get(name, {})
+        if issubclass(cfg_type, PolicyCfg) and name in cfg_type.__dataclass_fields__ and isinstance(block, Mapping):
+            is_direct = block.keys() & NetworkCfg.__dataclass_fields__.keys()
+            schemas[(*place, name)] = (NetworkBlock, NetworkCfg) if is_direct else (NetworkBlock,)
+    return schemas
 
 
 @contextmanager

@@ -2,10 +2,11 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import gymnasium as gym
 import torch
+from pydantic import AfterValidator
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
@@ -17,7 +18,14 @@ from embodichain.agents.rl.models.distributions import (
     build_head,
     normal_like,
 )
-from embodichain.agents.rl.models.mlp import MLP, ImageEncoderCfg, RecurrentCfg, RecurrentLayer, build_mlp_from_cfg
+from embodichain.agents.rl.models.mlp import (
+    MLP,
+    ImageEncoderCfg,
+    RecurrentCfg,
+    RecurrentLayer,
+    build_mlp_from_cfg,
+    check_network,
+)
 from embodichain.agents.rl.models.observation import FeatureEncoder, ObservationSpace, RunningNormalizer
 from embodichain.agents.rl.models.policy import Evaluation, Policy
 from embodichain.agents.rl.utils.tensordicts import Observation
@@ -66,7 +74,7 @@ class NormalizedCritic(nn.Module):
 class PolicyCfg(Config):
     """A policy block of a training config, without ``name`` and ``action_dim``."""
 
-    actor: dict[str, Any] = {"type": "mlp"}
+    actor: Annotated[dict[str, Any], AfterValidator(check_network)] = {"type": "mlp"}
     """The actor network: ``{"type": "mlp", "network_cfg": {"hidden_sizes": [256, 256], "activation": "relu"}}``."""
     distribution: DistributionCfg = DistributionCfg()
     """How continuous actions are distributed."""
@@ -226,7 +234,7 @@ def build_network(cfg: Mapping[str, Any], width: int, out: int, last_gain: float
 class ActorCriticCfg(PolicyCfg):
     """The block of the policy ``actor_critic``."""
 
-    critic: dict[str, Any] = {"type": "mlp"}
+    critic: Annotated[dict[str, Any], AfterValidator(check_network)] = {"type": "mlp"}
     """The critic network, in the same shape as the actor's."""
     normalize_value: bool = False
     """Whether the critic learns returns shifted and scaled by their running mean and standard deviation."""
@@ -238,6 +246,8 @@ class ActorCritic(NetworkPolicy):
     ``actor`` maps features to the head's parameters (the means, by default), ``critic`` maps them, with the privileged
     observations appended, to one value. ``build_policy`` makes both from a config.
     """
+
+    cfg_type: ClassVar[type[Config] | None] = ActorCriticCfg
 
     def __init__(
         self,
@@ -274,6 +284,8 @@ class ActorCritic(NetworkPolicy):
 
 class ActorOnly(NetworkPolicy):
     """Same interface as ``ActorCritic``, but the value is always zero since no critic is used."""
+
+    cfg_type: ClassVar[type[Config] | None] = PolicyCfg
 
     has_critic = False
 

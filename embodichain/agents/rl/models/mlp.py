@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from embodichain.agents.processes.shared_memory import available_bytes
 from embodichain.config.classes import Config, Fraction, Layers, Size, configclass
-from embodichain.errors import ConfigError, look_up
+from embodichain.errors import ConfigError, UnknownNameError, look_up
 
 FEW = 8192
 """Numbers up to which a backward pass in Python costs more than a faster forward pass saves."""
@@ -120,20 +120,22 @@ class NetworkCfg(Config):
     probability ratio needs the same network twice; training of your own in training mode uses it."""
 
 
+@configclass
+class NetworkBlock(Config):
+    """The block of a network, ``{"type": "mlp", "network_cfg": {...}}``; settings may also stand beside ``type``."""
+
+    type: Literal["mlp"] = "mlp"
+    """Kind of network."""
+    network_cfg: NetworkCfg = NetworkCfg()
+    """Its layers."""
+
+
 def build_mlp_from_cfg(module_cfg: Mapping[str, Any], in_dim: int, out_dim: int | Sequence[int]) -> MLP:
     """Construct an MLP from ``{"type": "mlp", "hidden_sizes": [256, 256], "activation": "relu"}``.
 
     The settings may also stand under ``"network_cfg"``: ``{"type": "mlp", "network_cfg": {...}}``.
     """
-    look_up("network type", str(module_cfg.get("type", "mlp")), {"mlp": MLP})
-    direct = {key: value for key, value in module_cfg.items() if key not in ("type", "network_cfg")}
-    nested = module_cfg.get("network_cfg", {})
-    if not isinstance(nested, Mapping):
-        problem = f"network_cfg: expected a mapping of NetworkCfg fields, got {nested!r:.60} ({type(nested).__name__})"
-        raise ConfigError(problem, "network")
-    if twice := sorted(direct.keys() & nested.keys()):
-        raise ConfigError(f"{', '.join(twice)}: given both beside and inside network_cfg", "network")
-    cfg = NetworkCfg.from_dict({**direct, **nested}, source="network").to_dict()
+    cfg = network_settings(module_cfg).to_dict()
     hidden = cfg.pop("hidden_sizes")
     outputs = out_dim if isinstance(out_dim, int) else math.prod(out_dim)
     needed = 4 * sum(width * following for width, following in pairwise([in_dim, *hidden, outputs]))
@@ -141,6 +143,36 @@ def build_mlp_from_cfg(module_cfg: Mapping[str, Any], in_dim: int, out_dim: int 
         problem = f"hidden_sizes: a network of these sizes has {needed} bytes, and {room} are free"
         raise ConfigError(f"{problem}; choose fewer or narrower layers", "network")
     return MLP(in_dim, out_dim, hidden, **cfg)
+
+
+def network_settings(module_cfg: Mapping[str, Any], source: str = "network") -> NetworkCfg:
+    """Return the checked settings of a network block; ``source`` opens the message about what is wrong with it."""
+    look_up("network type", str(module_cfg.get("type", "mlp")), {"mlp": MLP})
+    direct = {key: value for key, value in module_cfg.items() if key not in ("type", "network_cfg")}
+    nested = module_cfg.get("network_cfg", {})
+    if not isinstance(nested, Mapping):
+        problem = f"network_cfg: expected a mapping of NetworkCfg fields, got {nested!r:.60} ({type(nested).__name__})"
+        raise ConfigError(problem, source)
+    if twice := sorted(direct.keys() & nested.keys()):
+        raise ConfigError(f"{', '.join(twice)}: given both beside and inside network_cfg", source)
+    cfg = NetworkCfg.from_dict({**direct, **nested}, source=source)
+    return cfg
+
+
+def check_network(block: dict[str, Any]) -> dict[str, Any]:
+    """Return a network block as it is, or raise ``ConfigError`` for all that is wrong with it."""
+    nested = block.get("network_cfg")
+    try:
+        cfg = network_settings(block)
+        for name in filter(None, (cfg.activation, cfg.last_activation)):
+            look_up("activation", name.lower(), ACTIVATIONS)
+    except ConfigError as error:
+        inside = nested if isinstance(nested, Mapping) else {}
+        prefixes = ["network_cfg." * (problem.split(":")[0] in inside) for problem in error.problems]
+        raise ConfigError([f"{a}{b}" for a, b in zip(prefixes, error.problems, strict=True)], "network") from None
+    except UnknownNameError as error:
+        raise ConfigError(f"{'activation' if 'activation' in str(error) else 'type'}: {error}", "network") from None
+    return block
 
 
 def free_memory() -> int:

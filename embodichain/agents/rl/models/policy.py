@@ -3,13 +3,14 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from embodichain.agents.rl.utils.tensordicts import Observation
+from embodichain.config.classes import Config
 
 Evaluation = tuple[Tensor, Tensor, Tensor]
 """``(log_prob, entropy, value)``."""
@@ -29,6 +30,8 @@ class Policy(nn.Module, ABC):
     ``evaluate_sequences`` too. Its state is a tensor ``[batch, ...]`` that the caller keeps, passes in and resets.
     """
 
+    cfg_type: ClassVar[type[Config] | None] = None
+    """The settings that ``build`` takes, where a class says so: they are checked, and are flags, before it is built."""
     device: torch.device
     """Device where the policy parameters are located."""
     chunk_size: int = 1
@@ -173,6 +176,14 @@ class Policy(nn.Module, ABC):
     def value_scale(self) -> Tensor | float:
         """Unit in which errors of the value count; 1 unless the policy normalises its values."""
         return 1.0
+
+    @classmethod
+    def settings_type(cls) -> type[Config] | None:
+        """Return the class of the settings; ``None`` if they are those of a subclass's own ``build``."""
+        settled, built = (
+            next(i for i, base in enumerate(cls.__mro__) if name in base.__dict__) for name in ("cfg_type", "build")
+        )
+        return cls.cfg_type if settled <= built else None
 
     @classmethod
     def build(cls, cfg: Mapping[str, Any], obs_space: Any, action_space: Any, device: torch.device) -> Self:

@@ -4,7 +4,7 @@ Its block is ``{"name": "vla", "vla_config": {"model_path": "checkpoints/vla", "
 """
 
 from collections.abc import Mapping
-from typing import Any, Protocol, Self, cast, runtime_checkable
+from typing import Any, ClassVar, Protocol, Self, cast, runtime_checkable
 
 import torch
 from tensordict import TensorDictBase
@@ -64,6 +64,8 @@ class VLAPolicy(Policy):
     The model is a ``VLAModel``, or any module with ``forward(obs, deterministic) -> (action, log_prob, value)``,
     ``get_value(obs)`` and ``evaluate_actions(obs, actions)``; ``obs`` is the environment's nested TensorDict.
     """
+
+    cfg_type: ClassVar[type[Config] | None] = VLAPolicyCfg
 
     def __init__(
         self,

@@ -1,0 +1,101 @@
+"""Every field of a training config is a flag that says what it means, and all its problems are told at once."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from embodichain.agents.rl.config import load_train_config, override
+from embodichain.agents.rl.models import ActorCritic, ActorCriticCfg
+from embodichain.errors import ConfigError
+from tests.agents.rl.training_cases import write_config
+
+
+@pytest.mark.parametrize(
+    ("words", "path", "value"),
+    [
+        (["--policy.critic_obs", "object"], ("policy", "critic_obs"), ["object"]),
+        (["--policy.memory.type", "lstm"], ("policy", "memory"), {"type": "lstm"}),
+        (["--policy.actor.network_cfg.hidden_sizes", "8", "8"], ("policy", "actor", "network_cfg"), None),
+        (["--trainer.gym_config.max_episode_steps", "7"], ("trainer", "gym_config", "max_episode_steps"), 7),
+        (["--trainer.gym_config.kwargs.render_mode", "human"], ("trainer", "gym_config", "kwargs"), None),
+        (["--trainer.eval_gym_config.seed", "3"], ("trainer", "eval_gym_config"), {"seed": 3}),
+        (["--algorithm.cfg.target_kl", "0.1"], ("algorithm", "cfg", "target_kl"), 0.1),
+    ],
+)
+def test_fields_that_the_file_does_not_have_are_flags(tmp_path, words, path, value):
+    file = tmp_path / "c.json"
+    block = {"gym_config": "Pendulum-v1", "iterations": 1}
+    file.write_text(json.dumps({"trainer": block, "policy": {"name": "actor_critic"}}))
+    found: Any = override(load_train_config(file), words).to_dict()
+    for key in path:
+        found = found[key]
+    assert value is None or found == value
+
+
+def test_help_tells_meaning_range_choices_and_default_of_every_field(tmp_path, capsys):
+    config = write_config(tmp_path / "c.json", tmp_path / "run")
+    with pytest.raises(SystemExit):
+        override(load_train_config(config), ["--help"])
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for part in (
+        "--algorithm.cfg.learning_rate FLOAT Step size of Adam",
+        "--algorithm.cfg.gamma FLOAT Discount per environment step. (0 to 1; default: 0.99)",
+        "--algorithm.cfg.lr_schedule {constant,linear,adaptive} Step size: constant",
+        "--policy.memory.type {gru,lstm} Kind of layer. (default: 'gru')",
+        "--policy.normalize_obs [true|false] Whether vector observations",
+        "--trainer.gym_config.env.substeps INT Physics steps per environment step. (1 to 1000;",
+    ):
+        assert part in shown
+    blank = [part.split()[0] for part in shown.split(" --")[1:] if re.match(r"\S+ \S+ \((now|default|unset)", part)]
+    assert blank == []
+
+
+def test_all_problems_of_a_config_are_told_at_once(tmp_path):
+    file = tmp_path / "c.json"
+    broken = {
+        "trainer": {"gym_config": {"id": "CartPoleRL", "num_env": 3}, "seeed": 1, "iterations": 0},
+        "policy": {"name": "actor_critic", "normalise_obs": True, "actor": {"hidden_sizes": [0]}},
+        "algorithm": {"cfg": {"lr": 1e-3, "gamma": 2.0, "ent": 0.1, "clip": 0.2}},
+    }
+    file.write_text(json.dumps(broken))
+    parts = ["seeed", "iterations", "num_env", "normalise_obs", r"actor\.hidden_sizes\.0", "lr", "gamma", "ent", "clip"]
+    with pytest.raises(ConfigError) as caught:
+        load_train_config(file)
+    told = "\n".join(caught.value.problems)
+    assert all(re.search(rf"\b{part}: ", told) for part in parts), told
+    assert "algorithm.cfg.lr: unknown key, got 0.001 (float). Did you mean 'learning_rate'" in told
+    assert "'ent_coef'" in told
+    assert "'clip_coef'" in told
+    del broken["trainer"]["seeed"], broken["trainer"]["iterations"]
+    file.write_text(json.dumps(broken))
+    with pytest.raises(ConfigError) as caught:
+        load_train_config(file)
+    assert len(caught.value.problems) == len(parts) - 2
+
+
+def test_flags_of_other_libraries_are_understood_as_questions(tmp_path):
+    config = load_train_config(write_config(tmp_path / "c.json", tmp_path / "run"))
+    for flag, meant in {"--lr": "algorithm.cfg.learning_rate", "--n_steps": "trainer.buffer_size"}.items():
+        with pytest.raises(ConfigError, match=f"unknown flag. Did you mean --{meant}"):
+            override(config, [flag, "1"])
+    with pytest.raises(
+        ConfigError, match=r"algorithm\.cfg\.gamma: .*\n.*policy\.actor\.activation: unknown activation"
+    ):
+        override(config, ["--algorithm.cfg.gamma", "2.0", "--policy.actor.activation", "tan"])
+
+
+def test_settings_of_a_policy_of_ones_own_are_its_own():
+    """A subclass with a ``build`` of its own may take what its base does not."""
+
+    class Mine(ActorCritic):
+        @classmethod
+        def build(cls, cfg, *spaces):
+            return super().build({key: value for key, value in cfg.items() if key != "temperature"}, *spaces)
+
+    assert ActorCritic.settings_type() is ActorCriticCfg
+    assert type("Plain", (ActorCritic,), {}).settings_type() is ActorCriticCfg
+    assert Mine.settings_type() is None
