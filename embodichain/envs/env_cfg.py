@@ -324,3 +324,9 @@ class GymCfg(Config):
     """Whether Gymnasium's MuJoCo suite runs on batched physics; ``false`` takes Gymnasium's own environments."""
     kwargs: dict[str, Any] = {}
     """Arguments for the constructor of a Gymnasium environment (for ids that are not tasks of this package)."""
+
+
+def mounted_cameras(cfg: GymCfg) -> tuple[CameraCfg, ...]:
+    """Return the cameras that have to be part of the model: where it renders on a GPU, or differs from env to env."""
+    differs = any(term is not None for term in cfg.env.events.terms.values())
+    return tuple(cfg.env.observations.cameras) if differs or cfg.device != "cpu" else ()

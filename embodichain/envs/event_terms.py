@@ -52,7 +52,18 @@ def names_of(model: mujoco.MjModel, kind: str) -> list[str]:
 
 def select(world: World, kind: str, chosen: Names | None, where: Sequence[bool] | np.ndarray, what: str) -> list[int]:
     """Return the numbers of the named things, by default of all where ``where`` holds; the others are errors."""
-    names = names_of(world.model, kind)
+    return find_names(world, kind, chosen, names_of(world.model, kind), where, what)
+
+
+def find_names(
+    world: World,
+    kind: str,
+    chosen: Names | None,
+    names: Sequence[str],
+    where: Sequence[bool] | np.ndarray,
+    what: str,
+) -> list[int]:
+    """Do so for things that have these names."""
     if chosen is None:
         found = [index for index in range(len(names)) if where[index]]
         if not found:

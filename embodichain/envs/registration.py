@@ -15,7 +15,6 @@ from embodichain.config import load_config, merge
 from embodichain.config.compat import translate_gym_config
 from embodichain.envs import MUJOCO_SUITE, TASKS, register_with_gymnasium
 from embodichain.envs.env_cfg import GymCfg
-from embodichain.envs.event_terms import EVENTS
 from embodichain.envs.gymnasium_env import make_gymnasium
 from embodichain.envs.gymnasium_env.construct import resolve_spec
 from embodichain.envs.physics.mujoco_cpu import MujocoCpuPhysics
@@ -25,6 +24,7 @@ from embodichain.envs.task import Task
 from embodichain.envs.task_env import TaskEnv
 from embodichain.envs.terms import OBSERVATIONS, REWARDS
 from embodichain.envs.vec_env import VecEnv
+from embodichain.envs.visual_events import EVENTS
 from embodichain.errors import ConfigError, RenderingError, UnknownNameError, fits_memory, nearest, same_name
 from embodichain.extras import available, config_folders, import_trusted
 

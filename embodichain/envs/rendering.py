@@ -63,6 +63,17 @@ Quality = Literal["lean", "high"]
 Output = Literal["rgb", "depth", "segmentation"]
 OBSERVED_AS: dict[Output, str] = {"rgb": "image", "depth": "depth", "segmentation": "segmentation"}
 """The group of observations in which an output of a camera is found, under the camera's name."""
+MOUNTED = "observed/"
+"""What the names of configured cameras, and of the materials for them, begin with in a model."""
+Material = Literal["plain", "checker", "gradient", "noise", "cross"]
+MATERIALS: dict[Material, tuple[str, str]] = {
+    "plain": ("NONE", "NONE"),
+    "checker": ("CHECKER", "NONE"),
+    "gradient": ("GRADIENT", "NONE"),
+    "noise": ("FLAT", "RANDOM"),
+    "cross": ("FLAT", "CROSS"),
+}
+"""Materials that are built into models with configured cameras: MuJoCo's pattern, and its marks on it."""
 Images = dict[str, dict[str, Tensor]]
 """What cameras observe, ``[n, H, W, channels]``, by group and by the camera's name."""
 Pixels = Annotated[int, Field(gt=0, le=8192)]
@@ -442,8 +453,9 @@ if sys.platform != "win32":
 class Cameras:
     """The cameras of one model by name, configured ones first; one renderer per size and quality, made when needed."""
 
-    def __init__(self, model: mujoco.MjModel, cfgs: Iterable[CameraCfg] = ()) -> None:
-        self.model = model
+    def __init__(self, model: mujoco.MjModel, cfgs: Iterable[CameraCfg] = (), varied: bool = False) -> None:
+        """``varied``: a ``load`` writes to the model of the data it is given, too; renderers then have their own."""
+        self.model, self._varied = model, varied
         self.cfgs: dict[str, CameraCfg] = {}
         for cfg in cfgs:
             if cfg.name in self.cfgs:
@@ -490,7 +502,8 @@ class Cameras:
             raise UnknownNameError(f"no camera is called {camera!r}.{nearest(camera, self.names)}")
         renderer = self._renderers.get((size, quality))
         if renderer is None:
-            renderer = self._renderers[size, quality] = Renderer(self.model, size, quality)
+            model = copy.copy(self.model) if self._varied else self.model
+            renderer = self._renderers[size, quality] = Renderer(model, size, quality)
         return renderer, cfg
 
     def close(self) -> None:
@@ -525,6 +538,8 @@ def _camera_id(model: mujoco.MjModel, name: str) -> int:
 def _find_view(model: mujoco.MjModel, camera: str | CameraCfg | None) -> tuple[mujoco.MjvCamera, float | None]:
     """Resolve a camera to MuJoCo's own and a vertical field of view, if it has one of its own."""
     view, fovy = mujoco.MjvCamera(), None
+    if isinstance(camera, CameraCfg) and mounted_name(camera) in camera_names(model):
+        camera = mounted_name(camera)
     if isinstance(camera, CameraCfg):
         fovy = camera.fovy
         if camera.pos is not None and camera.lookat is not None:
@@ -546,11 +561,11 @@ def _find_view(model: mujoco.MjModel, camera: str | CameraCfg | None) -> tuple[m
 
 def mounted_name(cfg: CameraCfg) -> str:
     """Return the name of a configured camera in the model."""
-    return f"observed/{cfg.name}"
+    return f"{MOUNTED}{cfg.name}"
 
 
 def mount_cameras(spec: mujoco.MjSpec, cfgs: Sequence[CameraCfg]) -> mujoco.MjModel:
-    """Add a camera to the model for every configured one, so that each can have its own size and angle; compile it."""
+    """Compile a model with a camera for every configured one, which may then differ from env to env, and materials."""
     model = spec.compile()
     for cfg in cfgs:
         if cfg.pos is not None and cfg.lookat is not None:
@@ -560,6 +575,23 @@ def mount_cameras(spec: mujoco.MjSpec, cfgs: Sequence[CameraCfg]) -> mujoco.MjMo
             body = spec.body(model.body(int(camera.bodyid[0])).name)
             pos, quat, fovy = camera.pos.copy(), camera.quat.copy(), float(camera.fovy[0])
         body.add_camera(name=mounted_name(cfg), pos=pos, quat=quat, fovy=cfg.fovy or fovy)
+    for name, (pattern, marks) in MATERIALS.items():
+        material = spec.add_material(name=f"{MOUNTED}{name}", texrepeat=[3, 3])
+        if pattern == "NONE":
+            continue
+        spec.add_texture(
+            name=f"{MOUNTED}{name}",
+            type=mujoco.mjtTexture.mjTEXTURE_2D,
+            builtin=getattr(mujoco.mjtBuiltin, f"mjBUILTIN_{pattern}"),
+            mark=getattr(mujoco.mjtMark, f"mjMARK_{marks}"),
+            rgb1=[1.0, 1.0, 1.0],
+            rgb2=[0.4, 0.4, 0.4],
+            markrgb=[0.3, 0.3, 0.3],
+            random=0.3,
+            width=64,
+            height=64,
+        )
+        material.textures[int(mujoco.mjtTextureRole.mjTEXROLE_RGB)] = f"{MOUNTED}{name}"
     return spec.compile()
 
 

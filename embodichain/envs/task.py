@@ -14,7 +14,7 @@ from torch import Tensor
 
 from embodichain.envs.actions import RobotActionManager
 from embodichain.envs.curricula import MovingRange
-from embodichain.envs.env_cfg import GymCfg, PoseRangeCfg
+from embodichain.envs.env_cfg import GymCfg, PoseRangeCfg, mounted_cameras
 from embodichain.envs.physics import Physics
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.robots import ASSETS, Robot, build_model
@@ -88,8 +88,7 @@ class Task(ABC):
     @classmethod
     def build_model(cls, cfg: GymCfg) -> mujoco.MjModel:
         """Compile the scene with the configured robot in it."""
-        on_gpu = cfg.device != "cpu"  # where the simulation itself renders, with cameras of the model
-        model = build_model(cls._scene_path(), cfg.robot, cfg.env.observations.cameras if on_gpu else ())
+        model = build_model(cls._scene_path(), cfg.robot, mounted_cameras(cfg))
         if cfg.env.timestep is not None:
             model.opt.timestep = cfg.env.timestep
         return model

@@ -15,7 +15,7 @@ from embodichain.envs.actions import MotorActionManager, RobotActionManager
 from embodichain.envs.curricula import Curricula
 from embodichain.envs.env_cfg import GymCfg
 from embodichain.envs.observations import Bounds, ObservationBuilder, PackedObservation, observation_space
-from embodichain.envs.physics import Physics
+from embodichain.envs.physics import VISUAL, Physics
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.randomization import DomainRandomization, World
 from embodichain.envs.rendering import OBSERVED_AS, Cameras, Images, Load, Quality, bounds_of, segmentation_names
@@ -54,14 +54,16 @@ class TaskEnv(VecEnv):
         self._step = torch.zeros(self.num_envs, dtype=torch.int64, device=self.device)
         self._all = torch.arange(self.num_envs, device=self.device)
         self._one = torch.ones((), dtype=torch.int64, device=self.device)
-        self._cameras = Cameras(physics.model, cfg.env.observations.cameras)
-        self._render_all = physics.open_cameras(cfg.env.observations.cameras)
         self._shown: Tensor | None = None
         """Which envs ``[num_envs]`` need images in the next observation; ``None``: all."""
         noise = lambda ids, size: self._streams.noise(ids, self._step[ids], size)  # noqa: E731 - of the present steps
         self._observations = ObservationBuilder(cfg.env.observations, self.device, self._images, noise)
         self._curricula = self._streams.curricula = Curricula(self.num_envs, self.device, cfg.env.curricula == "final")
         self._events = self._make_events(task_class.object_body)
+        self._varied = [name for name in self._events.state() if name in VISUAL]
+        """Fields of the model in which the looks of envs differ."""
+        self._cameras = Cameras(physics.model, cfg.env.observations.cameras, bool(self._varied))
+        self._render_all = physics.open_cameras(cfg.env.observations.cameras)
         events = self._events.variables()
         self._state = EnvState(
             physics, self._streams, self._step, self.task.variables, self._events, self._curricula, events
@@ -324,8 +326,12 @@ class TaskEnv(VecEnv):
             for name, positions in self.task.markers().items()
         }
 
+        looks = {name: self.physics.model_field(name) for name in self._varied}
+
         def load(data: mujoco.MjData, env: int) -> None:
             self.physics.load(data, env)
+            for name, rows in looks.items():  # to the renderer's own model
+                getattr(data.model, name)[:] = rows[env].cpu().numpy()
             for mocap, positions in markers.items():
                 data.mocap_pos[mocap] = positions[env]
 

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from embodichain.envs.task_env import TaskEnv
+from tests.envs.test_visual_events import ALL as LOOKS
+from tests.envs.test_visual_events import CAMERA
 from tests.gpu.gpu import make_task, no_waiting, simulates
 
 pytestmark = simulates
@@ -130,6 +132,28 @@ def test_a_recorded_step_shows_what_an_ordinary_one_shows(outputs: list[str]) ->
             assert torch.equal(same, ~done)
         assert recorded._graphed is not None
         assert recorded._graphed._replay is not None
+
+
+def test_looks_that_differ_from_env_to_env_are_those_of_the_cpu() -> None:
+    """Colours, textures, lights and cameras follow from the seed; a recorded reset draws and shows new ones."""
+    settings: Any = {"observations": {"cameras": [CAMERA | {"outputs": ["rgb", "segmentation"]}]}, "events": LOOKS}
+    with make_task(num_envs=8, env=settings, max_episode_steps=3) as gpu:
+        with make_task(num_envs=8, device="cpu", env=settings) as cpu:
+            ours, theirs = gpu.reset(seed=5)[0], cpu.reset(seed=5)[0]
+        same = ours["segmentation", "front"].cpu() == theirs["segmentation", "front"]
+        assert same.float().mean() > 0.98
+        difference = ours["image", "front"].cpu().float() - theirs["image", "front"].float()
+        assert difference.abs().mean() < 20.0  # of 255: light is computed per pixel, and per corner on the CPU
+        for _ in range(9):
+            obs, _, _, truncated, info = gpu.step(torch.zeros(8, 6, device="cuda"))
+        assert gpu._graphed is not None
+        assert gpu._graphed._replay is not None
+        assert bool(truncated.all())
+        seeds = info["episode_seed"].cpu()
+        with make_task(num_envs=8, device="cpu", env=settings) as cpu:
+            expected = cpu.reset(seed=seeds)[0]["image", "front"].float()
+        assert (obs["image", "front"].cpu().float() - expected).abs().mean() < 20.0
+        assert (obs["image", "front"].cpu().float() - expected.roll(1, 0)).abs().mean() > 25.0
 
 
 def test_a_camera_that_is_not_there_is_named() -> None:

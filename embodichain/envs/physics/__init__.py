@@ -27,11 +27,27 @@ Poses: TypeAlias = Mapping[str, Tensor]
 DERIVING = frozenset(
     (
         *("body_mass", "body_inertia", "body_ipos", "body_iquat", "body_pos", "body_quat", "qpos0", "dof_armature"),
-        *("jnt_pos", "jnt_axis", "geom_pos", "geom_quat", "geom_size", "cam_pos", "cam_quat", "light_pos", "light_dir"),
+        *("jnt_pos", "jnt_axis", "geom_pos", "geom_quat", "geom_size"),
         *("actuator_gear", "site_pos", "site_quat"),
     )
 )
 """Fields of a model from which constants of it follow: ``refresh_model`` after writing them."""
+VISUAL = frozenset(
+    (
+        *("geom_rgba", "geom_matid", "mat_rgba", "mat_texid", "mat_texrepeat", "mat_emission", "mat_specular"),
+        *(
+            "mat_shininess",
+            "light_pos",
+            "light_dir",
+            "light_active",
+            "light_ambient",
+            "light_diffuse",
+            "light_specular",
+        ),
+        *("cam_pos", "cam_quat", "cam_fovy"),
+    )
+)
+"""Fields of a model that cameras alone notice."""
 
 
 class Physics(ABC):

@@ -13,7 +13,7 @@ import torch
 from mujoco import batch
 from torch import Tensor
 
-from embodichain.envs.physics import Physics, Poses
+from embodichain.envs.physics import VISUAL, Physics, Poses
 from embodichain.errors import SimulationError
 
 _LOG = logging.getLogger(__name__)
@@ -204,7 +204,10 @@ class MujocoCpuPhysics(Physics):
         return torch.from_numpy(self._sensordata.copy())
 
     def model_field(self, name: str) -> Tensor:
-        if name not in self._fields:
+        if name not in self._fields and name in VISUAL:  # the simulation need not copy it from env to env
+            nominal = np.asarray(getattr(self.model, name))[None]
+            self._fields[name] = torch.from_numpy(np.repeat(nominal, self.num_envs, axis=0))
+        elif name not in self._fields:
             self._fields[name] = torch.from_numpy(self._batch.expand(name))
             if self._forces is not None:
                 self._forces.let_models_differ()

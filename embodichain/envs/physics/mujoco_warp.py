@@ -37,7 +37,6 @@ _CONSTANTS = {
 _DERIVED = {
     "body_mass": ("FIXED", "INERT0"),
     **dict.fromkeys(("body_inertia", "body_ipos", "body_iquat", "dof_armature", "actuator_gear"), ("INERT0",)),
-    **dict.fromkeys(("cam_pos", "cam_quat", "light_pos", "light_dir"), ("KIN0",)),
 }
 """Groups that follow from a field; all of them for others."""
 _TOO_LARGE = 1e10  # MuJoCo's own bound of a sane state
@@ -351,7 +350,9 @@ class MujocoWarpPhysics(Physics):
             return None
         try:
             with self._torch_stream():
-                cameras = WarpCameras(self._wp, self._mjw, self.model, self._model, self._data, cfgs)
+                cameras = WarpCameras(
+                    self._wp, self._mjw, self.model, self._model, self._data, cfgs, self._fields.keys()
+                )
         except (NotImplementedError, ValueError) as error:
             _LOG.warning("cameras are rendered on the CPU, which costs speed: %s", error)
             return None

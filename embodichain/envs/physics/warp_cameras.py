@@ -6,7 +6,7 @@ all rays are traced again, but cameras of the other worlds look into the void, w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import mujoco
@@ -23,9 +23,19 @@ class WarpCameras:
     """The configured cameras of all worlds, and the buffers that MuJoCo Warp draws them into."""
 
     def __init__(
-        self, wp: Any, mjw: Any, model: mujoco.MjModel, warp_model: Any, data: Any, cfgs: Sequence[CameraCfg]
+        self,
+        wp: Any,
+        mjw: Any,
+        model: mujoco.MjModel,
+        warp_model: Any,
+        data: Any,
+        cfgs: Sequence[CameraCfg],
+        varied: Set[str],
     ) -> None:
-        """Make the buffers; ``model`` is MuJoCo's, ``warp_model`` and ``data`` are those of the worlds."""
+        """Make the buffers; ``model`` is MuJoCo's, ``warp_model`` and ``data`` are those of the worlds.
+
+        ``varied`` are the fields of the model that differ from world to world.
+        """
         self._mjw, self._model, self._data, self._cfgs = mjw, warp_model, data, cfgs
         wanted = {output: [output in cfg.outputs for cfg in cfgs] for output in OBSERVED_AS}
         self._context = mjw.create_render_context(
@@ -37,7 +47,8 @@ class WarpCameras:
             render_depth=wanted["depth"],
             render_seg=wanted["segmentation"],
             use_shadows=False,  # as the CPU's renderer at quality "lean"
-            **_needed(model),
+            use_precomputed_rays="cam_fovy" not in varied,
+            **_needed(model, varied),
         )
         self._buffers: dict[Output, Tensor] = {
             "rgb": wp.to_torch(self._context.rgb_data),
@@ -93,14 +104,15 @@ class WarpCameras:
         return self._ids[torch.where(kind == self._is_geom, geom, -1).long()].unsqueeze(-1)
 
 
-def _needed(model: mujoco.MjModel) -> dict[str, bool]:
+def _needed(model: mujoco.MjModel, varied: Set[str]) -> dict[str, bool]:
     """Return which parts of shading a model needs: without the others images are the same, and drawn faster."""
-    lights = model.light_active.astype(bool)
+    lights = np.ones(model.nlight, bool) if "light_active" in varied else model.light_active.astype(bool)
+    used = model.geom_matid[model.geom_matid >= 0]
     shiny = model.vis.headlight.active and np.any(model.vis.headlight.specular)
     return {
-        "use_textures": bool(np.any(model.mat_texid >= 0)),
-        "enable_specular": bool(shiny or np.any(model.light_specular[lights])),
-        "enable_emission": bool(np.any(model.mat_emission)),
-        "enable_per_light_ambient": bool(np.any(model.light_ambient[lights])),
+        "use_textures": bool(np.any(model.mat_texid[used] >= 0)) or not varied.isdisjoint(("geom_matid", "mat_texid")),
+        "enable_specular": bool(shiny or np.any(model.light_specular[lights])) or "light_specular" in varied,
+        "enable_emission": bool(np.any(model.mat_emission)) or "mat_emission" in varied,
+        "enable_per_light_ambient": bool(np.any(model.light_ambient[lights])) or "light_ambient" in varied,
         "enable_vertex_normals": model.nmesh > 0,
     }

@@ -20,7 +20,7 @@ from gymnasium.envs.mujoco.mujoco_env import expand_model_path
 from gymnasium.envs.registration import load_env_creator
 from torch import Tensor
 
-from embodichain.envs.env_cfg import ActionsCfg, EnvCfg, EventsCfg, GymCfg, RobotCfg
+from embodichain.envs.env_cfg import ActionsCfg, EnvCfg, EventsCfg, GymCfg, RobotCfg, mounted_cameras
 from embodichain.envs.physics import Physics
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.rendering import camera_names, mount_cameras
@@ -130,11 +130,11 @@ class MujocoTask(Task):
             path = Path(expand_model_path(file))
         except OSError as error:
             raise ConfigError(f"kwargs.xml_file: {error}") from error
-        cameras = cfg.env.observations.cameras
+        cameras = mounted_cameras(cfg)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # deprecated words in Gymnasium's files
             spec = read_spec(path)
-            model = mount_cameras(spec, cameras) if cameras and cfg.device != "cpu" else spec.compile()
+            model = mount_cameras(spec, cameras) if cameras else spec.compile()
         if cfg.env.timestep is not None:
             model.opt.timestep = cfg.env.timestep
         if cfg.device != "cpu" and model.opt.solver == mujoco.mjtSolver.mjSOL_PGS:
