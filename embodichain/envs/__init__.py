@@ -8,19 +8,29 @@ import gymnasium as gym
 TASKS = {
     "CartPoleRL": "embodichain.envs.tasks.cart_pole:CartPole",
     "PickCubeRL": "embodichain.envs.tasks.pick_cube:PickCube",
+    "PlaceInBinLanguageRL": "embodichain.envs.tasks.place_in_bin:PlaceInBinLanguage",
+    "PlaceInBinRL": "embodichain.envs.tasks.place_in_bin:PlaceInBin",
+    "PushAroundRL": "embodichain.envs.tasks.push_around:PushAround",
     "PushCubeLanguageRL": "embodichain.envs.tasks.push_cube:PushCubeLanguage",
     "PushCubeRL": "embodichain.envs.tasks.push_cube:PushCube",
     "QuadrupedVelocityRL": "embodichain.envs.tasks.locomotion:QuadrupedVelocity",
     "ReachRL": "embodichain.envs.tasks.reach:Reach",
+    "StackCubeLanguageRL": "embodichain.envs.tasks.stack_cube:StackCubeLanguage",
+    "StackCubeRL": "embodichain.envs.tasks.stack_cube:StackCube",
 }
 """The tasks of this package: id and entry point, which is imported when the task is made."""
 _EPISODE_STEPS = {
     "CartPoleRL": 500,
     "PickCubeRL": 150,
+    "PlaceInBinLanguageRL": 150,
+    "PlaceInBinRL": 150,
+    "PushAroundRL": 200,
     "PushCubeLanguageRL": 100,
     "PushCubeRL": 100,
     "QuadrupedVelocityRL": 1000,
     "ReachRL": 100,
+    "StackCubeLanguageRL": 150,
+    "StackCubeRL": 150,
 }
 """Their time limits, which are stated before a task is imported."""
 

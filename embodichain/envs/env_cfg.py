@@ -2,9 +2,9 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, PlainValidator
 
-from embodichain.config.classes import Config, Count, NotNegative, Number, Positive, configclass
+from embodichain.config.classes import Config, Count, Fraction, NotNegative, Number, Positive, configclass
 from embodichain.envs.curricula import PositiveRange, Range
 from embodichain.envs.rendering import CameraCfg
 
@@ -131,6 +131,107 @@ class RewardsCfg(Config):
     """Further terms by name, such as ``{"reach": {"func": "near", "weight": 1.0, ...}}``; ``null`` leaves one out."""
 
 
+def _rotation(quat: tuple[float, float, float, float]) -> tuple[float, float, float, float]:
+    if sum(value * value for value in quat) < 1e-12:
+        raise ValueError("expected a rotation (w, x, y, z)")
+    return quat
+
+
+def _fixture(given: Any) -> Any:
+    """Check a fixture by its kind."""
+    from embodichain.envs.fixtures import fixture_cfg  # which builds what is described here
+
+    return fixture_cfg(given)
+
+
+Rgba = Annotated[tuple[Fraction, ...], Field(min_length=3, max_length=4)]
+ThingName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]*$")]
+"""Name of something in a scene."""
+
+
+@configclass
+class ObjectCfg(Config):
+    """A thing in the scene: it lies on the table and can be moved, unless it is ``fixed``."""
+
+    shape: Literal["box", "sphere", "cylinder", "capsule", "mesh"] = "box"
+    """Its shape."""
+    size: Annotated[tuple[Positive, ...], Field(min_length=1, max_length=3)] = (0.025,)
+    """In metres, as in MJCF: half lengths of a box (one: a cube); radius; radius and half length."""
+    file: str | None = None
+    """Mesh of the shape ``mesh`` (obj, stl, msh); it collides as its convex hull."""
+    scale: Positive = 1.0
+    """Factor on a mesh."""
+    mass: Positive = 0.15
+    """Mass in kg."""
+    friction: NotNegative = 0.8
+    """Sliding friction."""
+    color: Color | Rgba = (0.6, 0.6, 0.62)
+    """Its colour: a name, or red, green, blue and perhaps opacity from 0 to 1."""
+    pose: PoseRangeCfg = PoseRangeCfg(x=(0.5, 0.5))
+    """Where it starts: its middle in x and y, the height of its lowest point, and its heading."""
+    quat: Annotated[tuple[Number, Number, Number, Number], AfterValidator(_rotation)] = (1.0, 0.0, 0.0, 0.0)
+    """How it is turned before its heading: a lying cylinder has (0.7071, 0.7071, 0, 0)."""
+    min_distance: NotNegative = 0.0
+    """Least distance, in the plane, from the middle of everything placed before it (fixtures, objects, goals)."""
+    fixed: bool = False
+    """Whether nothing can move it: an obstacle."""
+    collides: bool = True
+    """Whether it touches anything; otherwise it is only seen."""
+    observe: bool = True
+    """Whether it is observed as ``<name>/pos``, ``quat``, ``linvel`` and ``offset`` from the tool."""
+
+
+@configclass
+class GoalCfg(Config):
+    """A place, marked for the eye."""
+
+    shape: Literal["disc", "sphere", "box"] = "sphere"
+    """Shape of the mark."""
+    size: Positive = 0.02
+    """Radius, or half length, of the mark in metres."""
+    color: Color | Rgba = (0.2, 0.7, 0.3, 0.6)
+    """Colour of the mark."""
+    pose: PoseRangeCfg = PoseRangeCfg(x=(0.5, 0.5))
+    """Where it is."""
+    min_distance: NotNegative = 0.0
+    """Least distance, in the plane, from the middle of everything placed before it (fixtures, objects, goals)."""
+    observe: bool = True
+    """Whether it is observed as ``<name>/pos``."""
+
+
+@configclass
+class ViewCfg(Config):
+    """A camera of the scene, which ``env.render`` and ``env.observations.cameras`` know by its name."""
+
+    pos: tuple[Number, Number, Number]
+    """Where it is: in the world, or in the frame of ``body``."""
+    lookat: tuple[Number, Number, Number]
+    """Point that it has in the middle of its image, in the same frame."""
+    fovy: Annotated[float, Field(gt=0, lt=180)] = 45.0
+    """Vertical field of view in degrees."""
+    body: str | None = None
+    """Body that carries it, such as ``robot/tool/gripper``; default: none, it stands still."""
+
+
+@configclass
+class SceneCfg(Config):
+    """What is in the scene beside the robot, by name; ``null`` leaves out a thing of the task's own config."""
+
+    objects: dict[ThingName, ObjectCfg | None] = {}
+    """Things that lie on the table."""
+    fixtures: dict[ThingName, Annotated[Any, PlainValidator(_fixture)]] = {}
+    """Things that stand fast, some with parts that move, such as ``{"kind": "drawer"}``: see ``envs/fixtures.py``."""
+    goals: dict[ThingName, GoalCfg | None] = {}
+    """Marked places."""
+    cameras: dict[ThingName, ViewCfg | None] = {}
+    """Further cameras; one of an existing name replaces it."""
+
+    @property
+    def empty(self) -> bool:
+        """Whether it describes nothing."""
+        return not (self.objects or self.fixtures or self.goals or self.cameras)
+
+
 @configclass
 class LanguageCfg(Config):
     """Coloured goals, and the words that tell which of them is meant; the words are observed as ``instruction``."""
@@ -231,6 +332,8 @@ class EnvCfg(Config):
     """Commanded velocities, for the tasks of walking robots."""
     curricula: Literal["follow", "final"] = "follow"
     """Whether ranges with a curriculum follow it, or are where it ends, as in evaluations."""
+    scene: SceneCfg = SceneCfg()
+    """Objects, fixtures, goals and cameras beside those of the task's scene file."""
     language: LanguageCfg | None = None
     """Goals and instructions, for the tasks that understand words."""
 

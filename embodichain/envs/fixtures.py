@@ -7,6 +7,7 @@ its origin is on the table, at the middle of its footprint.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias
 
 import mujoco
@@ -16,8 +17,8 @@ from pydantic import Discriminator, Field, Tag
 from torch import Tensor
 
 from embodichain.config.classes import Config, NotNegative, Number, Positive, configclass
-from embodichain.envs.env_cfg import Color
-from embodichain.errors import AssetError
+from embodichain.envs.env_cfg import Color, PoseRangeCfg
+from embodichain.errors import AssetError, ConfigError, nearest
 
 Rgba: TypeAlias = tuple[float, float, float, float]
 
@@ -48,6 +49,12 @@ class FixtureCfg(Config):
     """Where the middle of its footprint is."""
     yaw: Number = 0.0
     """Its heading in radians; at 0 its front looks along -x."""
+    pose: PoseRangeCfg | None = None
+    """Where it stands is drawn from here when an episode begins, instead of ``pos`` and ``yaw``."""
+    min_distance: NotNegative = 0.0
+    """Least distance, in the plane, from the middle of everything placed before it."""
+    observe: bool = True
+    """Whether it is observed as ``<name>/pos`` and so on, and its parts as ``<name>_<part>/joint`` and ``pos``."""
 
 
 @configclass
@@ -151,6 +158,20 @@ class HoleCfg(FixtureCfg):
 
 
 @configclass
+class BinCfg(FixtureCfg):
+    """An open box to put things into."""
+
+    kind: Literal["bin"] = "bin"
+    """Says that this is a bin."""
+    size: tuple[Positive, Positive, Positive] = (0.16, 0.16, 0.06)
+    """Length, width and height, outside."""
+    wall: Positive = 0.008
+    """Thickness of its walls and its floor."""
+    color: Color | None = None
+    """Colour of its walls; default: that of wood."""
+
+
+@configclass
 class PegCfg(Config):
     """A round peg with rounded ends: a free object whose z axis is the peg's."""
 
@@ -166,9 +187,15 @@ class PegCfg(Config):
     """Its colour."""
     pos: tuple[Number, Number, Number] = (0.5, 0.0, 0.06)
     """Where its middle is in the model."""
+    pose: PoseRangeCfg | None = None
+    """Where it starts is drawn from here when an episode begins: its middle, height of its lowest point, heading."""
+    min_distance: NotNegative = 0.0
+    """Least distance, in the plane, from the middle of everything placed before it."""
+    observe: bool = True
+    """Whether it is observed as ``<name>/pos`` and so on."""
 
 
-Fixture: TypeAlias = DrawersCfg | DoorCfg | ButtonsCfg | HoleCfg | PegCfg
+Fixture: TypeAlias = DrawersCfg | DoorCfg | ButtonsCfg | HoleCfg | BinCfg | PegCfg
 
 
 def _kind(given: Any) -> str | None:
@@ -187,6 +214,19 @@ FixtureField: TypeAlias = Annotated[
 """A fixture in a config: ``{"kind": "drawer", ...}``."""
 
 
+_KINDS: dict[str, Any] = {cfg.kind: cfg for cfg in (DrawersCfg, DoorCfg, ButtonsCfg, HoleCfg, BinCfg, PegCfg)}
+
+
+def fixture_cfg(given: Any) -> Fixture | None:
+    """Return the config of a fixture, of the kind that a mapping names; ``None`` for ``null``."""
+    if given is None or type(given) in _KINDS.values():
+        return given
+    kind = given.get("kind") if isinstance(given, Mapping) else None
+    if kind not in _KINDS:
+        raise ConfigError(f"kind: unknown kind of fixture {kind!r}.{nearest(str(kind), _KINDS)}")
+    return _KINDS[kind].from_dict(given)
+
+
 def add_fixture(spec: mujoco.MjSpec, name: str, cfg: Fixture) -> None:
     """Build a fixture into a scene, as a body of this name."""
     if isinstance(cfg, PegCfg):
@@ -202,6 +242,8 @@ def add_fixture(spec: mujoco.MjSpec, name: str, cfg: Fixture) -> None:
         _add_door(part, cfg)
     elif isinstance(cfg, ButtonsCfg):
         _add_buttons(part, cfg)
+    elif isinstance(cfg, BinCfg):
+        _add_bin(part, cfg)
     else:
         _add_hole(part, cfg)
 
@@ -370,6 +412,18 @@ def _add_hole(block: _Part, cfg: HoleCfg) -> None:
     ):
         block.box([*low, cfg.depth], [*high, cfg.depth + 0.0006], _DARK, _UNTOUCHED)
     block.site("hole", [0, 0, cfg.depth])
+
+
+def _add_bin(box: _Part, cfg: BinCfg) -> None:
+    x, y, z = 0.5 * cfg.size[0], 0.5 * cfg.size[1], cfg.size[2]
+    if 2.0 * cfg.wall >= min(2.0 * x, 2.0 * y):
+        raise AssetError(f"a bin of {cfg.size} with walls of {cfg.wall} has no inside")
+    rgba, wall = _WOOD if cfg.color is None else COLORS[cfg.color], cfg.wall
+    box.box([-x, -y, 0], [x, y, wall], rgba)
+    box.box([-x, -y, wall], [-x + wall, y, z], rgba)
+    box.box([x - wall, -y, wall], [x, y, z], rgba)
+    box.box([-x + wall, -y, wall], [x - wall, -y + wall, z], rgba)
+    box.box([-x + wall, y - wall, wall], [x - wall, y, z], rgba)
 
 
 def _add_peg(spec: mujoco.MjSpec, name: str, cfg: PegCfg) -> None:

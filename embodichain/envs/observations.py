@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from embodichain.envs.env_cfg import ObservationsCfg
+from embodichain.envs.env_cfg import LanguageCfg, ObservationsCfg
 from embodichain.envs.rendering import Images
 from embodichain.errors import ConfigError, nearest
 
@@ -32,6 +32,32 @@ def encode_instructions(texts: Sequence[str], length: int) -> Tensor:
             raise ConfigError(f"an instruction has 1 to {length} bytes, none of them zero, got {len(data)}: {text!r}")
         row[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
     return table
+
+
+def instruction_table(cfg: LanguageCfg, choices: Sequence[Mapping[str, str]]) -> Tensor:
+    """Return the bytes of every phrase for every choice, uint8 ``[phrases, choices, length]``.
+
+    Each choice gives the words that stand in a phrase, such as ``{"color": "red"}`` for ``{color}``.
+    """
+    fields = sorted({name for choice in choices for name in choice})
+    wrong = [(phrase, name) for phrase in cfg.phrases for name in fields if phrase.count(f"{{{name}}}") != 1]
+    if wrong:
+        raise ConfigError(
+            [f"env.language.phrases: expected '{{{name}}}' once, got {phrase!r}" for phrase, name in wrong]
+        )
+    texts = []
+    for phrase in cfg.phrases:
+        for choice in choices:
+            text = phrase
+            for name, word in choice.items():
+                text = text.replace(f"{{{name}}}", word)
+            texts.append(text)
+    return encode_instructions(texts, cfg.length).view(len(cfg.phrases), len(choices), cfg.length)
+
+
+def named_choice(instructions: Tensor, table: Tensor) -> Tensor:
+    """Return which choice each instruction ``[n, length]`` of a table names, int64 ``[n]``: a label to learn from."""
+    return (instructions[:, None, None] == table.to(instructions.device)).all(-1).any(1).to(torch.int64).argmax(1)
 
 
 def decode_instructions(instructions: Tensor) -> list[str]:

@@ -569,7 +569,7 @@ def mount_cameras(spec: mujoco.MjSpec, cfgs: Sequence[CameraCfg]) -> mujoco.MjMo
     model = spec.compile()
     for cfg in cfgs:
         if cfg.pos is not None and cfg.lookat is not None:
-            body, pos, quat, fovy = spec.worldbody, np.array(cfg.pos), _looking(cfg.pos, cfg.lookat), _FOVY
+            body, pos, quat, fovy = spec.worldbody, np.array(cfg.pos), looking(cfg.pos, cfg.lookat), _FOVY
         else:
             camera = model.camera(_camera_id(model, cfg.attach or cfg.name))
             body = spec.body(model.body(int(camera.bodyid[0])).name)
@@ -595,7 +595,7 @@ def mount_cameras(spec: mujoco.MjSpec, cfgs: Sequence[CameraCfg]) -> mujoco.MjMo
     return spec.compile()
 
 
-def _looking(pos: Sequence[float], lookat: Sequence[float]) -> np.ndarray:
+def looking(pos: Sequence[float], lookat: Sequence[float]) -> np.ndarray:
     """Return the orientation of an upright camera; it looks along its negative z axis, x is to its right."""
     ahead = np.subtract(lookat, pos)
     ahead = ahead / np.linalg.norm(ahead)

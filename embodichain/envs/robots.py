@@ -29,15 +29,18 @@ def build_model(
     robot: RobotCfg,
     cameras: Sequence[CameraCfg] = (),
     furnish: Callable[[mujoco.MjSpec], None] | None = None,
+    finish: Callable[[mujoco.MjSpec], None] | None = None,
 ) -> mujoco.MjModel:
     """Compile the model of a scene (a file of ``assets/``, or a path), the robot with its tool, and ``cameras``.
 
-    ``furnish`` adds what else is in the scene.
+    ``furnish`` adds what else is in the scene, and ``finish`` what belongs to all of it, the robot included.
     """
     spec = read_spec(ASSETS / scene)
     if furnish is not None:
         furnish(spec)
     add_robot(spec, robot)
+    if finish is not None:
+        finish(spec)
     try:
         return mount_cameras(spec, cameras) if cameras else spec.compile()
     except ValueError as error:

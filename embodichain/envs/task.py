@@ -2,11 +2,11 @@
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import mujoco
 import torch
@@ -14,11 +14,14 @@ from torch import Tensor
 
 from embodichain.envs.actions import RobotActionManager
 from embodichain.envs.curricula import MovingRange
-from embodichain.envs.env_cfg import GymCfg, PoseRangeCfg, mounted_cameras
+from embodichain.envs.env_cfg import GymCfg, PoseRangeCfg, SceneCfg, mounted_cameras
 from embodichain.envs.physics import Physics
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.robots import ASSETS, Robot, build_model
 from embodichain.errors import AssetError, ConfigError
+
+if TYPE_CHECKING:
+    from embodichain.envs.scenes import PlacedScene
 
 Scene = dict[str, Tensor]
 """Named quantities of the present state, float32 ``[n, ...]``: what all of a task's formulas are written on."""
@@ -72,6 +75,8 @@ class Task(ABC):
         if robot is not None:
             self.robot = robot
             self._home = robot.home(self._home)
+        self.placed = None if cfg.env.scene.empty else _place_scene(cfg, physics, robot)
+        """What ``env.scene`` describes, if anything: places and measures it."""
         self.variables: dict[str, Tensor] = {}
         """Per-env values ``[num_envs, ...]`` that are drawn at reset and saved with the state."""
 
@@ -88,7 +93,7 @@ class Task(ABC):
     @classmethod
     def build_model(cls, cfg: GymCfg) -> mujoco.MjModel:
         """Compile the scene with the configured robot in it."""
-        model = build_model(cls._scene_path(), cfg.robot, mounted_cameras(cfg))
+        model = build_model(cls._scene_path(), cfg.robot, mounted_cameras(cfg), *_builders(cfg.env.scene))
         if cfg.env.timestep is not None:
             model.opt.timestep = cfg.env.timestep
         return model
@@ -158,7 +163,7 @@ class Task(ABC):
         return {}
 
     def start_robot(self, env_ids: Tensor, streams: RandomStreams) -> ResetState:
-        """Return the model's own pose with the robot at ``init_qpos``, randomised as configured."""
+        """Return the model's own pose with the robot at ``init_qpos``, randomised as configured, and a placed scene."""
         count, joints = env_ids.numel(), self.robot.num_joints
         qpos = self._home.repeat(count, 1)
         qvel = qpos.new_zeros(count, int(self.physics.model.nv))
@@ -167,7 +172,28 @@ class Task(ABC):
             drawn = streams.uniform(env_ids, 2 * joints, -1.0, 1.0)
             add_columns(qpos, self.robot.qpos, self.robot.joint_columns, spread.position * drawn[:, :joints])
             add_columns(qvel, self.robot.qvel, self.robot.joint_columns, spread.velocity * drawn[:, joints:])
-        return ResetState(qpos, qvel)
+        start = ResetState(qpos, qvel)
+        if self.placed is not None:
+            self.placed.sample(env_ids, streams, start)
+        return start
+
+
+def _builders(scene: SceneCfg) -> tuple[Callable[[mujoco.MjSpec], None], ...]:
+    """Return what builds a scene's things into a model, and its cameras, which may be at a robot."""
+    if scene.empty:
+        return ()
+    from embodichain.envs.scenes import add_views, furnish  # which are written on what is here
+
+    return partial(furnish, cfg=scene), partial(add_views, cfg=scene)
+
+
+def _place_scene(cfg: GymCfg, physics: Physics, robot: Robot | None) -> "PlacedScene":
+    """Return the things of the config in the compiled model."""
+    from embodichain.envs.scenes import PlacedScene  # which is written on what is here
+
+    if robot is None:
+        raise ConfigError(f"env.scene: {cfg.id} has a scene of its own, which a config cannot add to; leave it out")
+    return PlacedScene(cfg.env.scene, physics)
 
 
 def add_columns(rows: Tensor, robot: slice | Tensor, columns: slice | Tensor, values: Tensor) -> None:

@@ -189,7 +189,10 @@ def test_ones_own_event_writes_a_field_of_the_model_per_env():
     ("event", "message"),
     [
         ({"func": "frction", "params": {}}, r"env\.events\.x .*'frction'.*Did you mean 'friction'"),
-        ({"func": "mass", "params": {"range": [1, 1], "bodes": 1}}, r"env\.events\.x\.params\.bodes: unknown key.*'bodies'"),
+        (
+            {"func": "mass", "params": {"range": [1, 1], "bodes": 1}},
+            r"env\.events\.x\.params\.bodes: unknown key.*'bodies'",
+        ),
         ({"func": "mass", "params": {"range": [1, 2], "bodies": "cub"}}, r"params\.bodies: 'cub' matches.*'cube'"),
         ({"func": "mass", "params": {"range": [-1, 2]}}, r"params\.range: masses must be positive"),
         (

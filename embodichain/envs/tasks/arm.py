@@ -68,8 +68,8 @@ class ArmTask(Task):
 
     def read(self, env_ids: Tensor | None = None) -> Scene:
         """Return the robot's joints and tool, the cube, if any, and the way to the goal."""
-        rows = self.physics.snapshot(env_ids)
-        rows = rows if self._columns is None else rows[:, self._columns]
+        snapshot = self.physics.snapshot(env_ids)
+        rows = snapshot if self._columns is None else snapshot[:, self._columns]
         parts = rows.split_with_sizes(self._sizes, dim=1)
         scene = dict(zip(self._names, parts, strict=True))
         joints, scene["goal"] = scene["qpos"], self.goal(env_ids)
@@ -77,6 +77,8 @@ class ArmTask(Task):
         moved = scene["cube_pos" if self.object_body else "ee_pos"]
         scene["to_goal"] = scene["goal"] - moved[:, : scene["goal"].shape[1]]
         scene["distance"] = length(scene["to_goal"])
+        if self.placed is not None:
+            scene.update(self.placed.read(snapshot, env_ids))
         return scene
 
     def goal(self, env_ids: Tensor | None = None) -> Tensor:
@@ -92,7 +94,8 @@ class ArmTask(Task):
                 "linvel": scene["cube_vel"],
                 "offset": scene["cube_pos"] - scene["ee_pos"],
             }
-        return {**obs, "goal": {"pos": scene["goal"], "offset": scene["to_goal"]}}
+        others = {} if self.placed is None else self.placed.observe(scene)
+        return {**obs, "goal": {"pos": scene["goal"], "offset": scene["to_goal"]}, **others}
 
     def success(self, scene: Scene) -> Tensor:
         return scene["distance"] < self._threshold

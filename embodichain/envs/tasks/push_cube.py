@@ -9,7 +9,7 @@ from torch import Tensor
 from embodichain.envs.actions import RobotActionManager
 from embodichain.envs.env_cfg import EventsCfg, GymCfg, JointRangeCfg, LanguageCfg, PoseRangeCfg, RobotCfg
 from embodichain.envs.kinematics import dot, length, mean_square
-from embodichain.envs.observations import encode_instructions
+from embodichain.envs.observations import instruction_table
 from embodichain.envs.physics import Physics
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.robots import Robot
@@ -179,8 +179,4 @@ def named_goal(obs: TensorDictBase, language: LanguageCfg) -> Tensor:
 
 def _instructions(cfg: LanguageCfg) -> Tensor:
     """Return the bytes of every phrase for every colour, uint8 ``[phrases, colors, length]``."""
-    wrong = [phrase for phrase in cfg.phrases if phrase.count("{color}") != 1]
-    if wrong:
-        raise ConfigError([f"env.language.phrases: expected '{{color}}' once, got {phrase!r}" for phrase in wrong])
-    texts = [phrase.replace("{color}", color) for phrase in cfg.phrases for color in cfg.colors]
-    return encode_instructions(texts, cfg.length).view(len(cfg.phrases), len(cfg.colors), cfg.length)
+    return instruction_table(cfg, [{"color": color} for color in cfg.colors])

@@ -1,0 +1,325 @@
+"""Scenes by config: what ``env.scene`` describes is built into the model, placed at resets, and measured by name.
+
+An object ``cube`` is measured as ``cube_pos``, ``cube_quat``, ``cube_linvel`` and ``cube_angvel``; a fixture
+``cabinet`` as ``cabinet_pos`` and ``cabinet_quat``, its part ``drawer_0`` as ``cabinet_drawer_0_opening`` (its joint),
+``..._speed`` and, where it is taken hold of, ``cabinet_drawer_0_pos``; a goal ``target`` as ``target_pos``. Free
+objects move; everything else is a mocap body, which nothing moves and which every episode may put elsewhere.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import mujoco
+import numpy as np
+import torch
+from torch import Tensor
+
+from embodichain.envs.env_cfg import Color, GoalCfg, ObjectCfg, PoseRangeCfg, SceneCfg, ViewCfg
+from embodichain.envs.fixtures import COLORS, PartPoint, add_fixture
+from embodichain.envs.kinematics import length
+from embodichain.envs.physics import Physics
+from embodichain.envs.random import RandomStreams
+from embodichain.envs.rendering import looking
+from embodichain.envs.task import ResetState, Scene, draw_ranges
+from embodichain.errors import AssetError, ConfigError, nearest
+
+TRIES = 24
+"""Places that are drawn for a thing with a ``min_distance``; the first that is far enough from the others is taken."""
+_GEOM = mujoco.mjtGeom
+_SHAPES = {
+    "box": (_GEOM.mjGEOM_BOX, 3),
+    "sphere": (_GEOM.mjGEOM_SPHERE, 1),
+    "cylinder": (_GEOM.mjGEOM_CYLINDER, 2),
+    "capsule": (_GEOM.mjGEOM_CAPSULE, 2),
+    "disc": (_GEOM.mjGEOM_CYLINDER, 1),
+    "mesh": (_GEOM.mjGEOM_MESH, 1),
+}
+_DISC = 0.001  # half height of a mark on the table
+# Collision bits are those of table.xml: 1 tools, 2 objects, 4 the table; objects touch each other, too.
+_OBJECT, _TOUCHES = 2, 6
+_TOUCHED = 3  # what touches something fixed
+Thing: TypeAlias = ObjectCfg | GoalCfg | Any
+
+
+def things(cfg: SceneCfg) -> dict[str, Thing]:
+    """Return all that a scene places, by name, in the order in which it is placed: fixtures, objects, goals."""
+    found: dict[str, Thing] = {}
+    for section, entries in (("fixtures", cfg.fixtures), ("objects", cfg.objects), ("goals", cfg.goals)):
+        for name, thing in entries.items():
+            if thing is None:
+                continue
+            if name in found or name in ("robot", "object", "image", "ee"):
+                raise ConfigError(f"env.scene.{section}.{name}: this name is taken; choose another")
+            found[name] = thing
+    return found
+
+
+def furnish(spec: mujoco.MjSpec, cfg: SceneCfg) -> None:
+    """Build the objects, fixtures, goals of a scene into a model that is not compiled yet."""
+    for name, thing in things(cfg).items():
+        if spec.body(name) is not None:
+            raise ConfigError(f"env.scene: the scene of this task has a body {name!r} already; choose another name")
+        if isinstance(thing, ObjectCfg):
+            _add_object(spec, name, thing)
+        elif isinstance(thing, GoalCfg):
+            _add_goal(spec, name, thing)
+        else:
+            add_fixture(spec, name, thing)
+
+
+def add_views(spec: mujoco.MjSpec, cfg: SceneCfg) -> None:
+    """Add the cameras of a scene to a model that has all its bodies; one of the same name is replaced."""
+    for name, view in cfg.cameras.items():
+        if view is not None:
+            _add_view(spec, name, view)
+
+
+def _add_view(spec: mujoco.MjSpec, name: str, view: ViewCfg) -> None:
+    body = spec.worldbody if view.body is None else spec.body(view.body)
+    if body is None:
+        bodies = [body.name for body in spec.bodies]
+        raise ConfigError(
+            f"env.scene.cameras.{name}.body: no such body {view.body!r}.{nearest(view.body or '', bodies)}"
+        )
+    old = next((camera for camera in spec.cameras if camera.name == name), None)
+    if old is not None:
+        spec.delete(old)
+    body.add_camera(name=name, pos=list(view.pos), quat=looking(view.pos, view.lookat), fovy=view.fovy)
+
+
+def _add_object(spec: mujoco.MjSpec, name: str, cfg: ObjectCfg) -> None:
+    kind, numbers = _SHAPES[cfg.shape]
+    size, key = list(cfg.size), f"env.scene.objects.{name}"
+    if cfg.shape == "box" and len(size) == 1:
+        size *= 3
+    if len(size) != numbers and cfg.shape != "mesh":
+        raise ConfigError(f"{key}.size: a {cfg.shape} has {numbers} numbers, got {len(size)}")
+    if (cfg.file is None) == (cfg.shape == "mesh"):
+        raise ConfigError(f"{key}.file: expected a file for the shape 'mesh', and for no other")
+    body = spec.worldbody.add_body(name=name, mocap=cfg.fixed, pos=_middle(cfg.pose), quat=_turned(cfg))
+    shape: dict[str, Any] = {"type": kind, "size": [*size, 0.0, 0.0][:3]}
+    if cfg.file is not None:
+        path = Path(cfg.file).expanduser().resolve()
+        if not path.is_file():
+            raise AssetError(f"{key}.file: no such file (looked for {path})")
+        spec.add_mesh(name=f"{name}_mesh", file=str(path), scale=[cfg.scale] * 3)
+        shape = {"type": kind, "meshname": f"{name}_mesh"}
+    if not cfg.fixed:
+        body.add_freejoint(name=name)
+    rolls = cfg.shape in ("sphere", "cylinder", "capsule")  # friction against it lets a ball come to rest
+    bits = (0, _TOUCHED) if cfg.fixed else (_OBJECT, _TOUCHES)
+    contype, conaffinity = bits if cfg.collides else (0, 0)
+    body.add_geom(
+        name=name,
+        **shape,
+        mass=cfg.mass,
+        contype=contype,
+        conaffinity=conaffinity,
+        condim=6 if rolls else 4,
+        friction=[cfg.friction, 0.01, 0.001 if rolls else 0.0005],
+        rgba=_rgba(cfg.color),
+    )
+
+
+def _add_goal(spec: mujoco.MjSpec, name: str, cfg: GoalCfg) -> None:
+    kind, _ = _SHAPES[cfg.shape]
+    size = {"disc": [cfg.size, _DISC, 0.0], "sphere": [cfg.size, 0.0, 0.0], "box": [cfg.size] * 3}[cfg.shape]
+    body = spec.worldbody.add_body(name=name, mocap=True, pos=_middle(cfg.pose))
+    body.add_geom(name=name, type=kind, size=size, contype=0, conaffinity=0, mass=0.0, rgba=_rgba(cfg.color))
+
+
+def _middle(area: PoseRangeCfg) -> list[float]:
+    return [0.5 * (low + high) for low, high in (area.x, area.y, area.z)]
+
+
+def _turned(cfg: ObjectCfg) -> list[float]:
+    """Return the unit quaternion of how an object is turned before its heading."""
+    norm = math.sqrt(sum(value * value for value in cfg.quat))
+    return [value / norm for value in cfg.quat]
+
+
+def _rgba(color: Color | tuple[float, ...]) -> list[float]:
+    return [*color, 1.0][:4] if isinstance(color, tuple) else list(COLORS[color])
+
+
+def rest_height(model: mujoco.MjModel, body: str) -> float:
+    """Return how far a body's origin is above its lowest point, turned as the model has it."""
+    number = model.body(body).id
+    turn = np.empty(9)
+    mujoco.mju_quat2Mat(turn, model.body_quat[number])
+    lowest = 0.0
+    for geom in range(model.body_geomadr[number], model.body_geomadr[number] + model.body_geomnum[number]):
+        rotation = np.empty(9)
+        mujoco.mju_quat2Mat(rotation, model.geom_quat[geom])
+        up = (turn.reshape(3, 3) @ rotation.reshape(3, 3))[2]  # the vertical in the frame of the geom
+        at = float((turn.reshape(3, 3) @ model.geom_pos[geom])[2])
+        lowest = max(lowest, _reach(model, geom, up) - at)
+    return lowest
+
+
+def _reach(model: mujoco.MjModel, geom: int, up: np.ndarray) -> float:
+    """Return how far a geom reaches below its origin, against the direction ``up`` in its frame."""
+    size, kind = model.geom_size[geom], model.geom_type[geom]
+    if kind == _GEOM.mjGEOM_MESH:
+        mesh = int(model.geom_dataid[geom])
+        first = int(model.mesh_vertadr[mesh])
+        return float(-(model.mesh_vert[first : first + int(model.mesh_vertnum[mesh])] @ up).min())
+    if kind == _GEOM.mjGEOM_BOX:
+        return float(np.abs(up) @ size)
+    if kind == _GEOM.mjGEOM_CYLINDER:
+        return float(size[1] * abs(up[2]) + size[0] * math.sqrt(max(0.0, 1.0 - up[2] ** 2)))
+    return float(size[0] + (size[1] * abs(up[2]) if kind == _GEOM.mjGEOM_CAPSULE else 0.0))
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """How one thing is placed."""
+
+    name: str
+    area: PoseRangeCfg
+    rest: float
+    """Height of its origin above its lowest point."""
+    quat: tuple[float, ...]
+    """How it is turned before its heading."""
+    min_distance: float
+    qpos: int
+    """Where its free joint is in ``qpos``; -1 for a mocap body."""
+
+    @property
+    def tries(self) -> int:
+        """Places that are drawn for it."""
+        return TRIES if self.min_distance > 0.0 else 1
+
+    @property
+    def ranges(self) -> list[tuple[float, float]]:
+        """Ranges of all numbers that are drawn for it: x and y of each try, height, heading."""
+        return [self.area.x, self.area.y] * self.tries + [self.area.z, self.area.yaw]
+
+
+class PlacedScene:
+    """The things of a ``SceneCfg`` in a compiled model: places them when episodes begin, and measures them."""
+
+    def __init__(self, cfg: SceneCfg, physics: Physics) -> None:
+        self._physics, self._cfg = physics, cfg
+        model, self._nq = physics.model, int(physics.model.nq)
+        found = things(cfg)
+        self.observed = {
+            name: isinstance(thing, ObjectCfg) and not thing.fixed
+            for name, thing in found.items()
+            if getattr(thing, "observe", True)
+        }
+        """Names of what is observed, and whether it moves by itself."""
+        self._placed = [_place(model, name, thing) for name, thing in found.items() if _area(thing) is not None]
+        self._ranges = [bounds for placed in self._placed for bounds in placed.ranges]
+        self._quats = [torch.tensor([p.quat], dtype=torch.float64, device=physics.device) for p in self._placed]
+        self._free = {name: _address(model, name) for name in found if _address(model, name)[0] >= 0}
+        self._mocap = {name: int(model.body(name).mocapid[0]) for name in found if name not in self._free}
+        self._parts = {
+            f"{name}_{site.split('/', 1)[1]}": PartPoint(model, site, physics.device)
+            for name in cfg.fixtures
+            if name in self._mocap
+            for site in (model.site(i).name for i in range(model.nsite))
+            if site.startswith(f"{name}/")
+        }
+
+    def sample(self, env_ids: Tensor, streams: RandomStreams, start: ResetState) -> None:
+        """Draw where everything is in the next episodes, and write it into their reset states."""
+        if not self._placed:
+            return
+        drawn = draw_ranges(self._ranges, env_ids, streams)
+        parts = drawn.split([len(placed.ranges) for placed in self._placed], dim=1)
+        taken: list[Tensor] = []
+        for placed, turned, part in zip(self._placed, self._quats, parts, strict=True):
+            spots = part[:, : 2 * placed.tries].view(-1, placed.tries, 2)
+            spot = _first_free(spots, taken, placed.min_distance) if placed.tries > 1 else spots[:, 0]
+            taken.append(spot)
+            height, yaw = part[:, -2:-1] + placed.rest, part[:, -1]
+            pose = torch.cat((spot, height, about_vertical(yaw, turned)), dim=1)
+            if placed.qpos >= 0:
+                start.qpos[:, placed.qpos : placed.qpos + 7] = pose
+            else:
+                start.poses[placed.name] = pose
+
+    def read(self, snapshot: Tensor, env_ids: Tensor | None = None) -> Scene:
+        """Measure everything; ``snapshot`` ``[n, nq + nv]`` are the positions and velocities of ``env_ids``."""
+        scene: Scene = {}
+        for name, (first, motion) in self._free.items():
+            last = self._nq + motion + 6
+            scene[f"{name}_pos"], scene[f"{name}_quat"] = snapshot[:, first : first + 7].split((3, 4), dim=1)
+            scene[f"{name}_linvel"], scene[f"{name}_angvel"] = snapshot[:, last - 6 : last].split(3, dim=1)
+        if self._mocap:
+            pos, quat = self._physics.mocap_pos, self._physics.mocap_quat
+            if env_ids is not None:
+                pos, quat = pos[env_ids], quat[env_ids]
+            pos, quat = pos.to(torch.float32), quat.to(torch.float32)
+            for name, index in self._mocap.items():
+                scene[f"{name}_pos"], scene[f"{name}_quat"] = pos[:, index], quat[:, index]
+        for name, part in self._parts.items():
+            opening = snapshot[:, part.qpos] if part.qpos >= 0 else None
+            pose = scene[f"{part.fixture}_pos"], scene[f"{part.fixture}_quat"]
+            scene[f"{name}_pos"] = part.position(*pose, opening)
+            if opening is not None:
+                scene[f"{name}_opening"], scene[f"{name}_speed"] = opening, snapshot[:, self._nq + part.qvel]
+        return scene
+
+    def observe(self, scene: Scene) -> dict[str, Any]:
+        """Return the observation of everything that is observed, by name."""
+        obs: dict[str, Any] = {}
+        for name, moves in self.observed.items():
+            entry = obs[name] = {"pos": scene[f"{name}_pos"]}
+            if name in self._cfg.goals:
+                continue
+            entry["quat"] = scene[f"{name}_quat"]
+            if moves:
+                entry["linvel"] = scene[f"{name}_linvel"]
+            if "ee_pos" in scene:
+                entry["offset"] = scene[f"{name}_pos"] - scene["ee_pos"][:, :3]
+        for name, part in self._parts.items():
+            if part.fixture in self.observed and part.qpos >= 0:
+                joint = torch.stack((scene[f"{name}_opening"], scene[f"{name}_speed"]), dim=1)
+                obs[name] = {"joint": joint, "pos": scene[f"{name}_pos"]}
+        return obs
+
+
+def _area(thing: Thing) -> PoseRangeCfg | None:
+    """Return where a thing starts, if that is drawn."""
+    return getattr(thing, "pose", None)
+
+
+def _place(model: mujoco.MjModel, name: str, thing: Thing) -> _Placed:
+    area = _area(thing) or PoseRangeCfg()
+    rest = rest_height(model, name) if isinstance(thing, ObjectCfg) or _address(model, name)[0] >= 0 else 0.0
+    quat = tuple(_turned(thing)) if isinstance(thing, ObjectCfg) else (1.0, 0.0, 0.0, 0.0)
+    return _Placed(name, area, rest, quat, float(getattr(thing, "min_distance", 0.0)), _address(model, name)[0])
+
+
+def _address(model: mujoco.MjModel, body: str) -> tuple[int, int]:
+    """Return where a body's free joint is in ``qpos`` and in ``qvel``; -1 if it has none."""
+    first = int(model.body(body).jntadr[0])
+    if first < 0 or int(model.jnt_type[first]) != int(mujoco.mjtJoint.mjJNT_FREE):
+        return -1, -1
+    return int(model.jnt_qposadr[first]), int(model.jnt_dofadr[first])
+
+
+def _first_free(spots: Tensor, taken: list[Tensor], distance: float) -> Tensor:
+    """Return the first of several spots ``[n, tries, 2]`` that is far enough from all that are taken, ``[n, 2]`` each.
+
+    Where none is, the one that is farthest. Shapes do not depend on values.
+    """
+    if not taken:
+        return spots[:, 0]
+    gaps = length(spots.unsqueeze(2) - torch.stack(taken, dim=1).unsqueeze(1)).amin(dim=2)  # [n, tries]
+    order = torch.arange(spots.shape[1], 0, -1, device=spots.device, dtype=spots.dtype)
+    score = torch.where(gaps >= distance, 1e6 * order, gaps)
+    chosen = score.argmax(dim=1).view(-1, 1, 1).expand(-1, 1, 2)
+    return spots.gather(1, chosen).squeeze(1)
+
+
+def about_vertical(yaw: Tensor, quat: Tensor) -> Tensor:
+    """Turn orientations ``[n or 1, 4]`` about the vertical by angles ``[n]``."""
+    half = 0.5 * yaw
+    c, s = torch.cos(half), torch.sin(half)
+    w, x, y, z = quat.unbind(1)
+    return torch.stack((c * w - s * z, c * x - s * y, c * y + s * x, c * z + s * w), dim=1)

@@ -1,0 +1,180 @@
+"""The base of tasks whose scene is a config: what is measured and observed follows from ``env.scene``.
+
+::
+
+    class Press(KitTask):
+        '''Press a button.'''
+
+        @staticmethod
+        def default_cfg():
+            scene = SceneCfg(fixtures={"panel": ButtonsCfg(pose=PoseRangeCfg(x=(0.5, 0.6), y=(-0.2, 0.2)))})
+            return kit_cfg("PressRL", scene, rewards={"reach": near("ee", "panel_button_0"), ...})
+
+        def success(self, scene):
+            return scene["panel_button_0_opening"] > 0.012
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from embodichain.envs.env_cfg import (
+    ActionsCfg,
+    EndEffectorTermCfg,
+    EnvCfg,
+    EventsCfg,
+    GymCfg,
+    JointRangeCfg,
+    LanguageCfg,
+    ObservationsCfg,
+    ObservationTermCfg,
+    RewardsCfg,
+    RewardTermCfg,
+    RobotCfg,
+    SceneCfg,
+)
+from embodichain.envs.observations import instruction_table
+from embodichain.envs.physics import Physics
+from embodichain.envs.primitives import Tool, ToolArm
+from embodichain.envs.random import RandomStreams
+from embodichain.envs.robots import Robot
+from embodichain.envs.task import ResetState, Scene
+from embodichain.envs.tasks.arm import ArmTask
+
+_HOME = {"pusher": [-0.3267, -0.21, 2.4154, -0.6345, -1.5708, -0.3267]}
+_HOME["gripper"] = [-0.2449, -0.0699, 1.9673, -0.3266, -1.5708, -0.2449, 0.04, 0.04]
+
+
+def kit_cfg(
+    id: str,
+    scene: SceneCfg,
+    rewards: Mapping[str, RewardTermCfg],
+    *,
+    steps: int = 150,
+    threshold: float = 0.03,
+    actions: ActionsCfg | None = None,
+    robot: RobotCfg | None = None,
+    observations: Mapping[str, ObservationTermCfg] | None = None,
+    language: LanguageCfg | None = None,
+) -> GymCfg:
+    """Return the configuration of a task: a UR5 with a gripper at a table, moved by its tool, unless told otherwise."""
+    env = EnvCfg(
+        substeps=5,
+        success_threshold=threshold,
+        scene=scene,
+        events=EventsCfg(randomize_robot=JointRangeCfg(position=0.02)),
+        rewards=RewardsCfg(terms=dict(rewards)),
+        observations=ObservationsCfg(terms=dict(observations or {})),
+        actions=actions or ActionsCfg(ee_delta=EndEffectorTermCfg(scale=0.04)),
+        language=language,
+    )
+    return GymCfg(id=id, max_episode_steps=steps, env=env, robot=robot or ur5("gripper"))
+
+
+def ur5(tool: str) -> RobotCfg:
+    """Return a UR5 that holds a tool over the table, ``"gripper"`` or ``"pusher"``."""
+    return RobotCfg(tool=tool, init_qpos=_HOME[tool])
+
+
+def reward(func: str, weight: float = 1.0, **params: Any) -> RewardTermCfg:
+    """Return a reward term: ``reward("near", 2.0, of="ee", to="cube")``."""
+    return RewardTermCfg(func=func, weight=weight, params=params)
+
+
+def observation(func: str, **params: Any) -> ObservationTermCfg:
+    """Return an observation term: ``observation("offset", of="cube", to="goal")``."""
+    return ObservationTermCfg(func=func, params=params)
+
+
+def stages(*terms: RewardTermCfg) -> RewardTermCfg:
+    """Return the reward for stages one after the other, each a term in [0, 1] whose weight is where it is done."""
+    entries = [{"func": term.func, "params": term.params, "done": term.weight} for term in terms]
+    return RewardTermCfg(func="staged", params={"stages": entries})
+
+
+class KitTask(ArmTask):
+    """A robot arm in the scene of the config; write ``default_cfg``, ``success`` and perhaps ``expert_action``."""
+
+    scene_file, goal_dim = "table_scene.xml", 0
+    reward_weights: ClassVar[dict[str, float]] = {}
+
+    def __init__(self, cfg: GymCfg, physics: Physics, robot: Robot) -> None:
+        super().__init__(cfg, physics, robot)
+        self._arm = ToolArm(robot, cfg.id)
+        self._nq = int(physics.model.nq)
+
+    def sample_start(self, env_ids: Tensor, streams: RandomStreams) -> ResetState:
+        """Place the robot and the scene; what a task draws beyond that goes into ``variables``."""
+        return self.start_robot(env_ids, streams)
+
+    def read(self, env_ids: Tensor | None = None) -> Scene:
+        """Return the robot's joints and tool, the gap between its fingers, and everything in the scene by name."""
+        snapshot = self.physics.snapshot(env_ids)
+        qpos = snapshot[:, : self._nq][:, self.robot.qpos]
+        scene = {"qpos": qpos, "qvel": snapshot[:, self._nq :][:, self.robot.qvel]}
+        scene["ee_pos"] = self.chain.position(qpos[:, : self.robot.num_joints])
+        if self.robot.num_fingers:
+            arm = next(iter(self.robot.arms.values()))
+            scene["gripper"] = 2.0 * arm.opening(qpos[:, self.robot.num_joints :])
+        if self.placed is not None:
+            scene.update(self.placed.read(snapshot, env_ids))
+        return scene
+
+    def observe(self, scene: Scene) -> dict[str, Any]:
+        robot = {"qpos": scene["qpos"], "qvel": scene["qvel"], "ee_pos": scene["ee_pos"]}
+        return {"robot": robot, **(self.placed.observe(scene) if self.placed is not None else {})}
+
+    def reward_terms(self, scene: Scene, action: Tensor) -> dict[str, Tensor]:
+        return {}
+
+    def success(self, scene: Scene) -> Tensor:
+        raise NotImplementedError(f"{type(self).__name__} does not say when it is solved: write success(self, scene)")
+
+    def metrics(self, scene: Scene) -> dict[str, Tensor]:
+        return {}
+
+    def markers(self) -> dict[str, Tensor]:
+        return {}
+
+    def arm(self, scene: Scene) -> Tool:
+        """Return the tool as it is measured, for the motion primitives of ``envs/primitives.py``."""
+        return self._arm.at(scene["qpos"])
+
+
+def climb(*rungs: tuple[Tensor, Tensor]) -> Tensor:
+    """Return progress in [0, 1] up a ladder of stages, ``[n]``: where each is reached (bool), and how far in [0, 1].
+
+    The highest stage that is reached counts, so that what comes last never pays for what it leaves behind: a hand that
+    leaves a cube it has placed, say. The first stage is always reached.
+    """
+    total = rungs[0][1].clamp(0.0, 1.0)
+    for number, (reached, part) in enumerate(rungs[1:], start=1):
+        total = torch.where(reached, number + part.clamp(0.0, 1.0), total)
+    return total / len(rungs)
+
+
+class Instructed:
+    """Draws which of several choices an episode is about, and how it is said; a part of tasks with instructions."""
+
+    def __init__(self, language: LanguageCfg, choices: Sequence[Mapping[str, str]], device: torch.device) -> None:
+        self.choices = list(choices)
+        self.table = instruction_table(language, choices).to(device)
+
+    def sample(self, env_ids: Tensor, streams: RandomStreams, start: ResetState) -> None:
+        """Draw the choice and the phrase of each episode into its variables."""
+        phrases, choices = self.table.shape[:2]
+        drawn = streams.uniform(env_ids, 2)
+        start.variables["choice"] = (drawn[:, 0] * choices).long().clamp_(max=choices - 1)
+        start.variables["phrase"] = (drawn[:, 1] * phrases).long().clamp_(max=phrases - 1)
+
+    def read(self, choice: Tensor, phrase: Tensor) -> Tensor:
+        """Return the bytes of the instructions, uint8 ``[n, length]``."""
+        return self.table[phrase, choice]
+
+
+def pick(scene: Scene, names: Sequence[str], which: Tensor, quantity: str) -> Tensor:
+    """Return a quantity, such as ``"pos"``, of the one of several things that ``which`` ``[n]`` says."""
+    values = torch.stack([scene[f"{name}_{quantity}"] for name in names], dim=1)
+    return values.gather(1, which.view(-1, 1, 1).expand(-1, 1, values.shape[2])).squeeze(1)
