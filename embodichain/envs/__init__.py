@@ -6,6 +6,7 @@ Importing it registers the tasks for ``gymnasium.make`` and ``make_vec``, such a
 import gymnasium as gym
 
 TASKS = {
+    "BipedVelocityRL": "embodichain.envs.tasks.locomotion:BipedVelocity",
     "CartPoleRL": "embodichain.envs.tasks.cart_pole:CartPole",
     "PickCubeRL": "embodichain.envs.tasks.pick_cube:PickCube",
     "PlaceInBinLanguageRL": "embodichain.envs.tasks.place_in_bin:PlaceInBinLanguage",
@@ -20,6 +21,7 @@ TASKS = {
 }
 """The tasks of this package: id and entry point, which is imported when the task is made."""
 _EPISODE_STEPS = {
+    "BipedVelocityRL": 1000,
     "CartPoleRL": 500,
     "PickCubeRL": 150,
     "PlaceInBinLanguageRL": 150,
