@@ -23,7 +23,7 @@ import torch
 import tyro
 
 from benchmarks.gpu_learning import success_rate
-from benchmarks.gpu_turns import Row, Turn, nothing, report, take_turns
+from benchmarks.gpu_turns import Row, Turn, nothing, report, synchronize, take_turns
 from benchmarks.timing import machine
 from embodichain.agents.rl.algo.ppo import PPO, PPOCfg
 from embodichain.agents.rl.collector.sync_collector import SyncCollector
@@ -35,8 +35,9 @@ from embodichain.utils.torch_runtime import seed_everything
 
 Section = Literal["env", "outputs", "train", "learn"]
 CONFIG = Path(__file__).parent.parent / "configs/agents/rl/push_cube/train_config_camera_gpu.json"
-PACKAGES = ["torch", "tensordict", "mujoco", "mujoco_warp", "warp-lang"]
+PACKAGES = ["torch", "tensordict", "mujoco"] + (["mujoco_warp", "warp-lang"] if torch.cuda.is_available() else [])
 STEPS = 24
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where this runs through, and measures nothing of interest
 LIMIT, EVAL_EVERY, EVAL_ENVS = 150.0, 10, 512
 BAR_RATE, BAR_SECONDS, BAR_SUCCESS = 130_000, 60, 0.9
 
@@ -64,6 +65,7 @@ class Args:
 def load(args: Args) -> dict[str, Any]:
     """Return the training config with its changes."""
     config = load_config(args.config)
+    config["trainer"]["gym_config"]["device"] = DEVICE
     for change in args.set:
         path, value = change.split("=", 1)
         *parents, last = path.split(".")
@@ -95,8 +97,8 @@ def env(config: dict[str, Any], args: Args) -> list[Row]:
     recorded, plain = build_env(config), build_env(config)
     plain._graphed = None
     blind = build_env(config, env={"observations": {"cameras": []}})
-    actions = torch.rand(STEPS, num_envs, recorded.action_manager.action_dim, device="cuda") * 2 - 1
-    few = torch.zeros(num_envs, dtype=torch.bool, device="cuda")
+    actions = torch.rand(STEPS, num_envs, recorded.action_manager.action_dim, device=DEVICE) * 2 - 1
+    few = torch.zeros(num_envs, dtype=torch.bool, device=DEVICE)
     few[: max(1, num_envs // 100)] = True
     render, physics = recorded._render_all, recorded.physics
     contenders: dict[str, Turn] = {
@@ -105,7 +107,7 @@ def env(config: dict[str, Any], args: Args) -> list[Row]:
         "step without cameras": (nothing, stepping(blind, actions)),
         "physics alone": (nothing, lambda: [physics.step(recorded.task.substeps) for _ in actions]),
     }
-    if render is not None:
+    if render is not None and DEVICE == "cuda":
         markers = recorded.task.markers()
         for name, chosen in {"images of all": None, "images of 1% of them": few}.items():
             graph = record_render(lambda chosen=chosen: render(markers, chosen))
@@ -126,7 +128,7 @@ def record_render(work: Callable[[], Any]) -> torch.cuda.CUDAGraph:
     from embodichain.utils.cuda_graphs import record
 
     work()
-    torch.cuda.synchronize()
+    synchronize()
     return record(work).graph
 
 
@@ -146,7 +148,7 @@ def outputs(config: dict[str, Any], args: Args) -> list[Row]:
     camera = config["trainer"]["gym_config"]["env"]["observations"]["cameras"][0]
     for chosen in (["depth"], ["segmentation"], ["rgb", "depth", "segmentation"]):
         made = build_env(config, env={"observations": {"cameras": [camera | {"outputs": chosen}]}})
-        actions = torch.rand(STEPS, made.num_envs, made.action_manager.action_dim, device="cuda") * 2 - 1
+        actions = torch.rand(STEPS, made.num_envs, made.action_manager.action_dim, device=DEVICE) * 2 - 1
         seconds = take_turns({"step": (nothing, stepping(made, actions))}, args.rounds)["step"]
         rows.append(report("outputs", "step, " + " + ".join(chosen), seconds / STEPS, made.num_envs))
         made.close()
@@ -157,8 +159,8 @@ def train(config: dict[str, Any], args: Args) -> list[Row]:
     """Measure acting, collecting, learning, and all of it."""
     seed_everything(0)
     made = build_env(config)
-    policy = build_policy(config["policy"], made.observation_space, made.action_space, "cuda")
-    settings = PPOCfg.from_dict(config["algorithm"]["cfg"] | {"device": "cuda"})
+    policy = build_policy(config["policy"], made.observation_space, made.action_space, DEVICE)
+    settings = PPOCfg.from_dict(config["algorithm"]["cfg"] | {"device": DEVICE})
     algorithm, collector, num_steps = (
         PPO(settings, policy),
         SyncCollector(made, policy),
@@ -201,24 +203,24 @@ def learn_once(config: dict[str, Any], seed: int) -> Row:
     began, trainer = time.perf_counter(), config["trainer"]
     made = make(trainer["gym_config"], num_envs=trainer["num_envs"], seed=seed)
     judge = make(trainer["gym_config"], num_envs=EVAL_ENVS, seed=1_000_003)
-    policy = build_policy(config["policy"], made.observation_space, made.action_space, "cuda")
+    policy = build_policy(config["policy"], made.observation_space, made.action_space, DEVICE)
     weights = {name: value.clone() for name, value in policy.state_dict().items()}
-    settings = PPOCfg.from_dict(config["algorithm"]["cfg"] | {"device": "cuda"})
+    settings = PPOCfg.from_dict(config["algorithm"]["cfg"] | {"device": DEVICE})
     algorithm, collector, num_steps = PPO(settings, policy), SyncCollector(made, policy), trainer["buffer_size"]
     for _ in range(2):
         algorithm.update(collector.collect(num_steps))
     success_rate(policy, judge)
     policy.load_state_dict(weights)
     algorithm = PPO(settings, policy)
-    torch.cuda.synchronize()
+    synchronize()
     compiled, seconds, iterations = time.perf_counter() - began, 0.0, 0
     curve: list[dict[str, float]] = []
     while seconds < LIMIT:
-        torch.cuda.synchronize()
+        synchronize()
         began = time.perf_counter()
         for _ in range(EVAL_EVERY):
             algorithm.update(collector.collect(num_steps))
-        torch.cuda.synchronize()
+        synchronize()
         seconds += time.perf_counter() - began
         iterations += EVAL_EVERY
         curve.append({"seconds": seconds, "iterations": iterations, "success": success_rate(policy, judge)})
@@ -239,13 +241,15 @@ def show_kernels(title: str, work: Callable[[], Any], count: int = 30) -> None:
     """Print the kernels that take longest, with their calls and their share."""
     from torch.profiler import ProfilerActivity, profile
 
-    torch.cuda.synchronize()
+    synchronize()
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
         began = time.perf_counter()
         work()
-        torch.cuda.synchronize()
+        synchronize()
         wall = time.perf_counter() - began
-    kernels = [e for e in profiler.key_averages() if e.self_device_time_total > 0]
+    kernels = [e for e in profiler.key_averages() if e.self_device_time_total > 0 and e.device_type.name == "CUDA"]
+    if not kernels:
+        return
     kernels.sort(key=lambda event: -event.self_device_time_total)
     busy = sum(event.self_device_time_total for event in kernels) / 1e3
     launches = sum(event.count for event in kernels)
@@ -259,7 +263,7 @@ def main(args: Args) -> None:
     """Run the sections and write the figures, after each of them."""
     config = load(args)
     sections = {"env": env, "outputs": outputs, "train": train, "learn": learn}
-    described = {"gpu": torch.cuda.get_device_name(), **machine(PACKAGES)}
+    described = {"gpu": torch.cuda.get_device_name() if DEVICE == "cuda" else "none", **machine(PACKAGES)}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
     for name in args.only:

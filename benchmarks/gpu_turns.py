@@ -28,13 +28,19 @@ def take_turns(contenders: dict[str, Turn], rounds: int, warm_up: int = 4) -> di
     for number in range(warm_up + rounds):
         for name, (prepare, work) in contenders.items():
             prepare()
-            torch.cuda.synchronize()
+            synchronize()
             began = time.perf_counter()
             work()
-            torch.cuda.synchronize()
+            synchronize()
             if number >= warm_up:
                 seconds[name].append(time.perf_counter() - began)
     return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def synchronize() -> None:
+    """Wait for the device, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def nothing() -> None:

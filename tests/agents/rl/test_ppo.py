@@ -373,3 +373,27 @@ def test_a_policy_without_a_critic_is_refused() -> None:
     with pytest.raises(ConfigError, match=message):
         build_algo("ppo", {}, policy)
     assert not GRPO(GRPOCfg(), policy).policy.has_critic
+
+
+def test_an_auxiliary_loss_teaches_what_only_the_critic_sees() -> None:
+    """Its gradient is that of the mean squared error, and reaches the features that the actor uses."""
+    _, policy, rollout = setup(critic_obs=["object"], normalize_obs=True, auxiliary_coef=0.5)
+    obs, actions = rollout["observation"].reshape(-1), rollout["action"].reshape(48, -1)
+    with torch.no_grad():
+        policy.evaluate_actions(obs, actions)
+    assert policy.take_auxiliary_loss() is None  # nobody learns
+    policy.evaluate_actions(obs, actions)
+    loss = policy.take_auxiliary_loss()
+    assert loss is not None
+    assert policy.take_auxiliary_loss() is None
+    features, hidden = policy.encoder(obs)
+    expected = 0.5 * nn.functional.mse_loss(policy.auxiliary(features), hidden)
+    assert torch.allclose(loss, expected)
+    weight = policy.auxiliary.weight
+    assert torch.allclose(*(torch.autograd.grad(part, weight, retain_graph=True)[0] for part in (loss, expected)))
+    algorithm = PPO(PPOCfg(device="cpu", n_epochs=20, batch_size=48, learning_rate=3e-3), policy)
+    first = algorithm.update(rollout)["auxiliary_loss"]
+    assert algorithm.update(rollout)["auxiliary_loss"] < 0.8 * first
+    copy.deepcopy(policy)
+    with pytest.raises(ConfigError, match="name it in critic_obs"):
+        make_policy(ScriptedEnv(), auxiliary_coef=0.5)

@@ -156,12 +156,15 @@ class PPO(MinibatchAlgorithm):
             log_prob, entropy, value = self.policy.evaluate(batch)
         advantage, return_, old_value = batch["advantage"], batch["return"], batch["value"]
         mean_entropy = decision_entropy(entropy, batch, cfg.log_prob_per).mean()
+        auxiliary = self.policy.take_auxiliary_loss()
+        extra = {} if auxiliary is None else {"auxiliary_loss": auxiliary}
         if log_prob.ndim == batch.batch_dims == 1 and kernels_work(value.device):
             from embodichain.agents.rl.algo.kernels import clipped_loss
 
             coefficients = (cfg.clip_coef, cfg.vf_coef, cfg.clip_value_loss)
             loss, parts = clipped_loss(log_prob, value, batch, self.policy.value_scale, coefficients)
-            return loss - cfg.ent_coef * mean_entropy, parts | {"entropy": mean_entropy}
+            loss = loss - cfg.ent_coef * mean_entropy
+            return loss if auxiliary is None else loss + auxiliary, parts | {"entropy": mean_entropy} | extra
 
         # ratio = pi(a|s) / pi_old(a|s)
         log_r = log_ratio(log_prob, batch["sample_log_prob"], batch, cfg.log_prob_per)
@@ -179,8 +182,9 @@ class PPO(MinibatchAlgorithm):
             squared_error = torch.max(squared_error, (clipped_value - return_).square())
         value_loss = squared_error.mean()
 
-        # L = L_policy + c_value L_value - c_entropy H
+        # L = L_policy + c_value L_value - c_entropy H (+ a loss of the policy's own)
         loss = policy_loss + cfg.vf_coef * value_loss - cfg.ent_coef * mean_entropy
+        loss = loss if auxiliary is None else loss + auxiliary
         with torch.no_grad():
             approx_kl = per_decision(kl_estimate(log_r), batch).mean()
             clip_fraction = per_decision(is_clipped(log_r, cfg.clip_coef), batch).mean()
@@ -190,6 +194,7 @@ class PPO(MinibatchAlgorithm):
             "entropy": mean_entropy,
             "approx_kl": approx_kl,
             "clip_fraction": clip_fraction,
+            **extra,
         }
 
     def state_dict(self) -> dict[str, Any]:

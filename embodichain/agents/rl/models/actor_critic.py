@@ -29,7 +29,7 @@ from embodichain.agents.rl.models.mlp import (
 from embodichain.agents.rl.models.observation import FeatureEncoder, ObservationSpace, RunningNormalizer
 from embodichain.agents.rl.models.policy import Evaluation, Policy
 from embodichain.agents.rl.utils.tensordicts import Observation
-from embodichain.config.classes import Config, configclass
+from embodichain.config.classes import Config, NotNegative, configclass
 from embodichain.errors import ConfigError
 
 
@@ -238,6 +238,9 @@ class ActorCriticCfg(PolicyCfg):
     """The critic network, in the same shape as the actor's."""
     normalize_value: bool = False
     """Whether the critic learns returns shifted and scaled by their running mean and standard deviation."""
+    auxiliary_coef: NotNegative = 0.0
+    """Weight of a loss by which what actor and critic share also learns to tell ``critic_obs``: images are understood
+    sooner, and the actor still needs nothing else."""
 
 
 class ActorCritic(NetworkPolicy):
@@ -256,14 +259,31 @@ class ActorCritic(NetworkPolicy):
         device: torch.device | str,
         actor: nn.Module,
         critic: nn.Module,
+        auxiliary: nn.Module | None = None,
+        auxiliary_coef: float = 1.0,
         **parts: Any,
     ) -> None:
+        """``auxiliary`` maps features to what only the critic sees, with a loss of this weight."""
         super().__init__(obs_space, action_space, device, actor, **parts)
         self.critic = critic.to(self.device)
+        self.auxiliary = None if auxiliary is None else auxiliary.to(self.device)
+        self._auxiliary_coef = auxiliary_coef
+        self._auxiliary_loss: Tensor | None = None
 
     def value_of(self, features: Tensor, privileged: Tensor | None) -> Tensor:
         inputs = features if privileged is None else torch.cat([features, privileged], dim=-1)
         return self.critic(inputs).squeeze(-1).float()
+
+    def _evaluate(self, features: Tensor, privileged: Tensor | None, actions: Tensor) -> Evaluation:
+        self._auxiliary_loss = None
+        if self.auxiliary is not None and privileged is not None and torch.is_grad_enabled():
+            error = self.auxiliary(features).float() - privileged
+            self._auxiliary_loss = self._auxiliary_coef * error.square().mean()
+        return super()._evaluate(features, privileged, actions)
+
+    def take_auxiliary_loss(self) -> Tensor | None:
+        loss, self._auxiliary_loss = self._auxiliary_loss, None
+        return loss
 
     def update_value_normalizer(self, returns: Tensor) -> None:
         if isinstance(self.critic, NormalizedCritic):
@@ -279,6 +299,11 @@ class ActorCritic(NetworkPolicy):
         width, parts = _build_parts(checked, obs_space, action_space)
         network = build_network(checked.critic, width + parts["encoder"].privileged_dim, 1, last_gain=1.0)
         critic = NormalizedCritic(network) if checked.normalize_value else network
+        hidden = parts["encoder"].privileged_dim
+        if checked.auxiliary_coef and not hidden:
+            raise ConfigError("auxiliary_coef: there is nothing to tell: name it in critic_obs", "policy")
+        if checked.auxiliary_coef:
+            parts |= {"auxiliary": nn.Linear(width, hidden), "auxiliary_coef": checked.auxiliary_coef}
         return cls(obs_space, action_space, device, critic=critic, **parts)
 
 

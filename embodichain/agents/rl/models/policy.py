@@ -166,6 +166,10 @@ class Policy(nn.Module, ABC):
             for layer, dropout in recurrent:
                 layer.dropout = dropout
 
+    def take_auxiliary_loss(self) -> Tensor | None:
+        """Return a loss ``[]`` of the policy's own on what ``evaluate`` was last given, which algorithms add; once."""
+        return None
+
     def update_normalizer(self, obs: Observation) -> None:
         """Let running statistics take in the observations of a rollout; the algorithm calls it after each update."""
 
