@@ -6,12 +6,18 @@ Importing it registers the tasks for ``gymnasium.make`` and ``make_vec``, such a
 import gymnasium as gym
 
 TASKS = {
-    "BipedVelocityRL": "embodichain.envs.tasks.locomotion:BipedVelocity",
     "CartPoleRL": "embodichain.envs.tasks.cart_pole:CartPole",
+    "CloseDrawerRL": "embodichain.envs.tasks.drawer:CloseDrawer",
+    "InsertPegRL": "embodichain.envs.tasks.peg:InsertPeg",
+    "OpenDoorRL": "embodichain.envs.tasks.door:OpenDoor",
+    "OpenDrawerLanguageRL": "embodichain.envs.tasks.drawer:OpenDrawerLanguage",
+    "OpenDrawerRL": "embodichain.envs.tasks.drawer:OpenDrawer",
     "PickCubeRL": "embodichain.envs.tasks.pick_cube:PickCube",
     "PlaceInBinLanguageRL": "embodichain.envs.tasks.place_in_bin:PlaceInBinLanguage",
     "PlaceInBinRL": "embodichain.envs.tasks.place_in_bin:PlaceInBin",
     "PushAroundRL": "embodichain.envs.tasks.push_around:PushAround",
+    "PressButtonLanguageRL": "embodichain.envs.tasks.button:PressButtonLanguage",
+    "PressButtonRL": "embodichain.envs.tasks.button:PressButton",
     "PushCubeLanguageRL": "embodichain.envs.tasks.push_cube:PushCubeLanguage",
     "PushCubeRL": "embodichain.envs.tasks.push_cube:PushCube",
     "QuadrupedVelocityRL": "embodichain.envs.tasks.locomotion:QuadrupedVelocity",
@@ -21,12 +27,18 @@ TASKS = {
 }
 """The tasks of this package: id and entry point, which is imported when the task is made."""
 _EPISODE_STEPS = {
-    "BipedVelocityRL": 1000,
     "CartPoleRL": 500,
+    "CloseDrawerRL": 100,
+    "InsertPegRL": 150,
+    "OpenDoorRL": 120,
+    "OpenDrawerLanguageRL": 100,
+    "OpenDrawerRL": 100,
     "PickCubeRL": 150,
     "PlaceInBinLanguageRL": 150,
     "PlaceInBinRL": 150,
     "PushAroundRL": 200,
+    "PressButtonLanguageRL": 100,
+    "PressButtonRL": 100,
     "PushCubeLanguageRL": 100,
     "PushCubeRL": 100,
     "QuadrupedVelocityRL": 1000,

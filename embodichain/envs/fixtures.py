@@ -282,12 +282,20 @@ class _Part:
         x, y, z = (h * h for h in half)
         inertia = [mass / 3.0 * (y + z), mass / 3.0 * (x + z), mass / 3.0 * (x + y)]
         body = self.body.add_body(
-            name=f"{self._fixture}/{part}", pos=pos, mass=mass, ipos=center, inertia=inertia, explicitinertial=True
+            name=f"{self._fixture}/{part}",
+            pos=pos,
+            mass=mass,
+            ipos=center,
+            inertia=inertia,
+            explicitinertial=True,
+            gravcomp=1,  # slides and hinges carry it
         )
         return _Part(self._spec, body, self._fixture)
 
     def joint(self, part: str, kind: int, axis: list[float], limit: float, **rest: Any) -> None:
-        """Give the part its joint, from 0 to ``limit``."""
+        """Give the part its joint, from 0 to ``limit``, in metres or radians."""
+        if kind == int(mujoco.mjtJoint.mjJNT_HINGE) and self._spec.compiler.degree:  # the scene's unit of angles
+            limit = math.degrees(limit)
         stiff = {"solref_limit": [0.01, 1.0], "limited": int(mujoco.mjtLimited.mjLIMITED_TRUE)}
         self.body.add_joint(
             name=f"{self._fixture}/{part}", type=kind, axis=axis, range=[0.0, limit], **{**stiff, **rest}

@@ -1,4 +1,4 @@
-"""Motion primitives of which scripted experts are made: move, grasp, place, push, pull, insert, hand over.
+"""Motion primitives of which scripted experts are made: move, grasp, place, push, press, pull, insert, hand over.
 
 A primitive is a :class:`Stage`: where the tool should be, how it holds its fingers, and when that is done. It is a
 function of what is measured now and remembers nothing, so an expert answers in any state that a policy may reach.
@@ -27,8 +27,7 @@ Direction: TypeAlias = Sequence[float] | Tensor
 """A unit vector in the world, ``(x, y, z)`` for all envs or ``[n, 3]``."""
 
 OPEN, CLOSED = 1.0, -1.0
-DOWN, FORWARD = (0.0, 0.0, -1.0), (1.0, 0.0, 0.0)
-UP = (0.0, 0.0, 1.0)
+UP, DOWN, FORWARD, BACKWARD = (0.0, 0.0, 1.0), (0.0, 0.0, -1.0), (1.0, 0.0, 0.0), (-1.0, 0.0, 0.0)
 _GAIN = 2.0  # the servos reach part of a displacement in one step, so the expert asks for more
 _MAX_TURN = 0.15  # rotation that is asked for in one step, in radians
 _CLEARANCE = 0.1  # distance from which a tool comes to what it takes hold of
@@ -158,13 +157,13 @@ def grasp(
     ahead, aside, direction = _split(at - tool.pos, along)
     aligned = (length(aside) < tolerance) | held
     far = (ahead > 0.5 * clearance) | aligned
-    near = (length(at - tool.pos) < tolerance) | held
+    near = (length(at - tool.pos) < min(tolerance, 0.012)) | held
     back = tool.pos + (ahead - clearance).unsqueeze(1) * direction
     return sequence(
         tool.stage(far, back, OPEN, speed, rotation),
         tool.stage(aligned, at - clearance * direction, OPEN, speed, rotation),
-        tool.stage(near, at, OPEN, speed, rotation),
-        tool.stage(held, at, CLOSED, speed, rotation),
+        tool.stage(near, at, OPEN, 0.6 * speed, rotation),
+        tool.stage(held, at, CLOSED, 0.6 * speed, rotation),
     )
 
 
@@ -234,12 +233,38 @@ def push(
     )
 
 
+def press(
+    tool: Tool,
+    at: Tensor,
+    along: Direction,
+    until: Tensor,
+    clearance: float = 0.05,
+    tolerance: float = 0.015,
+    speed: float = 0.02,
+    rotation: Tensor | None = None,
+) -> Stage:
+    """Come before a point ``[n, 3]`` with closed fingers and push against it in a direction: a button, a drawer."""
+    ahead, aside, direction = _split(at - tool.pos, along)
+    aligned = (length(aside) < tolerance) & (ahead > -2.0 * tolerance)
+    far = (ahead > 0.5 * clearance) | aligned
+    back = tool.pos + (ahead - clearance).unsqueeze(1) * direction
+    return sequence(
+        tool.stage(far, back, CLOSED, speed, rotation),
+        tool.stage(aligned, at - clearance * direction, CLOSED, speed, rotation),
+        pull(tool, until, at, along, CLOSED, speed, rotation),
+    )
+
+
 def pull(
-    tool: Tool, until: Tensor, along: Direction, grip: float | Tensor = CLOSED, speed: float = 0.03,
+    tool: Tool, until: Tensor, at: Tensor, along: Direction, grip: float | Tensor = CLOSED, speed: float = 0.01,
     rotation: Tensor | None = None,
 ) -> Stage:  # fmt: skip
-    """Move the tool, and what it holds, straight on in a direction until a condition ``[n]`` holds."""
-    return tool.stage(until, tool.pos + 2.0 * speed * _direction(along, tool.pos), grip, speed, rotation)
+    """Pull (or push) what is taken hold of ``at`` a point ``[n, 3]`` in a direction, until a condition ``[n]`` holds.
+
+    The tool goes on and on, whether or not the point follows, and stays on the line through it.
+    """
+    _, aside, direction = _split(at - tool.pos, along)
+    return tool.stage(until, tool.pos + aside + speed * direction, grip, speed, rotation)
 
 
 def pull_arc(
@@ -248,19 +273,20 @@ def pull_arc(
     at: Tensor,
     pivot: Tensor,
     axis: Direction = UP,
-    lead: float = 0.15,
     grip: float | Tensor = CLOSED,
-    speed: float = 0.03,
+    speed: float = 0.01,
     rotation: Tensor | None = None,
 ) -> Stage:
-    """Pull what is held ``at`` a point ``[n, 3]`` about a pivot ``[n, 3]``, such as a door about its hinge.
+    """Pull what is taken hold of ``at`` a point ``[n, 3]`` round a pivot ``[n, 3]``, such as a door about its hinges.
 
-    The tool is sent to the point of the arc that lies ``lead`` radians ahead; a negative one goes the other way round.
+    It turns counterclockwise about the axis; the other way round about the opposite one.
     """
     _, lever, direction = _split(at - pivot, axis)
-    angle = torch.full_like(at[:, :1], lead)
-    turned = torch.cos(angle) * lever + torch.sin(angle) * torch.linalg.cross(direction.expand_as(lever), lever, dim=1)
-    return tool.stage(until, tool.pos + turned - lever, grip, speed, rotation)
+    tangent = torch.linalg.cross(direction.expand_as(lever), lever, dim=1)
+    # A chord leaves the arc by half of its angle: a step of ``speed`` metres turns by speed / radius.
+    radius = length(lever).unsqueeze(1).clamp_min(speed)
+    ahead = tangent / radius - (0.5 * speed / radius) * (lever / radius)
+    return pull(tool, until, at, ahead / length(ahead).unsqueeze(1), grip, speed, rotation)
 
 
 def insert(
@@ -269,26 +295,27 @@ def insert(
     hole: Tensor,
     until: Tensor,
     along: Direction = DOWN,
-    depth: float = 0.05,
-    clearance: float = 0.04,
-    tolerance: float = 0.002,
+    clearance: float = 0.03,
+    tolerance: float = 0.0025,
     speed: float = 0.03,
     rotation: Tensor | None = None,
 ) -> Stage:
     """Bring the ``tip`` ``[n, 3]`` of what is held before a ``hole`` ``[n, 3]``, and push it in along a direction.
 
-    It goes in where it is within ``tolerance`` of the hole's axis, and is aligned again wherever it drifts from it.
+    It comes down a funnel: the nearer to the hole, the better it has to be aligned, to ``tolerance`` at its rim.
     """
     ahead, aside, direction = _split(hole - tip, along)
-    inside = ahead < -0.003
-    off = length(aside)
-    # The nearer to the hole, the better it has to be aligned.
-    aligned = (off < tolerance + 0.5 * (ahead - 0.5 * clearance).clamp_min(0.0)) | (inside & (off < 4.0 * tolerance))
-    before = tool.pos + hole - clearance * direction - tip
-    further = tool.pos + hole + depth * direction - tip
+    off, inside = length(aside), ahead < -0.003
+    aligned = (off < tolerance) | (inside & (off < 4.0 * tolerance))
+    height = (6.0 * (off - tolerance)).clamp(0.0, clearance).unsqueeze(1)
+    away = (ahead > 1.5 * clearance) & ~aligned
+    over = tool.pos + aside + (ahead - clearance).unsqueeze(1) * direction
+    funnel = tool.pos + 0.5 * (aside + ahead.unsqueeze(1) * direction - height * direction)
+    further = tool.pos + 0.5 * aside + 0.2 * speed * direction
     return sequence(
-        tool.stage(aligned, before, CLOSED, speed, rotation),
-        tool.stage(until, further, CLOSED, 0.4 * speed, rotation),
+        tool.stage(~away, over, CLOSED, speed, rotation),
+        tool.stage(aligned, funnel, CLOSED, 0.3 * speed, rotation),
+        tool.stage(until, further, CLOSED, 0.3 * speed, rotation),
     )
 
 
@@ -327,15 +354,6 @@ def hand_over(
         taker.stage(taken & ~given & away, taker.pos, CLOSED, speed),
     )
     return giving, taking
-
-
-def holds(to_object: Tensor, fingers: Tensor, half_width: float, reach: float = 0.02) -> Tensor:
-    """Tell where fingers hold something, bool ``[n]``: it is between them, and they are as far apart as it is wide.
-
-    ``to_object`` ``[n, 3]`` leads from the tool to it; ``fingers`` ``[n, k]`` are openings from the middle on.
-    """
-    opening = fingers.sum(dim=1) / fingers.shape[1]
-    return (length(to_object) < reach) & (opening < half_width + 0.004) & (opening > half_width - 0.01)
 
 
 def _direction(along: Direction, like: Tensor) -> Tensor:

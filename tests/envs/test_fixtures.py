@@ -71,7 +71,8 @@ def test_drawers_slide_and_doors_swing_towards_the_robot(model):
             torch.zeros(1, 3), torch.tensor([[1.0, 0, 0, 0]]), torch.tensor([joint])
         )
         assert float((at(0.1) - at(0.0))[0, 0]) < -0.01
-    assert ALL["left"].size[1] > 0.3  # the handles of doors are at the side that is not hung
+        assert point.limit == pytest.approx(1.8 if site == "door" else 0.18)
+    # The handles of doors are at the side that is not hung.
     left, right = (PartPoint(model, f"{side}/door").position(*POSE)[0, 1] for side in ("left", "right"))
     assert left < -0.1 < 0.1 < right
 

@@ -125,7 +125,7 @@ def test_an_arc_is_followed_about_its_pivot():
     pos = pivot + torch.tensor([0.0, -radius, 0.1])
     angle = torch.zeros(count)
     for _ in range(200):
-        stage = pull_arc(tool_at(pos), angle > 1.2, pos, pivot, lead=-0.1, speed=0.02)
+        stage = pull_arc(tool_at(pos), angle > 1.2, pos, pivot, DOWN, speed=0.02)
         pos = torch.where(stage.until[:, None], pos, follow(pos, stage))
         lever = pos - pivot
         angle = torch.atan2(-lever[:, 0], -lever[:, 1])
@@ -137,7 +137,7 @@ def test_an_arc_is_followed_about_its_pivot():
 
 def test_a_pull_goes_straight_until_it_is_told():
     pos = points(5)
-    stage = pull(tool_at(pos), pos[:, 0] < 0.4, (-1.0, 0.0, 0.0), speed=0.01)
+    stage = pull(tool_at(pos), pos[:, 0] < 0.4, pos, (-1.0, 0.0, 0.0), speed=0.01)
     moved = follow(pos, stage) - pos
     torch.testing.assert_close(moved, torch.tensor([[-0.01, 0.0, 0.0]]).expand(5, 3))
     assert stage.until.tolist() == (pos[:, 0] < 0.4).tolist()

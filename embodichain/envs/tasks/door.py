@@ -1,0 +1,72 @@
+"""Open a hinged door by its handle, along an arc."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from embodichain.envs.actions import RobotActionManager
+from embodichain.envs.env_cfg import GymCfg, PoseRangeCfg, RobotCfg, SceneCfg
+from embodichain.envs.fixtures import DoorCfg, turn
+from embodichain.envs.kinematics import mean_square
+from embodichain.envs.physics import Physics
+from embodichain.envs.primitives import DOWN, FORWARD, UP, grasp, pull_arc, sequence
+from embodichain.envs.robots import Robot
+from embodichain.envs.task import Scene
+from embodichain.envs.tasks.fixture_task import FixtureTask, fixture_of, fixture_task_cfg, near
+
+_GOAL = 1.1  # radians by which the door is to be opened
+
+
+class OpenDoor(FixtureTask):
+    """Take the handle of a cabinet's door and pull the door open, along an arc about its hinges."""
+
+    reward_weights = {"reach": 0.1, "grasp": 0.1, "open": 0.4, "effort": -0.005, "success": 50.0}
+
+    def __init__(self, cfg: GymCfg, physics: Physics, robot: Robot) -> None:
+        self.cabinet, self.parts = fixture_of(cfg, "cabinet", DoorCfg), ["cabinet_door"]
+        super().__init__(cfg, physics, robot)
+        self.wide = min(_GOAL, self.cabinet.angle)
+        body, site = physics.model.body("cabinet/door").pos, physics.model.site("cabinet/door").pos
+        self._hinge = torch.tensor(body, dtype=torch.float32, device=physics.device)
+        self._radius = float((site[0] ** 2 + site[1] ** 2) ** 0.5)  # of the arc of the handle
+        self._axis = DOWN if self.cabinet.hinge == "left" else UP
+
+    @staticmethod
+    def default_cfg() -> GymCfg:
+        area = PoseRangeCfg(x=(0.8, 0.86), y=(-0.05, 0.1), yaw=(-0.1, 0.1))
+        # The gripper points at the door, one finger beside the other.
+        robot = RobotCfg(tool="gripper", init_qpos=[-0.488, -0.3514, 2.3804, 1.1126, 1.0828, 3.1416, 0.04, 0.04])
+        scene = SceneCfg(fixtures={"cabinet": DoorCfg(pose=area)})
+        return fixture_task_cfg("OpenDoorRL", scene, robot, steps=120, threshold=0.03)
+
+    def read(self, env_ids: Tensor | None = None) -> Scene:
+        scene = super().read(env_ids)
+        scene["held"] = self.held(scene, 2.0 * self.cabinet.handle.radius)
+        scene["left"] = self._radius * (self.wide - scene["part_opening"])  # way of the handle
+        return scene
+
+    def observe(self, scene: Scene) -> dict[str, Any]:
+        return {**super().observe(scene), "task": {"held": scene["held"].unsqueeze(1)}}
+
+    def reward_terms(self, scene: Scene, action: Tensor) -> dict[str, Tensor]:
+        return {
+            "reach": near(scene["to_part"]),
+            "grasp": scene["held"],
+            "open": (scene["part_opening"] / self.wide).clamp(0.0, 1.0),
+            "effort": mean_square(action),
+            "success": scene["success"],
+        }
+
+    def success(self, scene: Scene) -> Tensor:
+        return scene["left"] < self._threshold
+
+    def metrics(self, scene: Scene) -> dict[str, Tensor]:
+        return {"angle": scene["part_opening"], "held": scene["held"]}
+
+    def expert_action(self, scene: Scene, actions: RobotActionManager) -> Tensor:
+        """Take the handle from the front, and pull it round the hinges."""
+        tool, held, at = self.arm(scene), scene["held"] > 0, scene["part_pos"]
+        hinge = scene["cabinet_pos"] + turn(scene["cabinet_quat"], self._hinge.expand_as(at))
+        take = grasp(tool, at, FORWARD, held, clearance=0.06, tolerance=0.02)
+        return tool.act(actions, sequence(take, pull_arc(tool, scene["left"] < 0.0, at, hinge, self._axis)))

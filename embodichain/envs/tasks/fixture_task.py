@@ -1,0 +1,139 @@
+"""What the tasks at a fixture share: one of its parts is the target, and is reached for, held and moved."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from embodichain.envs.env_cfg import ActionsCfg, EndEffectorTermCfg, GymCfg, LanguageCfg, RobotCfg, SceneCfg
+from embodichain.envs.kinematics import length
+from embodichain.envs.physics import Physics
+from embodichain.envs.random import RandomStreams
+from embodichain.envs.robots import Robot
+from embodichain.envs.task import ResetState, Scene
+from embodichain.envs.tasks.kit import Instructed, KitTask, kit_cfg
+from embodichain.envs.terms import is_held
+from embodichain.errors import ConfigError
+
+Cfg = TypeVar("Cfg")
+
+
+def fixture_task_cfg(
+    id: str, scene: SceneCfg, robot: RobotCfg, steps: int, threshold: float, language: LanguageCfg | None = None
+) -> GymCfg:
+    """Return the configuration of a task whose tool moves up to 2 cm per step and keeps its orientation."""
+    actions = ActionsCfg(ee_delta=EndEffectorTermCfg(scale=0.02))
+    return kit_cfg(id, scene, {}, steps=steps, threshold=threshold, actions=actions, robot=robot, language=language)
+
+
+class FixtureTask(KitTask):
+    """An arm at fixtures of which one part matters in each episode: the target, ``choice`` of several ``parts``.
+
+    Rewards are for what has been achieved, stage by stage. All of it kept up for good is worth less than success, which
+    ends the episode; and where nothing is achieved there is no reward, so that a critic begins near the truth.
+    """
+
+    camera = "shoulder"
+    needs_fingers: ClassVar[bool] = True
+    parts: Sequence[str]
+    """Names of the parts as they are measured, such as ``cabinet_drawer_0``; set by the constructor of a task."""
+    colors: Sequence[str] = ()
+    """What instructions call the parts, of a task that takes some."""
+
+    def __init__(self, cfg: GymCfg, physics: Physics, robot: Robot) -> None:
+        if self.needs_fingers and not robot.num_fingers:
+            raise ConfigError(
+                f"robot.tool: {cfg.id} needs a tool with fingers, such as 'gripper', got {cfg.robot.tool!r}"
+            )
+        super().__init__(cfg, physics, robot)
+        self._instructed: Instructed | None = None
+        if self.understands_language:
+            language = cfg.env.language or LanguageCfg()
+            if missing := [color for color in language.colors if color not in self.colors]:
+                known = f"this scene has {', '.join(self.colors)}"
+                raise ConfigError(f"env.language.colors: {known}, and no {', '.join(missing)}")
+            choices = [{"color": color} for color in language.colors]
+            self._instructed = Instructed(language, choices, physics.device)
+            named = [self.colors.index(color) for color in language.colors]
+            self._named = torch.tensor(named, device=physics.device)
+
+    def sample_start(self, env_ids: Tensor, streams: RandomStreams) -> ResetState:
+        start, count = super().sample_start(env_ids, streams), len(self.parts)
+        if self._instructed is not None:
+            self._instructed.sample(env_ids, streams, start)
+        elif count > 1:
+            drawn = streams.uniform(env_ids, 1)
+            start.variables["choice"] = (drawn[:, 0] * count).long().clamp_(max=count - 1)
+        return start
+
+    def target(self, start: ResetState) -> Tensor:
+        """Return which part is the target in episodes that begin so, int64 ``[n]``."""
+        choice = start.variables.get("choice")
+        if choice is None:
+            return torch.zeros(start.qpos.shape[0], dtype=torch.int64, device=start.qpos.device)
+        return choice if self._instructed is None else self._named[choice]
+
+    def read(self, env_ids: Tensor | None = None) -> Scene:
+        """Measure the target as ``part_pos``, ``part_opening`` and ``part_speed``, and the way to it."""
+        scene = super().read(env_ids)
+        names = ("pos", "opening", "speed") if f"{self.parts[0]}_opening" in scene else ("pos",)
+        if len(self.parts) == 1:
+            scene |= {f"part_{name}": scene[f"{self.parts[0]}_{name}"] for name in names}
+        else:
+            choice = self.variable("choice", env_ids)
+            scene["target"] = choice if self._instructed is None else self._named[choice]
+            for name in names:
+                scene[f"parts_{name}"] = values = torch.stack([scene[f"{part}_{name}"] for part in self.parts], dim=1)
+                scene[f"part_{name}"] = select(values, scene["target"])
+            if self._instructed is not None:
+                scene["instruction"] = self._instructed.read(choice, self.variable("phrase", env_ids))
+        scene["to_part"] = scene["part_pos"] - scene["ee_pos"]
+        return scene
+
+    def observe(self, scene: Scene) -> dict[str, Any]:
+        obs: dict[str, Any] = {"robot": {name: scene[name] for name in ("qpos", "qvel", "ee_pos")}}
+        if self._instructed is not None:
+            # All parts by colour, not the one that is meant: only the instruction names it.
+            offsets = scene["parts_pos"] - scene["ee_pos"].unsqueeze(1)
+            parts = torch.cat((offsets, scene["parts_opening"].unsqueeze(2)), dim=2)
+            obs["object"] = {color: parts[:, i] for i, color in enumerate(self.colors)}
+            return {**obs, "instruction": scene["instruction"]}
+        obs["object"] = {
+            "pos": scene["part_pos"],
+            "offset": scene["to_part"],
+            "joint": torch.stack((scene["part_opening"], scene["part_speed"]), dim=1),
+        }
+        return obs
+
+    def held(self, scene: Scene, width: float, reach: float = 0.025) -> Tensor:
+        """Tell where the fingers hold the target, as 0 or 1 ``[n]``."""
+        return is_held(scene, "part", width, reach).to(torch.float32)
+
+    def others(self, scene: Scene, opening: float) -> Tensor:
+        """Tell where any part but the target is open (or pressed) so far, as 0 or 1 ``[n]``."""
+        index = torch.arange(len(self.parts), device=scene["target"].device)
+        wrong = (scene["parts_opening"] > opening) & (index != scene["target"].unsqueeze(1))
+        return wrong.any(dim=1).to(torch.float32)
+
+
+def fixture_of(cfg: GymCfg, name: str, kind: type[Cfg]) -> Cfg:
+    """Return the config of a fixture that a task cannot do without; ``ConfigError`` if the scene has none like it."""
+    found = cfg.env.scene.fixtures.get(name)
+    if not isinstance(found, kind):
+        there = "nothing" if found is None else f"a {found.kind}"
+        raise ConfigError(
+            f"env.scene.fixtures.{name}: {cfg.id} needs a {kind.__name__.removesuffix('Cfg')}, got {there}"
+        )
+    return found
+
+
+def select(values: Tensor, index: Tensor) -> Tensor:
+    """Return ``values[i, index[i]]`` for values ``[n, k, ...]`` and ``index`` ``[n]``."""
+    shape = (-1, 1, *[1] * (values.dim() - 2))
+    return values.gather(1, index.view(shape).expand(-1, 1, *values.shape[2:])).squeeze(1)
+
+
+def near(offset: Tensor, scale: float = 5.0) -> Tensor:
+    """Return how near something is, 1 at an offset ``[n, 3]`` of zero and 0 far away, ``[n]``."""
+    return 1.0 - torch.tanh(scale * length(offset))
