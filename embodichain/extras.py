@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -23,11 +24,25 @@ DISTRIBUTION = "embodichain-agents"
 
 
 def require(module: str, extra: str) -> ModuleType:
-    """Import an optional module, or say which extra of this distribution brings it."""
+    """Import an optional module, or say how to install the extra of this distribution that brings it."""
     if not available(module):
-        top = module.partition(".")[0]
-        raise MissingExtraError(f'{top} is not installed. Install it with: pip install "{DISTRIBUTION}[{extra}]"')
+        raise MissingExtraError(f"{module.partition('.')[0]} is not installed. Install it with: {advice(extra)}")
     return importlib.import_module(module)
+
+
+def advice(extra: str) -> str:
+    """Return the command that installs an extra: for a checkout there, for a wheel by what the wheel says it needs."""
+    checkout = Path(__file__).parents[1]
+    if (checkout / "pyproject.toml").is_file():
+        return f'pip install -e "{checkout}[{extra}]"'
+    try:
+        needed = [
+            text for text in metadata.requires(DISTRIBUTION) or [] if f"extra == '{extra}'" in text.replace('"', "'")
+        ]
+    except metadata.PackageNotFoundError:
+        needed = []
+    packages = [f'"{text.partition(";")[0].strip()}"' for text in needed]
+    return f"pip install {' '.join(packages)}" if packages else f'pip install "{DISTRIBUTION}[{extra}]"'
 
 
 def available(module: str) -> bool:

@@ -48,6 +48,15 @@ def test_nothing_heavy_is_imported_before_a_command_runs(words):
     assert run_python(code, *words).stdout.splitlines()[-1] == "HEAVY []"
 
 
+def test_commands_read_their_options_before_they_import_what_takes_seconds():
+    """What is wrong with options, the help and the first line of a training come at once."""
+    modules = [f"embodichain.cli.{name}" for name in cli.COMMANDS] + ["embodichain.agents.rl.arguments"]
+    code = f"import importlib, sys; [importlib.import_module(name) for name in {modules}]"
+    slow = ("torch", "tensordict", "mujoco", "pyarrow", "ray")
+    done = run_python(f"{code}; print([name for name in {slow} if name in sys.modules])")
+    assert done.stdout.strip() == "[]", done.stderr
+
+
 def test_help_lists_every_command(capsys):
     assert cli.main(["--help"]) == 0
     shown = capsys.readouterr().out

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from embodichain.cli.options import parse_options
+from embodichain.cli.options import loading, parse_options
 from embodichain.cli.play import choose_policy, print_files, print_summary, watch_episodes
 
 _TASK = "PushCubeRL"
@@ -31,8 +31,9 @@ def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     args = parse_options(DemoArgs, argv, "embodichain demo")
 
-    from embodichain.envs.recording import EpisodeRecorder, write_image
-    from embodichain.envs.registration import make
+    with loading():
+        from embodichain.envs.recording import EpisodeRecorder, write_image
+        from embodichain.envs.registration import make
 
     console = Console()
     console.print(f"The scripted expert of {_TASK} pushes a cube to a random goal, {args.num_envs} robots at a time.")

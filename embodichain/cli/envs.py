@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from embodichain.cli.options import Trust, parse_options
+from embodichain.cli.options import Trust, loading, parse_options
 from embodichain.extras import config_folders, import_trusted
 from embodichain.utils.console import check_counts
 
@@ -60,7 +60,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _list(console: Console, args: ListArgs) -> int:
-    from embodichain.envs.registration import list_envs, make
+    with loading():
+        from embodichain.envs.registration import list_envs, make
 
     import_trusted(args.trust, config_folders())
     table = Table("id", "what", "observation", "action", box=None, header_style="bold", pad_edge=False)
@@ -90,8 +91,9 @@ def _describe(space: Any) -> str:
 
 
 def _check(console: Console, args: CheckArgs) -> int:
-    from embodichain.envs.checker import run_checks
-    from embodichain.envs.registration import make
+    with loading():
+        from embodichain.envs.checker import run_checks
+        from embodichain.envs.registration import make
 
     check_counts({"--num-envs": args.num_envs, "--max-steps": args.max_steps})
     import_trusted(args.trust, config_folders())

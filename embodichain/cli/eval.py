@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from embodichain.cli.options import Trust, parse_options
+from embodichain.cli.options import Trust, loading, parse_options
 from embodichain.utils.console import check_counts
 
 
@@ -39,17 +39,18 @@ def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     args = parse_options(EvalArgs, argv, "embodichain eval")
 
-    from embodichain.agents.rl.checkpoint import (
-        check_parts,
-        find_checkpoint,
-        load_checkpoint,
-        load_policy,
-        reading_checkpoint,
-    )
-    from embodichain.agents.rl.config import TrainCfg, complete
-    from embodichain.agents.rl.evaluation import evaluate
-    from embodichain.agents.rl.train import make_eval_env
-    from embodichain.config import save_config
+    with loading():
+        from embodichain.agents.rl.checkpoint import (
+            check_parts,
+            find_checkpoint,
+            load_checkpoint,
+            load_policy,
+            reading_checkpoint,
+        )
+        from embodichain.agents.rl.config import TrainCfg, complete
+        from embodichain.agents.rl.evaluation import evaluate
+        from embodichain.agents.rl.train import make_eval_env
+        from embodichain.config import save_config
 
     check_counts({"--episodes": args.episodes, "--num-envs": args.num_envs})
     folder = find_checkpoint(args.run, args.checkpoint).resolve()

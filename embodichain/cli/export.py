@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from embodichain.cli.options import Trust, parse_options
+from embodichain.cli.options import Trust, loading, parse_options
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,10 @@ def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     args = parse_options(ExportArgs, argv, "embodichain export")
 
-    from embodichain.agents.rl.checkpoint import find_checkpoint, load_checkpoint, load_policy
-    from embodichain.agents.rl.export import export_onnx
-    from embodichain.agents.rl.utils.tensordicts import space_from_data
+    with loading():
+        from embodichain.agents.rl.checkpoint import find_checkpoint, load_checkpoint, load_policy
+        from embodichain.agents.rl.export import export_onnx
+        from embodichain.agents.rl.utils.tensordicts import space_from_data
 
     folder = find_checkpoint(args.run, args.checkpoint)
     state = load_checkpoint(folder)

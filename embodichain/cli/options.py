@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, TypeVar
 
 import tyro
+from rich.console import Console
 
 from embodichain.config.command_line import plain_text
 from embodichain.errors import ConfigError
@@ -26,6 +27,17 @@ Trust = Annotated[
     ),
 ]
 """The option ``--trust`` of every command. It takes one value, so that a positional argument may come after it."""
+
+
+@contextlib.contextmanager
+def loading() -> Iterator[None]:
+    """Show on a terminal that something is going on while torch and MuJoCo are imported, which takes seconds."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    with console.status("loading torch and MuJoCo ..."):
+        yield
 
 
 def parse_options(command: type[_Args], argv: Sequence[str], prog: str) -> _Args:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
-from embodichain.cli.options import Trust, parse_options
+from embodichain.cli.options import Trust, loading, parse_options
 from embodichain.errors import EnvContractError
 from embodichain.utils.console import check_counts
 
@@ -59,8 +59,9 @@ def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     args = parse_options(PlayArgs, argv, "embodichain play")
 
-    from embodichain.envs.recording import EpisodeRecorder
-    from embodichain.envs.registration import make_to_watch
+    with loading():
+        from embodichain.envs.recording import EpisodeRecorder
+        from embodichain.envs.registration import make_to_watch
 
     counts = {"--episodes": args.episodes, "--num-envs": args.num_envs, "--video-episodes": args.video_episodes}
     check_counts(counts, *([] if args.speed > 0 else [f"--speed: expected a number above 0, got {args.speed}"]))

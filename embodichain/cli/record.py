@@ -12,7 +12,7 @@ import tyro
 from rich.console import Console
 from rich.progress import Progress
 
-from embodichain.cli.options import Trust
+from embodichain.cli.options import Trust, loading
 from embodichain.cli.stream import parse_command
 from embodichain.utils.console import check_counts
 
@@ -47,8 +47,9 @@ def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     args, cfg = parse_command(RecordArgs, "embodichain record", argv)
 
-    from embodichain.agents.datasets.lerobot import LeRobotWriter, read_back, record
-    from embodichain.agents.engine.sources import open_source
+    with loading():
+        from embodichain.agents.datasets.lerobot import LeRobotWriter, read_back, record
+        from embodichain.agents.engine.sources import open_source
 
     check_counts({"--episodes": args.episodes})
     console = Console()

@@ -17,20 +17,17 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from embodichain.agents.engine.config import ActionSourceCfg, OnlineDataEngineCfg
-from embodichain.cli.options import Trust, parse_known_options, trusted_words
+from embodichain.cli.options import Trust, loading, parse_known_options, trusted_words
 from embodichain.config import load_config, parse_overrides
 from embodichain.config.command_line import Schemas, positional_first
-from embodichain.config.files import find_config
-from embodichain.envs.env_cfg import GymCfg
-from embodichain.envs.registration import list_envs, load_gym_config
+from embodichain.config.files import find_config, find_shipped
 from embodichain.errors import writing
 from embodichain.extras import check_trusted, config_folders, import_trusted, locate_trusted
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-    from embodichain.agents.engine import OnlineDataEngine, StreamStats, WorkerStats
+    from embodichain.agents.engine import OnlineDataEngine, OnlineDataEngineCfg, StreamStats, WorkerStats
 
 WINDOW_SECONDS = 30.0
 """Rates are means over this time, until the stream ends: workers write in bursts, a whole buffer at a time."""
@@ -43,7 +40,6 @@ _NAME_LENGTH = 13
 _LEFT = ("node", "worker", "state")
 _COLUMNS = (*_LEFT, "episodes", "per s", "steps/s", "age", "restarts")
 _ENVS, _ROWS_PER_ENV = 8, 4
-_SCHEMAS: Schemas = {("gym_config",): (GymCfg,), ("action_config",): (ActionSourceCfg,)}
 Line = tuple[str, ...]
 Args = TypeVar("Args", bound=Any)
 
@@ -87,7 +83,9 @@ def main(argv: Sequence[str]) -> int:
 def load_stream_config(source: str | os.PathLike[str]) -> OnlineDataEngineCfg:
     """Return the settings in a file (whose ``gym_config`` may be the path of another file), or defaults that suit the
     environment of a ``gym_config.json`` or of an id."""
-    path = Path(source)
+    from embodichain.agents.engine.config import OnlineDataEngineCfg
+
+    path = find_shipped(source)
     if path.suffix not in (".json", ".yaml", ".yml"):
         return _for_environment({"id": str(source), "num_envs": _ENVS})
     data = load_config(path)
@@ -101,6 +99,9 @@ def load_stream_config(source: str | os.PathLike[str]) -> OnlineDataEngineCfg:
 
 def _for_environment(gym_config: dict[str, Any], path: Path | None = None) -> OnlineDataEngineCfg:
     """Return settings for an environment (of a file): a few rows for each env, of its expert, if it has one."""
+    from embodichain.agents.engine.config import OnlineDataEngineCfg
+    from embodichain.envs.registration import list_envs, load_gym_config
+
     cfg = load_gym_config(gym_config if path is None else path)
     settings: dict[str, Any] = {"gym_config": gym_config, "buffer_size": max(16, _ROWS_PER_ENV * cfg.num_envs)}
     if not any(spec.id == cfg.id and spec.task.has_expert() for spec in list_envs()):
@@ -113,21 +114,27 @@ def parse_command(command: type[Args], prog: str, argv: Sequence[str]) -> tuple[
     ``--help`` prints both, with the values of a config if one is given."""
     values = {field.name: 0 if field.type == "bool" else 1 for field in fields(command)}
     words = positional_first([word for word in argv if word not in ("-h", "--help")], values)
-    if not {"-h", "--help"} & set(argv):
-        args, flags = parse_known_options(command, words, prog)
+    wants_help = {"-h", "--help"} & set(argv)
+    args, flags = (None, []) if wants_help else parse_known_options(command, words, prog)
+    if wants_help:
+        with suppress(SystemExit):
+            tyro.cli(command, args=["--help"], prog=prog)
+    with loading():
+        from embodichain.agents.engine.config import ActionSourceCfg, OnlineDataEngineCfg
+        from embodichain.envs.env_cfg import GymCfg
+    schemas: Schemas = {("gym_config",): (GymCfg,), ("action_config",): (ActionSourceCfg,)}
+    if args is not None:
         import_trusted(args.trust, config_folders(args.config))
         loaded = load_stream_config(args.config)
-        cfg = parse_overrides(loaded.replace(trusted_modules=[]), flags, f"{prog} CONFIG", "", _SCHEMAS)
+        cfg = parse_overrides(loaded.replace(trusted_modules=[]), flags, f"{prog} CONFIG", "", schemas)
         trusted = [*args.trust, *cfg.trusted_modules]  # on the command line; a file alone allows nothing
         check_trusted(loaded.trusted_modules, trusted, str(args.config))
         return args, cfg.replace(trusted_modules=list(locate_trusted(trusted, config_folders(args.config))))
     given = [word for word in words[:1] if not word.startswith("-")]
     import_trusted(trusted_words(words), config_folders(*given))
     cfg = load_stream_config(given[0]) if given else OnlineDataEngineCfg()
-    with suppress(SystemExit):
-        tyro.cli(command, args=["--help"], prog=prog)
     where = f"as {given[0]} has them" if given else "and their defaults, which CONFIG changes"
-    parse_overrides(cfg, ["--help"], f"{prog} CONFIG", f"The settings of the engine, {where}.", _SCHEMAS)
+    parse_overrides(cfg, ["--help"], f"{prog} CONFIG", f"The settings of the engine, {where}.", schemas)
     raise SystemExit(0)
 
 

@@ -1,5 +1,21 @@
 """``embodichain train CONFIG``: train a policy, or continue a run."""
 
-from embodichain.agents.rl.train import main
+import os
+import sys
+from collections.abc import Sequence
 
-__all__ = ["main"]
+from embodichain.agents.rl.arguments import parse_args
+from embodichain.config.files import find_shipped, load_config
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command and return its exit code; the first line is printed before what takes seconds to import."""
+    args = parse_args(argv)
+    if args.config is not None and args.config.suffix in (".json", ".yaml", ".yml"):
+        load_config(find_shipped(args.config))  # what is no config is told at once
+    is_shown = os.environ.get("RANK", "0") == "0" and not {"-h", "--help"} & set(args.overrides)
+    if is_shown and "torch" not in sys.modules:
+        print(f"{args.resume or args.config}: loading torch and MuJoCo ...", file=sys.stderr, flush=True)
+    from embodichain.agents.rl.train import main as train
+
+    return train(argv)

@@ -111,6 +111,21 @@ def load_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     return data
 
 
+def shipped_configs() -> Path:
+    """Return the folder of the configs that come with this package: inside an installed one, beside a checkout's."""
+    package = Path(__file__).parents[1]
+    return package / "configs" if (package / "configs").is_dir() else package.parent / "configs"
+
+
+def find_shipped(path: str | os.PathLike[str]) -> Path:
+    """Return a config's file: as it is, or the one of this package that ``configs/...`` names where there is none."""
+    file = Path(path)
+    if file.parts[:1] == ("configs",) and "\0" not in str(file) and not file.exists():
+        shipped = shipped_configs().joinpath(*file.parts[1:])
+        return shipped if shipped.is_file() else file
+    return file
+
+
 def find_config(name: str, folder: Path) -> Path:
     """Return the file that another one in ``folder`` names: as seen from there, or from the working directory; else,
     with a warning, a file of that name beside it. An absolute path is that file and no other."""

@@ -13,6 +13,7 @@ import gymnasium as gym
 
 from embodichain.config import load_config, merge
 from embodichain.config.compat import translate_gym_config
+from embodichain.config.files import find_shipped
 from embodichain.envs import MUJOCO_SUITE, TASKS, register_with_gymnasium
 from embodichain.envs.env_cfg import GymCfg
 from embodichain.envs.gymnasium_env import make_gymnasium
@@ -89,7 +90,7 @@ def load_gym_config(config: GymCfg | Mapping[str, Any] | str | os.PathLike[str],
     if isinstance(config, str | os.PathLike):
         path = Path(config)
         is_file = path.suffix in (".json", ".yaml", ".yml")
-        given: Mapping[str, Any] = load_config(path) if is_file else {"id": str(config)}
+        given: Mapping[str, Any] = load_config(find_shipped(path)) if is_file else {"id": str(config)}
         source = str(config)
     elif isinstance(config, Mapping):
         given = config

@@ -13,6 +13,7 @@ import torch
 
 from embodichain.agents.rl.algo import get_algo_class
 from embodichain.agents.rl.collector.config import AsyncCfg, CollectorBlock
+from embodichain.agents.rl.default_config import config_of_environment
 from embodichain.agents.rl.models import check_policy, policy_schemas
 from embodichain.agents.rl.utils.distributed import Ranks, local_count, local_rank
 from embodichain.config import (
@@ -28,12 +29,12 @@ from embodichain.config import (
     parse_overrides,
 )
 from embodichain.config.compat import translate_train_config
-from embodichain.config.files import find_config
+from embodichain.config.files import find_config, find_shipped
 from embodichain.envs.env_cfg import GymCfg
 from embodichain.envs.physics.mujoco_cpu import available_cores
 from embodichain.envs.registration import list_envs, load_gym_config
 from embodichain.errors import ConfigError, EmbodiChainError, UnknownNameError
-from embodichain.extras import check_trusted, import_trusted
+from embodichain.extras import check_trusted, config_folders, import_trusted
 
 _T = TypeVar("_T")
 Steps = Annotated[int, Field(ge=0, le=2**53)]
@@ -161,9 +162,17 @@ def load_train_config(
     path: str | os.PathLike[str], trusted_modules: Collection[str] = (), gym_config: str | None = None
 ) -> TrainCfg:
     """Read a training config, put its environment's settings into it, and add the defaults of its algorithm.
-    ``gym_config`` takes the place of the file's, which is not read then."""
-    file = Path(path)
-    data, problems = translate_train_config(load_config(file), str(file))
+
+    ``path`` may also be the name of an environment, whose config is the one that is shipped for it, or else defaults.
+    ``gym_config`` takes the place of the file's, which is not read then.
+    """
+    file = find_shipped(path)
+    if file.suffix in _FILE_SUFFIXES or file.is_file():
+        given = load_config(file)
+    else:
+        import_trusted(trusted_modules, config_folders())
+        given, file = config_of_environment(str(path), trusted_modules)
+    data, problems = translate_train_config(given, str(file))
     if gym_config is not None and isinstance(data.get("trainer"), dict):
         data["trainer"]["gym_config"] = gym_config
     try:

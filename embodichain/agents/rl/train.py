@@ -3,7 +3,6 @@
 ``python -m embodichain.agents.rl.train --config CONFIG`` does the same as ``embodichain train CONFIG``.
 """
 
-import argparse
 import logging
 import math
 import os
@@ -20,6 +19,7 @@ from rich.console import Console
 from embodichain.agents.processes.shared_memory import format_bytes
 from embodichain.agents.rl.algo import build_algo
 from embodichain.agents.rl.algo.base import BaseAlgorithm
+from embodichain.agents.rl.arguments import given_environment, parse_args
 from embodichain.agents.rl.buffer.vla_buffer import VLABuffer
 from embodichain.agents.rl.checkpoint import check_parts, find_checkpoint, load_checkpoint
 from embodichain.agents.rl.collector.async_collector import AsyncCollector
@@ -44,7 +44,6 @@ from embodichain.agents.rl.trainer import Trainer, TrainingResult
 from embodichain.agents.rl.utils.distributed import Ranks, global_rank, is_launched, is_torchrun, joined_ranks
 from embodichain.agents.rl.utils.tensordicts import space_bytes
 from embodichain.config import load_config, merge
-from embodichain.config.command_line import positional_first
 from embodichain.envs.physics.mujoco_cpu import available_cores
 from embodichain.envs.registration import make, make_to_watch
 from embodichain.envs.vec_env import VecEnv
@@ -57,42 +56,6 @@ from embodichain.utils.torch_runtime import seed_everything
 PathLike = str | os.PathLike[str]
 EXIT_INTERRUPTED = 130
 _LOG = logging.getLogger(__name__)
-_USAGE = """usage: embodichain train CONFIG [--trainer.num_envs 128 ...] [--trust MODULE ...]
-       embodichain train --resume RUN [--trainer.iterations 2000 ...] [--trust MODULE ...]
-
-Train a policy as a train_config.json (or .yaml) says, or continue a run as if it had never stopped.
-
-  CONFIG, --config CONFIG   the config's file
-  --resume RUN              folder of a run, or of one of its checkpoints
-  --trust MODULE            import this module of your own (its name, or its .py file), which registers a policy,
-                            algorithm or environment
-  --SECTION.FIELD VALUE     change any field; 'embodichain train CONFIG --help' lists them
-"""
-
-
-def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse command line arguments to ``config`` or ``resume`` (paths), ``trust`` and ``overrides`` (the rest)."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if not {"--config", "--resume"} & {word.partition("=")[0] for word in words}:
-        words = positional_first(words, {"distributed": 0, "no_distributed": 0, "help": 0, "h": 0})
-    leading = words.pop(0) if words and not words[0].startswith("-") else None
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage=_USAGE, exit_on_error=False)
-    parser.add_argument("--config", type=Path)
-    parser.add_argument("--resume", type=Path)
-    parser.add_argument("--trust", action="append", default=[])
-    parser.add_argument("--distributed", action=argparse.BooleanOptionalAction)
-    try:
-        args, overrides = parser.parse_known_args(words)
-    except argparse.ArgumentError as error:
-        raise ConfigError(str(error), "command line") from None
-    given = [*([] if leading is None else [leading]), *filter(None, (args.config, args.resume))]
-    if not given and {"-h", "--help"} & set(overrides):
-        print(_USAGE, end="")
-        raise SystemExit(0)
-    if len(given) != 1:
-        raise ConfigError(f"expected either a config or --resume RUN\n\n{_USAGE}", "command line")
-    args.config, args.overrides = args.config if leading is None else Path(leading), overrides
-    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -144,7 +107,7 @@ def train_from_config(
     if isinstance(config_path, TrainCfg):
         cfg = complete(config_path, trusted_modules)
     else:
-        cfg = load_train_config(config_path, trusted_modules, _given_environment(overrides))
+        cfg = load_train_config(config_path, trusted_modules, given_environment(overrides))
     cfg = override(cfg, list(overrides))
     with joined_ranks() as ranks:
         run = run_to_continue(cfg.trainer, ranks)
@@ -152,16 +115,6 @@ def train_from_config(
             return _continue(run, overrides, trusted_modules, console, ranks)
         with opened_trainer(cfg, None, None, trusted_modules, console, ranks) as trainer:
             return trainer.train()
-
-
-def _given_environment(overrides: Sequence[str]) -> str | None:
-    """Return the value of ``--trainer.gym_config`` that names an environment in place of the config's own."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--trainer.gym_config", dest="given")
-    with suppress(argparse.ArgumentError):  # what is wrong with it is told when all flags are parsed
-        given: str | None = parser.parse_known_args(list(overrides))[0].given
-        return None if given is None or given.lstrip().startswith("{") else given
-    return None
 
 
 def resume_training(

@@ -1,0 +1,58 @@
+"""The words after ``embodichain train``; reading them imports nothing heavy, so that mistakes are answered at once."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from embodichain.config.command_line import positional_first
+from embodichain.errors import ConfigError
+
+_USAGE = """usage: embodichain train CONFIG [--trainer.num_envs 128 ...] [--trust MODULE ...]
+       embodichain train --resume RUN [--trainer.iterations 2000 ...] [--trust MODULE ...]
+
+Train a policy as a train_config.json (or .yaml) says, or continue a run as if it had never stopped.
+
+  CONFIG, --config CONFIG   the config's file; or the name of a task or of any Gymnasium environment, which is trained
+                            with the config that is shipped for it, or else with defaults
+  --resume RUN              folder of a run, or of one of its checkpoints
+  --trust MODULE            import this module of your own (its name, or its .py file), which registers a policy,
+                            algorithm or environment
+  --SECTION.FIELD VALUE     change any field; 'embodichain train CONFIG --help' lists them
+"""
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse command line arguments to ``config`` or ``resume`` (paths), ``trust`` and ``overrides`` (the rest)."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not {"--config", "--resume"} & {word.partition("=")[0] for word in words}:
+        words = positional_first(words, {"distributed": 0, "no_distributed": 0, "help": 0, "h": 0})
+    leading = words.pop(0) if words and not words[0].startswith("-") else None
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage=_USAGE, exit_on_error=False)
+    parser.add_argument("--config", type=Path)
+    parser.add_argument("--resume", type=Path)
+    parser.add_argument("--trust", action="append", default=[])
+    parser.add_argument("--distributed", action=argparse.BooleanOptionalAction)
+    try:
+        args, overrides = parser.parse_known_args(words)
+    except argparse.ArgumentError as error:
+        raise ConfigError(str(error), "command line") from None
+    given = [*([] if leading is None else [leading]), *filter(None, (args.config, args.resume))]
+    if not given and {"-h", "--help"} & set(overrides):
+        print(_USAGE, end="")
+        raise SystemExit(0)
+    if len(given) != 1:
+        raise ConfigError(f"expected either a config or --resume RUN\n\n{_USAGE}", "command line")
+    args.config, args.overrides = args.config if leading is None else Path(leading), overrides
+    return args
+
+
+def given_environment(overrides: Sequence[str]) -> str | None:
+    """Return the value of ``--trainer.gym_config`` that names an environment in place of the config's own."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--trainer.gym_config", dest="given")
+    with suppress(argparse.ArgumentError):  # what is wrong with it is told when all flags are parsed
+        given: str | None = parser.parse_known_args(list(overrides))[0].given
+        return None if given is None or given.lstrip().startswith("{") else given
+    return None
