@@ -13,8 +13,8 @@ import argparse
 import hashlib
 import json
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -121,20 +121,42 @@ class Outcome:
 
 
 def settings_of(task: str, steps: int | None = None) -> str:
-    """Return a digest of a task's whole config, so that runs with different settings are never mixed."""
-    from embodichain.agents.rl.config import load_train_config, override
+    """Return a digest of a task's config, so that runs with different settings are never mixed.
 
-    cfg = override(load_train_config(TASKS[task].path), _overrides(steps)).to_dict()
-    cfg["trainer"]["seed"] = cfg["trainer"]["gym_config"]["seed"] = 0
-    collector = cfg["trainer"].pop("collector")
-    is_sync = collector.pop("mode") == "sync"
-    cfg["trainer"]["model_type"] = "standard" if is_sync else "vla"  # as the digests of earlier results have it
-    if is_sync:  # it uses none of the other settings of collectors
-        cfg["trainer"]["pipeline_stages"] = collector["pipeline_stages"]
-        cfg["trainer"] |= {"env_processes": collector["env_processes"]} if collector["env_processes"] else {}
-    else:
-        cfg["trainer"]["collector"] = collector
-    return hashlib.sha256(json.dumps(cfg, sort_keys=True).encode()).hexdigest()[:12]
+    What is at its default is left out: a setting that is added later does not make earlier runs others.
+    """
+    from embodichain.agents.rl.algo import get_algo_class
+    from embodichain.agents.rl.config import load_train_config, override
+    from embodichain.envs.env_cfg import GymCfg
+
+    cfg = override(load_train_config(TASKS[task].path), _overrides(steps))
+    algorithm = get_algo_class(cfg.algorithm.name).cfg_type.from_dict(cfg.algorithm.cfg)
+    parts = {
+        "trainer": _changed(cfg.trainer.replace(seed=0, gym_config={})),
+        "environment": _changed(GymCfg.from_dict(cfg.trainer.environment | {"seed": 0})),
+        "policy": cfg.policy,
+        "algorithm": [cfg.algorithm.name, _changed(algorithm)],
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _changed(value: Any) -> Any:
+    """Return a config as data, without what is at its default."""
+    from embodichain.config import Config
+
+    if isinstance(value, Mapping):
+        return {name: _changed(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_changed(entry) for entry in value]
+    if not isinstance(value, Config):
+        return value
+    changed = {}
+    for entry in fields(value):
+        factory = entry.default_factory
+        default = entry.default if factory is MISSING else factory()
+        if (given := getattr(value, entry.name)) != default:
+            changed[entry.name] = _changed(given)
+    return changed
 
 
 def run_job(job: Job, folder: Path, steps: int | None = None) -> None:
