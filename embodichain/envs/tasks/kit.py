@@ -42,6 +42,7 @@ from embodichain.envs.random import RandomStreams
 from embodichain.envs.robots import Robot
 from embodichain.envs.task import ResetState, Scene
 from embodichain.envs.tasks.arm import ArmTask
+from embodichain.errors import ConfigError
 
 _HOME = {"pusher": [-0.3267, -0.21, 2.4154, -0.6345, -1.5708, -0.3267]}
 _HOME["gripper"] = [-0.2449, -0.0699, 1.9673, -0.3266, -1.5708, -0.2449, 0.04, 0.04]
@@ -99,8 +100,23 @@ class KitTask(ArmTask):
 
     scene_file, goal_dim = "table_scene.xml", 0
     reward_weights: ClassVar[dict[str, float]] = {}
+    needs: ClassVar[tuple[str, ...]] = ()
+    """Names of things that ``env.scene`` has to have."""
+    needs_fingers: ClassVar[bool] = False
+    """Whether the robot has to have a gripper."""
 
     def __init__(self, cfg: GymCfg, physics: Physics, robot: Robot) -> None:
+        scene, problems = cfg.env.scene, []
+        named = {**scene.fixtures, **scene.objects, **scene.goals}
+        missing = [name for name in self.needs if named.get(name) is None]
+        if missing:
+            problems.append(f"env.scene: {cfg.id} needs {', '.join(map(repr, missing))}, which the config leaves out")
+        if self.needs_fingers and not robot.num_fingers:
+            problems.append(
+                f"robot.tool: {cfg.id} needs a tool with fingers, such as 'gripper', got {cfg.robot.tool!r}"
+            )
+        if problems:
+            raise ConfigError(problems)
         super().__init__(cfg, physics, robot)
         self._arm = ToolArm(robot, cfg.id)
         self._nq = int(physics.model.nq)
@@ -141,6 +157,11 @@ class KitTask(ArmTask):
     def arm(self, scene: Scene) -> Tool:
         """Return the tool as it is measured, for the motion primitives of ``envs/primitives.py``."""
         return self._arm.at(scene["qpos"])
+
+
+def raised(point: Tensor, by: float) -> Tensor:
+    """Return points ``[n, 3]`` raised by a height."""
+    return torch.cat((point[:, :2], point[:, 2:] + by), dim=1)
 
 
 def climb(*rungs: tuple[Tensor, Tensor]) -> Tensor:

@@ -1,7 +1,7 @@
 """Put a cube into a bin: always the same, or the one into the other that an instruction names."""
 
 from itertools import product
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,13 +15,14 @@ from embodichain.envs.primitives import DOWN, OPEN, grasp, move, sequence, unles
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.robots import Robot
 from embodichain.envs.task import ResetState, Scene
-from embodichain.envs.tasks.kit import Instructed, KitTask, climb, kit_cfg, pick
+from embodichain.envs.tasks.kit import Instructed, KitTask, climb, kit_cfg, pick, raised
 from embodichain.envs.terms import is_held
 from embodichain.errors import ConfigError
 
 _WIDTH = 0.05  # of a cube
-_OVER = 0.15  # height over a bin's floor from which the cube is let go
+_OVER = 0.13  # height over a bin's floor from which the cube is let go
 _RELEASED = 0.062  # gap between the fingers from which on they hold no cube
+_SLOW = 0.25  # speed in m/s below which the expert lets go of a cube
 _STILL = 0.1  # speed in m/s below which a cube counts as lying
 _CUBES = PoseRangeCfg(x=(0.42, 0.54), y=(-0.2, -0.04), yaw=(-0.3, 0.3))
 _VIEW = ViewCfg(pos=(1.05, -0.6, 0.6), lookat=(0.52, 0.02, 0.03), fovy=44.0)
@@ -30,11 +31,12 @@ _VIEW = ViewCfg(pos=(1.05, -0.6, 0.6), lookat=(0.52, 0.02, 0.03), fovy=44.0)
 class PlaceInBin(KitTask):
     """Put a cube into a bin, and let go of it."""
 
+    needs: ClassVar[tuple[str, ...]] = ("cube", "bin")
+    needs_fingers = True
     reward_weights = {"remaining": -2.0, "effort": -0.01, "success": 20.0}
 
     def __init__(self, cfg: GymCfg, physics: Physics, robot: Robot) -> None:
         super().__init__(cfg, physics, robot)
-        self._over = torch.tensor([[0.0, 0.0, _OVER]], device=physics.device)
         self._conjugate = torch.tensor([[1.0, -1.0, -1.0, -1.0]], device=physics.device)
         bins = [fixture for fixture in cfg.env.scene.fixtures.values() if isinstance(fixture, BinCfg)]
         if not bins:
@@ -59,7 +61,7 @@ class PlaceInBin(KitTask):
     def _measure(self, scene: Scene) -> Scene:
         """Add what follows from where the cube and the bin are."""
         scene["to_cube"] = scene["cube_pos"] - scene["ee_pos"]
-        scene["drop_pos"] = scene["bin_pos"] + self._over
+        scene["drop_pos"] = raised(scene["bin_pos"], _OVER)
         scene["to_drop"] = scene["drop_pos"] - scene["cube_pos"]
         scene["held"] = is_held(scene, "cube", _WIDTH).to(torch.float32)
         local = turn(scene["bin_quat"] * self._conjugate, scene["cube_pos"] - scene["bin_pos"])
@@ -78,7 +80,7 @@ class PlaceInBin(KitTask):
         progress = climb(
             (held, 1.0 - torch.tanh(5.0 * near)),
             (held, 1.0 - torch.tanh(5.0 * length(scene["to_drop"]))),
-            ((scene["over_bin"] > 0) & ((scene["to_drop"][:, 2].abs() < 0.06) | in_bin), gap / _RELEASED),
+            ((scene["over_bin"] > 0) & ((scene["to_drop"][:, 2].abs() < 0.075) | in_bin), gap / _RELEASED),
         )
         return {"remaining": 1.0 - progress, "effort": mean_square(action), "success": scene["success"]}
 
@@ -92,10 +94,11 @@ class PlaceInBin(KitTask):
     def expert_action(self, scene: Scene, actions: RobotActionManager) -> Tensor:
         """Grasp the cube from above, carry it over the bin, and let go."""
         tool, held = self.arm(scene), scene["held"] > 0
-        let_go = ((scene["over_bin"] > 0) & (length(scene["to_drop"][:, :2]) < 0.03)) & (scene["to_drop"][:, 2] < 0.03)
-        done = (scene["in_bin"] > 0) | (let_go & ~held)
-        take = unless(done, grasp(tool, scene["cube_pos"], DOWN, held))
-        lift = tool.stage(done | (scene["to_drop"][:, 2] < 0.05), tool.pos + self._over, speed=0.03)
+        there = (length(scene["to_drop"][:, :2]) < 0.02) & (scene["to_drop"][:, 2] < 0.03)
+        let_go = there & (length(scene["cube_linvel"]) < _SLOW)
+        done = (scene["in_bin"] > 0) | (there & ~held)
+        take = unless(done, grasp(tool, scene["cube_pos"], DOWN, held, tolerance=0.006))
+        lift = tool.stage(done | (scene["to_drop"][:, 2] < 0.05), raised(tool.pos, _OVER), speed=0.03)
         carry = tool.stage(done | let_go, tool.pos + scene["to_drop"], speed=0.03)
         drop = move(tool, scene["drop_pos"], grip=OPEN)
         return tool.act(actions, sequence(take, lift, carry, drop))
@@ -108,6 +111,7 @@ class PlaceInBinLanguage(PlaceInBin):
     """
 
     understands_language = True
+    needs = ()
 
     def __init__(self, cfg: GymCfg, physics: Physics, robot: Robot) -> None:
         super().__init__(cfg, physics, robot)

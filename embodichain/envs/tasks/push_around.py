@@ -26,6 +26,7 @@ _VIEW = ViewCfg(pos=(1.15, -0.35, 0.85), lookat=(0.57, 0.0, 0.0), fovy=40.0)
 class PushAround(KitTask):
     """Push a cube round an obstacle to a goal behind it; left and right are equally good."""
 
+    needs = ("cube", "obstacle", "goal")
     reward_weights = {"reach": -1.0, "remaining": -4.0, "effort": -0.01, "success": 10.0}
 
     def __init__(self, cfg: GymCfg, physics: Physics, robot: Robot) -> None:
@@ -39,6 +40,7 @@ class PushAround(KitTask):
         x, y = half[0] + _CLEAR, half[1] + _CLEAR
         corners = [[[-x, sign * y], [x, sign * y]] for sign in (1.0, -1.0)]
         self._corners = torch.tensor(corners, device=physics.device)
+        self._signs = self._corners[:, 0, 1].sign()
         self._low = torch.full((1, 1), _LOW, device=physics.device)
 
     @staticmethod
@@ -50,10 +52,10 @@ class PushAround(KitTask):
                     size=(0.015, 0.07, 0.03),
                     color=(0.3, 0.32, 0.36),
                     fixed=True,
-                    pose=PoseRangeCfg(x=(0.54, 0.56), y=(-0.02, 0.02)),
+                    pose=PoseRangeCfg(x=(0.56, 0.58), y=(-0.02, 0.02)),
                 ),
             },
-            goals={"goal": GoalCfg(shape="disc", size=0.04, pose=PoseRangeCfg(x=(0.68, 0.71), y=(-0.04, 0.04)))},
+            goals={"goal": GoalCfg(shape="disc", size=0.04, pose=PoseRangeCfg(x=(0.7, 0.72), y=(-0.04, 0.04)))},
             cameras={"side": _VIEW},
         )
         return kit_cfg("PushAroundRL", scene, {}, steps=200, threshold=0.04, robot=ur5("pusher"))
@@ -85,8 +87,17 @@ class PushAround(KitTask):
         cube, goal = scene["cube_pos"][:, None, :2], scene["goal_pos"][:, None, :2]
         corners = scene["obstacle_pos"][:, None, None, :2] + self._corners  # [n, side, corner, xy]
         first, second = corners[:, :, 0], corners[:, :, 1]
-        outside = (cube[..., 1] - scene["obstacle_pos"][:, None, 1]) * self._corners[:, 0, 1].sign()
-        beside = outside > self._corners[0, 0, 1] - 0.02  # far enough to the side to go on
+        outside = (cube[..., 1] - scene["obstacle_pos"][:, None, 1]) * self._signs
+        # Far enough to the side to go on; and once it is beside the obstacle, it goes straight on.
+        lane, width = self._corners[0, 0, 1], self._corners[0, 0, 1] - _CLEAR
+        within = (outside > width + 0.03) & (cube[..., 0] > first[..., 0] + _CLEAR - 0.05)
+        beside = (outside > lane - 0.02) | within
+        straight = scene["obstacle_pos"][:, None, 1] + self._signs * torch.minimum(
+            outside.clamp_min(width + 0.045), lane
+        )
+        second = torch.stack((second[..., 0], straight), dim=2)
+        # Before the obstacle it goes aside, never back: there may be no room for the tool behind it.
+        first = torch.stack((torch.maximum(first[..., 0], cube[..., 0]), first[..., 1]), dim=2)
         past_first = beside | (cube[..., 0] > second[..., 0] - 0.03)
         past_second = cube[..., 0] > second[..., 0] - 0.02
         to_goal = length(goal - second)

@@ -1,7 +1,7 @@
 """Put one cube on top of another: always the same two, or those that an instruction names."""
 
 from itertools import permutations
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from embodichain.envs.primitives import DOWN, grasp, place, sequence, unless
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.robots import Robot
 from embodichain.envs.task import ResetState, Scene
-from embodichain.envs.tasks.kit import Instructed, KitTask, climb, kit_cfg, pick
+from embodichain.envs.tasks.kit import Instructed, KitTask, climb, kit_cfg, pick, raised
 from embodichain.envs.terms import is_held
 from embodichain.errors import ConfigError, nearest
 
@@ -35,11 +35,9 @@ def _cubes(*colors: Any) -> SceneCfg:
 class StackCube(KitTask):
     """Put the red cube on top of the green one, and let go of it."""
 
+    needs: ClassVar[tuple[str, ...]] = ("red", "green")
+    needs_fingers = True
     reward_weights = {"remaining": -2.0, "effort": -0.01, "success": 20.0}
-
-    def __init__(self, cfg: GymCfg, physics: Physics, robot: Robot) -> None:
-        super().__init__(cfg, physics, robot)
-        self._up = torch.tensor([[0.0, 0.0, _WIDTH]], device=physics.device)
 
     @staticmethod
     def default_cfg() -> GymCfg:
@@ -56,7 +54,7 @@ class StackCube(KitTask):
         """Add what follows from where the two cubes are."""
         to_top = scene["top_pos"] - scene["ee_pos"]
         scene["to_top"] = to_top
-        scene["place_pos"] = scene["base_pos"] + self._up
+        scene["place_pos"] = raised(scene["base_pos"], _WIDTH)
         scene["to_place"] = scene["place_pos"] - scene["top_pos"]
         scene["held"] = is_held(scene, "top", _WIDTH).to(torch.float32)
         aside, above = length(scene["to_place"][:, :2]), scene["to_place"][:, 2].abs()
@@ -88,7 +86,7 @@ class StackCube(KitTask):
         """Grasp the cube from above, carry it over the other, set it down, and let go."""
         tool, held, stacked = self.arm(scene), scene["held"] > 0, scene["stacked"] > 0
         released = scene["gripper"] > _RELEASED
-        take = grasp(tool, scene["top_pos"], DOWN, held)
+        take = grasp(tool, scene["top_pos"], DOWN, held, tolerance=0.006)
         put = place(tool, scene["top_pos"], scene["place_pos"], released)
         return tool.act(actions, sequence(unless(stacked, take), put))
 
@@ -100,6 +98,7 @@ class StackCubeLanguage(StackCube):
     """
 
     understands_language = True
+    needs = ()
 
     def __init__(self, cfg: GymCfg, physics: Physics, robot: Robot) -> None:
         super().__init__(cfg, physics, robot)
