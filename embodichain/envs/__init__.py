@@ -6,6 +6,7 @@ Importing it registers the tasks for ``gymnasium.make`` and ``make_vec``, such a
 import gymnasium as gym
 
 TASKS = {
+    "BipedVelocityRL": "embodichain.envs.tasks.locomotion:BipedVelocity",
     "CartPoleRL": "embodichain.envs.tasks.cart_pole:CartPole",
     "CloseDrawerRL": "embodichain.envs.tasks.drawer:CloseDrawer",
     "InsertPegRL": "embodichain.envs.tasks.peg:InsertPeg",
@@ -27,6 +28,7 @@ TASKS = {
 }
 """The tasks of this package: id and entry point, which is imported when the task is made."""
 _EPISODE_STEPS = {
+    "BipedVelocityRL": 1000,
     "CartPoleRL": 500,
     "CloseDrawerRL": 100,
     "InsertPegRL": 150,

@@ -85,6 +85,29 @@ class EventsCfg(Config):
     """Events by a name of one's own: registered functions."""
 
 
+def _few_first(bounds: tuple[int, int]) -> tuple[int, int]:
+    if bounds[0] > bounds[1]:
+        raise ValueError(f"expected [fewest, most] steps, got {list(bounds)}")
+    return bounds
+
+
+_Steps = Annotated[int, Field(ge=0, le=100)]
+DelaySteps = Annotated[tuple[_Steps, _Steps], AfterValidator(_few_first)]
+"""Fewest and most environment steps of a delay."""
+
+
+@configclass
+class NoiseCfg(Config):
+    """Errors of an observation; they add up."""
+
+    std: NotNegative = 0.0
+    """Standard deviation of Gaussian noise, drawn in every step."""
+    uniform: Range = (0.0, 0.0)
+    """Bounds of uniform noise, drawn in every step."""
+    bias: Range = (0.0, 0.0)
+    """Bounds of an error that is drawn for the episode, for every number of the observation."""
+
+
 @configclass
 class ObservationTermCfg(Config):
     """One more observation: a registered function of what the task measures."""
@@ -113,8 +136,10 @@ class ObservationsCfg(Config):
 
     cameras: list[CameraCfg] = []
     """Cameras to render at every step, observed as ``image/<name>``."""
-    noise: dict[str, NotNegative] = {}
-    """Standard deviation of Gaussian noise by observation, such as ``{"robot/qpos": 0.01}``."""
+    noise: dict[str, NotNegative | NoiseCfg] = {}
+    """Errors by observation; ``{"robot/qpos": 0.01}`` is the standard deviation of Gaussian noise."""
+    delay: dict[str, DelaySteps] = {}
+    """Steps by which an observation is late, drawn for the episode: ``{"image/front": [0, 2]}``."""
     terms: dict[str, ObservationTermCfg | None] = {}
     """Further observations by path, such as ``{"cube/offset": {"func": "offset", ...}}``; ``null`` leaves one out."""
 

@@ -2,18 +2,18 @@
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import mujoco
 import numpy as np
 import torch
-from pydantic import AfterValidator, Field
 from torch import Tensor
 
 from embodichain.config.classes import NotNegative, Positive
 from embodichain.envs.curricula import PositiveRange, Range
+from embodichain.envs.env_cfg import DelaySteps, EventsCfg
 from embodichain.envs.randomization import EVENTS as EVENTS
-from embodichain.envs.randomization import Distribution, Draw, EventTerm, Rows, World, register_event
+from embodichain.envs.randomization import Calibration, Distribution, Draw, EventTerm, Rows, World, register_event
 from embodichain.errors import ConfigError, nearest
 
 Names = str | list[str]
@@ -27,21 +27,7 @@ _OBJECTS = {
     "actuators": mujoco.mjtObj.mjOBJ_ACTUATOR,
 }
 _AXES = ("x", "y", "z", "roll", "pitch", "yaw")
-_MAX_DELAY = 100
 _FREE = int(mujoco.mjtJoint.mjJNT_FREE)
-
-
-def _steps(bounds: tuple[int, int]) -> tuple[int, int]:
-    if bounds[0] > bounds[1]:
-        raise ValueError(f"expected [fewest, most] steps, got {list(bounds)}")
-    return bounds
-
-
-Steps = Annotated[
-    tuple[Annotated[int, Field(ge=0, le=_MAX_DELAY)], Annotated[int, Field(ge=0, le=_MAX_DELAY)]],
-    AfterValidator(_steps),
-]
-"""Fewest and most steps of a delay."""
 
 
 def names_of(model: mujoco.MjModel, kind: str) -> list[str]:
@@ -88,7 +74,13 @@ def find_names(
 
 
 def _matching(pattern: str, names: Sequence[str]) -> list[int]:
-    return [index for index, name in enumerate(names) if name and re.fullmatch(pattern, name)]
+    """Return which names a pattern matches, as a whole or without prefixes such as ``robot/``."""
+    compiled, found = re.compile(pattern), []
+    for index, name in enumerate(names):
+        parts = name.split("/")
+        if name and any(compiled.fullmatch("/".join(parts[first:])) for first in range(len(parts))):
+            found.append(index)
+    return found
 
 
 def operate(nominal: Any, drawn: Any, operation: Operation) -> Any:
@@ -321,6 +313,12 @@ class JointFriction(JointTerm):
     """Friction loss of joints (dry friction), in N m or N."""
 
     fields = ("dof_frictionloss",)
+
+
+def spare_rows(events: EventsCfg, model: mujoco.MjModel) -> int:
+    """Return how many constraints events may add to a model: the friction of joints that have none."""
+    adds = any(term is not None and term.func == "joint_friction" for term in events.terms.values())
+    return int(np.count_nonzero(model.dof_frictionloss == 0)) if adds else 0
 
 
 @register_event("joint_armature")
@@ -556,7 +554,7 @@ class ActionDelay(EventTerm):
 
     modes = ("reset",)
 
-    def __init__(self, world: World, steps: Steps) -> None:
+    def __init__(self, world: World, steps: DelaySteps) -> None:
         super().__init__(world)
         self._steps, self._slots = steps, steps[1] + 1
         self._rows = torch.arange(world.physics.num_envs, device=world.physics.device)
@@ -564,18 +562,12 @@ class ActionDelay(EventTerm):
         self.variables["sent"] = world.zeros(self._slots, world.action_dim)
 
     def apply(self, rows: Rows, draw: Draw) -> None:
-        rows["delay"] = draw_steps(self._steps, draw)[:, 0]
+        rows["delay"] = draw.steps(self._steps)
 
     def act(self, action: Tensor, step: Tensor, draw: Draw) -> Tensor:
         sent = self.variables["sent"]
         sent[self._rows, step % self._slots] = action.to(sent.dtype)
         return sent[self._rows, (step - self.variables["delay"]).clamp_min(0) % self._slots]
-
-
-def draw_steps(bounds: tuple[int, int], draw: Draw, size: int = 1) -> Tensor:
-    """Draw whole numbers within bounds, both included, int64 ``[n, size]``."""
-    fewest, most = bounds
-    return (fewest + torch.floor(draw.unit(size) * (most - fewest + 1))).long().clamp(fewest, most)
 
 
 @register_event("action_noise")
@@ -602,7 +594,7 @@ class ActionNoise(EventTerm):
 
 
 @register_event("joint_offset")
-class JointOffset(EventTerm):
+class JointOffset(Calibration):
     """Wrong calibration of the robot's joints: measured and commanded positions are off by a constant."""
 
     modes = ("reset",)
@@ -611,9 +603,21 @@ class JointOffset(EventTerm):
         super().__init__(world)
         if world.robot is None:
             raise ConfigError(f"{world.key}.func: joint_offset needs a task with a robot, whose joints are observed")
-        self._range, self._distribution = range, distribution
-        self._size = int(world.physics.qpos[:, world.robot.qpos].shape[1])
+        model, device = world.model, world.physics.device
+        columns = torch.arange(model.nq, device=device)[world.robot.qpos].tolist()
+        driven = model.jnt_qposadr[np.clip(model.actuator_trnid[:, 0], 0, model.njnt - 1)].tolist()
+        is_servo = (model.actuator_trntype == int(mujoco.mjtTrn.mjTRN_JOINT)) & (model.actuator_biasprm[:, 1] != 0)
+        pairs = [(i, columns.index(at)) for i, at in enumerate(driven) if is_servo[i] and at in columns]
+        self._servos, self._joints = (torch.tensor([p[i] for p in pairs], device=device).long() for i in (0, 1))
+        self._range, self._distribution, self._size = range, distribution, len(columns)
         self.variables["offset"] = world.zeros(self._size)
 
     def apply(self, rows: Rows, draw: Draw) -> None:
         rows["offset"] = draw.values(self._range, self._size, self._distribution).to(torch.float32)
+
+    @property
+    def offset(self) -> Tensor:
+        return self.variables["offset"]
+
+    def correct(self, control: Tensor) -> Tensor:
+        return control.index_add(1, self._servos, self.offset[:, self._joints].to(control.dtype), alpha=-1)

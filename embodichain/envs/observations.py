@@ -14,10 +14,12 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from embodichain.envs.env_cfg import LanguageCfg, ObservationsCfg
+from embodichain.envs.env_cfg import LanguageCfg, NoiseCfg, ObservationsCfg
+from embodichain.envs.randomization import Calibration, Draw, EventTerm, Rows, World
 from embodichain.envs.rendering import Images
 from embodichain.errors import ConfigError, nearest
 
+_JOINTS = "robot/qpos"
 Path = tuple[str, ...]
 Bounds = Mapping[Path, tuple[float, float]]
 """The least and the largest value of observations."""
@@ -100,7 +102,10 @@ class PackedObservation(NamedTuple):
 
 
 class ObservationBuilder:
-    """Builds observations from the state alone; ``noise(env_ids, size)`` is standard normal ``[n, size]``."""
+    """Builds observations from the state alone; ``noise(env_ids, size)`` is standard normal ``[n, size]``.
+
+    ``draw`` draws other random numbers for the present step of some envs.
+    """
 
     def __init__(
         self,
@@ -108,10 +113,17 @@ class ObservationBuilder:
         device: torch.device,
         images: Callable[[Tensor], Images],
         noise: Callable[[Tensor, int], Tensor],
+        draw: Callable[[Tensor], Draw],
     ) -> None:
-        self._device, self._draw_noise = device, noise
+        self._cfg, self._device, self._draw_noise, self._draw = cfg, device, noise, draw
         self._images = images if cfg.cameras else None
-        self._noise = {path: std for path, std in cfg.noise.items() if std > 0}
+        errors = {p: given if isinstance(given, NoiseCfg) else NoiseCfg(std=given) for p, given in cfg.noise.items()}
+        self._noise = {path: error.std for path, error in errors.items() if error.std > 0}
+        self._uniform = {path: error.uniform for path, error in errors.items() if error.uniform != (0.0, 0.0)}
+        self._bias = {path: error.bias for path, error in errors.items() if error.bias != (0.0, 0.0)}
+        self._sensors: Sensors | None = None
+        self.calibration: Calibration | None = None
+        """The error with which ``robot/qpos`` is measured."""
         self._tree: dict[str, Any] = {}
 
     def build(self, tree: dict[str, Any], env_ids: Tensor) -> PackedObservation:
@@ -125,13 +137,46 @@ class ObservationBuilder:
         # In memory of its own: what is returned may be normalised in place. Images have just been rendered.
         others = [leaves[p] if p[0] in images else leaves[p].clone() for p in self._others]
         packed = torch.cat(vectors, dim=1) if vectors else torch.zeros(env_ids.numel(), 0, device=self._device)
+        self._add_errors(packed, env_ids)
+        if self._sensors is not None:
+            return self._sensors.see(PackedObservation(packed, tuple(others)), env_ids)
+        return PackedObservation(packed, tuple(others))
+
+    def _add_errors(self, packed: Tensor, env_ids: Tensor) -> None:
+        """Add what is wrong with every measurement; noise is new in every step."""
+        if self.calibration is not None and _JOINTS in self._columns:
+            packed[:, self._columns[_JOINTS]] += self.calibration.offset[env_ids]
         if self._noise:
             columns = [self._columns[path] for path in self._noise]
             sizes = [column.stop - column.start for column in columns]
             noise = self._draw_noise(env_ids, sum(sizes)).to(torch.float32).split(sizes, dim=1)
             for column, std, drawn in zip(columns, self._noise.values(), noise, strict=True):
                 packed[:, column] += std * drawn
-        return PackedObservation(packed, tuple(others))
+        if self._uniform:
+            draw = self._draw(env_ids)
+            for path, bounds in self._uniform.items():
+                column = self._columns[path]
+                packed[:, column] += draw.values(bounds, column.stop - column.start).to(torch.float32)
+
+    @property
+    def remembers(self) -> bool:
+        """Whether observations of earlier steps are needed, so that none may be left out."""
+        return bool(self._cfg.delay)
+
+    def make_sensors(self, world: World, step: Tensor, seen: PackedObservation) -> Sensors | None:
+        """Return the event that draws errors which last, if there are any; observations have them from then on.
+
+        ``step`` ``[num_envs]`` is live; ``seen`` is an observation of all envs.
+        """
+        if not self._bias and not self._cfg.delay:
+            return None
+        biased = {path: (bounds, self._columns[path]) for path, bounds in self._bias.items()}
+        numbers = {"/".join(path): number for number, path in enumerate(self._others)}
+        late: dict[str, tuple[tuple[int, int], slice | int]] = {}
+        for path, steps in self._cfg.delay.items():
+            late[path] = (steps, self._columns[path] if path in self._columns else numbers[path])
+        self._sensors = Sensors(world, step, biased, late, seen)
+        return self._sensors
 
     def unpack(self, packed: PackedObservation) -> TensorDict:
         """Return it as a TensorDict ``[n]`` of views."""
@@ -145,18 +190,74 @@ class ObservationBuilder:
         self._sizes = [int(leaves[path].shape[1]) for path in self._vectors]
         pairs = zip(self._vectors, self._sizes, np.cumsum(self._sizes).tolist(), strict=True)
         self._columns = {"/".join(path): slice(end - size, end) for path, size, end in pairs}
-        wrong = [path for path in self._noise if path not in self._columns]
-        if wrong:
-            known = list(self._columns)
-            raise ConfigError(
-                [f"env.observations.noise.{path}: no such observation.{nearest(path, known)}" for path in wrong]
-            )
+        everything = [*self._columns, *("/".join(path) for path in self._others)]
+        wanted = [("noise", path, [*self._columns]) for path in self._cfg.noise]
+        wanted += [("delay", path, everything) for path in self._cfg.delay]
+        problems = [
+            f"env.observations.{setting}.{path}: no such observation.{nearest(path, known)}"
+            for setting, path, known in wanted
+            if path not in known
+        ]
+        if problems:
+            raise ConfigError(problems)
         numbers = {path: number for number, path in enumerate([*self._vectors, *self._others])}
         for path in leaves:  # nested names, with the index of each leaf among the vectors and then the others
             node = self._tree
             for key in path[:-1]:
                 node = node.setdefault(key, {})
             node[path[-1]] = numbers[path]
+
+
+class Sensors(EventTerm):
+    """Errors of observations that last: a bias and a delay, both drawn when an episode begins.
+
+    What was seen in the last steps is kept by the number of the step, and until an episode is older than the delay, its
+    first observation is what is seen. So building the observation of a state twice gives the same.
+    """
+
+    modes = ("reset",)
+
+    def __init__(
+        self,
+        world: World,
+        step: Tensor,
+        biased: Mapping[str, tuple[tuple[float, float], slice]],
+        late: Mapping[str, tuple[tuple[int, int], slice | int]],
+        seen: PackedObservation,
+    ) -> None:
+        """``biased`` and ``late`` have bounds, and columns, or the number among the others, by observation."""
+        super().__init__(world)
+        self._step, self._biased, self._late = step, biased, late
+        for path, (_, column) in biased.items():
+            self.variables[f"bias/{path}"] = world.zeros(column.stop - column.start)
+        for path, ((_, most), place) in late.items():
+            like = seen.vectors[:, place] if isinstance(place, slice) else seen.others[place]
+            self.variables[f"delay/{path}"] = world.zeros(dtype=torch.int64)
+            self.variables[f"past/{path}"] = like.unsqueeze(1).repeat(1, most + 1, *[1] * (like.dim() - 1))
+
+    def apply(self, rows: Rows, draw: Draw) -> None:
+        for path, (bounds, column) in self._biased.items():
+            rows[f"bias/{path}"] = draw.values(bounds, column.stop - column.start).to(torch.float32)
+        for path, (steps, _) in self._late.items():
+            rows[f"delay/{path}"] = draw.steps(steps)
+
+    def see(self, now: PackedObservation, env_ids: Tensor) -> PackedObservation:
+        """Return what is seen of these envs where all this has been measured."""
+        vectors, others = now.vectors, list(now.others)
+        for path, (_, column) in self._biased.items():
+            vectors[:, column] += self.variables[f"bias/{path}"][env_ids]
+        for path, (_, place) in self._late.items():
+            if isinstance(place, slice):
+                vectors[:, place] = self._delayed(path, vectors[:, place], env_ids)
+            else:
+                others[place] = self._delayed(path, others[place], env_ids)
+        return PackedObservation(vectors, tuple(others))
+
+    def _delayed(self, path: str, measured: Tensor, env_ids: Tensor) -> Tensor:
+        past, step = self.variables[f"past/{path}"], self._step[env_ids]
+        slots = past.shape[1]
+        past[env_ids, step % slots] = measured
+        return past[env_ids, (step - self.variables[f"delay/{path}"][env_ids]).clamp_min(0) % slots]
 
 
 def observation_space(obs: TensorDictBase, bounds: Bounds | None = None, prefix: Path = ()) -> gym.spaces.Dict:

@@ -13,6 +13,7 @@ with the package are in ``event_terms.py``.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar
@@ -21,7 +22,7 @@ import mujoco
 import torch
 from torch import Tensor
 
-from embodichain.envs.curricula import Curricula, moving_ranges
+from embodichain.envs.curricula import Curricula
 from embodichain.envs.env_cfg import EventsCfg, EventTermCfg, ScaleRangeCfg
 from embodichain.envs.physics import DERIVING, Physics
 from embodichain.envs.random import CHANNEL_DRAWS, RandomStreams, box_muller, channel
@@ -73,6 +74,11 @@ class Draw:
             start, end = (torch.log(x) if isinstance(x, Tensor) else math.log(x) for x in (low, high))
             return torch.exp(start + (end - start) * self.unit(size))
         return 0.5 * (low + high) + (0.25 * (high - low)) * self.normal(size).clamp(-2.0, 2.0)
+
+    def steps(self, bounds: tuple[int, int]) -> Tensor:
+        """Draw a whole number within bounds, both included, int64 ``[n]``."""
+        fewest, most = bounds
+        return (fewest + torch.floor(self.unit(1)[:, 0] * (most - fewest + 1))).long().clamp(fewest, most)
 
 
 @dataclass(frozen=True)
@@ -129,10 +135,18 @@ class EventTerm:
     def every_step(self, step: Tensor) -> None:
         """Do what lasts; called before every step, which is number ``step`` ``[num_envs]`` of the episodes."""
 
+
+class Calibration(EventTerm, ABC):
+    """An event that lets the robot's joints be measured, and commanded, with an error."""
+
     @property
-    def changes_actions(self) -> bool:
-        """Whether it has an ``act`` of its own."""
-        return type(self).act is not EventTerm.act
+    @abstractmethod
+    def offset(self) -> Tensor:
+        """The error of the measured positions, ``[num_envs, dofs]``."""
+
+    @abstractmethod
+    def correct(self, control: Tensor) -> Tensor:
+        """Return motor commands ``[num_envs, nu]`` as the robot understands them, from those that are meant."""
 
 
 class _FunctionTerm(EventTerm):
@@ -168,11 +182,14 @@ def register_event(name: str, fields: Sequence[str] = ()) -> Callable[[_T], _T]:
 class _Event:
     """A term with its place in time and in the random numbers."""
 
-    def __init__(self, name: str, term: EventTerm, params: Any, mode: str, cfg: EventTermCfg | None) -> None:
-        self.name, self.term, self.params, self.mode = name, term, params, mode
+    def __init__(
+        self, name: str, term: EventTerm, params: Any, mode: str = "reset", between: tuple[float, float] = (0.0, 0.0)
+    ) -> None:
+        """``between`` are the seconds between two events."""
+        self.name, self.term, self.params, self.mode, self.between = name, term, params, mode, between
         physics = term.world.physics
-        self.channel = None if cfg is None else channel(f"events.{name}", physics.device)
-        self.between = (0.0, 0.0) if cfg is None else cfg.interval_range_s
+        self.channel: Tensor | None = channel(f"events.{name}", physics.device)
+        """Its random numbers; ``None``: the next ones of the streams."""
         self.clock = channel(f"events.{name}.interval", physics.device)
         self.motion = [field for field in term.fields if field in _MOTION]
         self.due: Tensor | None = None
@@ -207,18 +224,26 @@ class DomainRandomization:
         for event in self._events:
             curricula.add(event.params, event.name, used=True)
             curricula.add({"interval_range_s": event.between}, event.name, used=True)
-        self.active = bool(self._events)
-        """Whether there are events at all."""
         self._later = [event for event in self._events if event.mode != "reset"]
-        self._acting = [event for event in self._events if event.term.changes_actions]
+        self._acting = [event for event in self._events if type(event.term).act is not EventTerm.act]
         self._lasting = [event for event in self._events if type(event.term).every_step is not EventTerm.every_step]
-        self.runs = bool(self._later or self._lasting)
-        """Whether anything happens within episodes."""
+        self.calibration = next((term for term in self.terms if isinstance(term, Calibration)), None)
+        """The error of the robot's joints, if there is one."""
         self._all = torch.arange(world.physics.num_envs, device=world.physics.device)
         self._model: Rows = {}  # all rows of the model that differ
         for event in self._events:
             self._model |= {field: value for field, value in event.live.items() if field in event.term.fields}
+        self._nominal = {name: value[:1].clone() for name, value in self._model.items()}
         self._derives = any(event.derives for event in self._events)
+
+    @property
+    def active(self) -> bool:
+        """Whether there are events at all."""
+        return bool(self._events)
+
+    def add(self, name: str, term: EventTerm) -> None:
+        """Add an event that writes no field of the model and happens when an episode begins."""
+        self._events.append(_Event(name, term, {}))
 
     @property
     def terms(self) -> list[EventTerm]:
@@ -227,11 +252,8 @@ class DomainRandomization:
 
     def apply(self, env_ids: Tensor, streams: RandomStreams, start: ResetState) -> None:
         """Draw new values for episodes that are about to begin from ``start`` in these envs."""
-        for event in self._events:
-            rows = {name: live[env_ids] for name, live in event.live.items()}
-            self._begin(event, rows, env_ids, streams, start)
-            for name, live in event.live.items():
-                live[env_ids] = rows[name]
+        for live, rows in self._draw(env_ids, streams, start):
+            live[env_ids] = rows
         if self._derives:
             self._physics.refresh_model(env_ids)
 
@@ -239,10 +261,8 @@ class DomainRandomization:
         """Do so where ``mask`` ``[num_envs]`` holds; ``drawn`` is the streams' state, which is returned advanced."""
         before = streams.state.clone()
         streams.state.copy_(drawn)
-        for event in self._events:
-            rows = {name: live.clone() for name, live in event.live.items()}
-            self._begin(event, rows, self._all, streams, start)
-            _write_where(mask, event.live, rows)
+        for live, rows in self._draw(self._all, streams, start):
+            _write_where(mask, live, rows)
         after = streams.state.clone()
         streams.state.copy_(before)
         if self._derives:
@@ -260,7 +280,8 @@ class DomainRandomization:
             event.term.apply(rows, Draw(streams, self._all, event.channel, step))
             if event.due is not None:
                 rows["due"] = step + event.wait(streams, self._all, step)
-            _write_where(mask, live, rows)
+            for name, value in live.items():
+                _write_where(mask, value, rows[name])
             if event.derives:
                 self._physics.refresh_model(mask.nonzero().view(-1) if mask.device.type == "cpu" else self._all)
         for event in self._lasting:
@@ -278,7 +299,8 @@ class DomainRandomization:
 
     def variables(self) -> dict[str, Tensor]:
         """Return the events' own values, live, ``[num_envs, ...]`` each."""
-        return {f"{e.name}/{name}": value for e in self._events for name, value in e.term.variables.items()}
+        events = self._events
+        return {f"{e.name}.{name}".replace("/", "."): value for e in events for name, value in e.term.variables.items()}
 
     def set_state(self, env_ids: Tensor, fields: Mapping[str, Tensor]) -> None:
         """Restore rows of :meth:`state`."""
@@ -287,23 +309,32 @@ class DomainRandomization:
         if self._derives:
             self._physics.refresh_model(env_ids)
 
-    def _begin(self, event: _Event, rows: Rows, ids: Tensor, streams: RandomStreams, start: ResetState) -> None:
-        """Draw the values of an event with which episodes begin."""
-        draw = Draw(streams, ids, event.channel, None)
-        event.term.begin(rows, draw)
-        if event.mode == "reset":
-            rows |= {name: getattr(start, name) for name in event.motion}
-            event.term.apply(rows, draw)
-            for name in event.motion:
-                setattr(start, name, rows[name])
-        if event.due is not None:
-            rows["due"] = event.wait(streams, ids, None)
+    def _draw(self, ids: Tensor, streams: RandomStreams, start: ResetState) -> list[tuple[Tensor, Tensor]]:
+        """Draw what episodes in these envs begin with: pairs of live values and rows of them.
+
+        All fields begin with their nominal values, so that nothing is left of the episode before.
+        """
+        fields = {name: value.repeat(ids.numel(), *[1] * (value.dim() - 1)) for name, value in self._nominal.items()}
+        pairs = []
+        for event in self._events:
+            term, draw = event.term, Draw(streams, ids, event.channel, None)
+            rows = {name: value[ids] for name, value in term.variables.items()}
+            rows |= {name: fields[name] for name in term.fields if name in fields}
+            term.begin(rows, draw)
+            if event.mode == "reset":
+                rows |= {name: getattr(start, name) for name in event.motion}
+                term.apply(rows, draw)
+                for name in event.motion:
+                    setattr(start, name, rows[name])
+            if event.due is not None:
+                rows["due"] = event.wait(streams, ids, None)
+            fields |= {name: rows[name] for name in term.fields if name in fields}
+            pairs += [(value, rows[name]) for name, value in term.variables.items()]
+        return pairs + [(self._model[name], rows) for name, rows in fields.items()]
 
 
-def _write_where(mask: Tensor, live: Rows, rows: Rows) -> None:
-    for name, target in live.items():
-        chosen = mask.view(-1, *[1] * (target.dim() - 1))
-        target.copy_(torch.where(chosen, rows[name], target))
+def _write_where(mask: Tensor, live: Tensor, rows: Tensor) -> None:
+    live.copy_(torch.where(mask.view(-1, *[1] * (live.dim() - 1)), rows.to(live.dtype), live))
 
 
 def _config_events(cfg: EventsCfg, world: World) -> list[_Event]:
@@ -328,9 +359,7 @@ def _make(name: str, cfg: EventTermCfg, world: World) -> _Event:
     mode = cfg.mode or term.modes[0]
     if mode not in term.modes:
         raise ConfigError(f"{world.key}.mode: {cfg.func} happens in mode {' or '.join(term.modes)}, got {mode!r}")
-    if mode == "step" and any(True for _ in moving_ranges({"": cfg.interval_range_s})):
-        raise ConfigError(f"{world.key}.interval_range_s: is for mode interval")
-    return _Event(name, term, params, mode, cfg)
+    return _Event(name, term, params, mode, cfg.interval_range_s)
 
 
 def _object_events(cfg: EventsCfg, world: World) -> list[_Event]:
@@ -349,5 +378,6 @@ def _object_events(cfg: EventsCfg, world: World) -> list[_Event]:
     for name, (func, scale) in chosen.items():
         params = {"bodies": world.object_body, "range": scale.scale, "shared": True}
         event, checked = EVENTS.resolve(func, params, f"{world.key}.{name}")
-        made.append(_Event(name, event(world, **checked), checked, "reset", None))
+        made.append(_Event(name, event(world, **checked), checked))
+        made[-1].channel = None
     return made

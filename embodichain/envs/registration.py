@@ -16,6 +16,7 @@ from embodichain.config.compat import translate_gym_config
 from embodichain.config.files import find_shipped
 from embodichain.envs import MUJOCO_SUITE, TASKS, register_with_gymnasium
 from embodichain.envs.env_cfg import GymCfg
+from embodichain.envs.event_terms import spare_rows
 from embodichain.envs.gymnasium_env import make_gymnasium
 from embodichain.envs.gymnasium_env.construct import resolve_spec
 from embodichain.envs.physics.mujoco_cpu import MujocoCpuPhysics
@@ -188,7 +189,8 @@ def _make(cfg: GymCfg, trusted_modules: Collection[str]) -> VecEnv:
             return TaskEnv(cfg, task, MujocoCpuPhysics(model, cfg.num_envs, cfg.num_threads, task.outputs))
         from embodichain.envs.physics.mujoco_warp import MujocoWarpPhysics  # an extra
 
-        return TaskEnv(cfg, task, MujocoWarpPhysics(model, cfg.num_envs, cfg.device, task.outputs))
+        rows = spare_rows(cfg.env.events, model)
+        return TaskEnv(cfg, task, MujocoWarpPhysics(model, cfg.num_envs, cfg.device, task.outputs, rows))
     if unknown := _unknown_id(cfg.id):
         raise UnknownNameError(unknown)
     if cfg.num_envs > MAX_COPIES:

@@ -292,7 +292,7 @@ class Renderer:
         """Return what :meth:`render` does, and more: ``depth`` float32 and ``segmentation`` int32 ``[n, H, W, 1]``.
 
         Depth is in metres along the view direction, infinite where there is nothing. Ids of ``segmentation`` count in
-        :func:`segmentation_names`. Colours and depth come from one pass, ids from a second one of the same scene.
+        :func:`segmentation_names`. Both come from a second pass of the same scene, in which all is opaque.
         """
         if "segmentation" in outputs and self._quality != "lean":
             raise RenderingError("segmentation needs quality 'lean': the average of several samples is no id")
@@ -317,20 +317,21 @@ class Renderer:
 
     def _draw(self, images: dict[Output, np.ndarray]) -> None:
         """Draw the scene into the images of one env; depth is left as OpenGL has it."""
-        if "rgb" in images or "depth" in images:
-            mujoco.mjr_render(self._rectangle, self._scene, self._drawing)
-            pixels, depth = (self._pixels if "rgb" in images else None), (self._depth if "depth" in images else None)
-            mujoco.mjr_readPixels(pixels, depth, self._rectangle, self._drawing)
         if "rgb" in images:
+            mujoco.mjr_render(self._rectangle, self._scene, self._drawing)
+            mujoco.mjr_readPixels(self._pixels, None, self._rectangle, self._drawing)
             images["rgb"][...] = self._pixels[::-1]  # GL counts rows from the bottom
+        if images.keys() == {"rgb"}:
+            return
+        before = self._scene.flags.copy()
+        self._scene.flags[[int(mujoco.mjtRndFlag.mjRND_SEGMENT), int(mujoco.mjtRndFlag.mjRND_IDCOLOR)]] = 1
+        mujoco.mjr_render(self._rectangle, self._scene, self._drawing)
+        self._scene.flags[:] = before
+        pixels = self._pixels if "segmentation" in images else None
+        mujoco.mjr_readPixels(pixels, self._depth if "depth" in images else None, self._rectangle, self._drawing)
         if "depth" in images:
             images["depth"][..., 0] = self._depth[::-1]
         if "segmentation" in images:
-            before = self._scene.flags.copy()
-            self._scene.flags[[int(mujoco.mjtRndFlag.mjRND_SEGMENT), int(mujoco.mjtRndFlag.mjRND_IDCOLOR)]] = 1
-            mujoco.mjr_render(self._rectangle, self._scene, self._drawing)
-            mujoco.mjr_readPixels(self._pixels, None, self._rectangle, self._drawing)
-            self._scene.flags[:] = before
             numbers = self._pixels[::-1].astype(np.int32) @ np.array([1, 256, 65536], np.int32)
             images["segmentation"][..., 0] = self._ids()[numbers]
 

@@ -55,6 +55,11 @@ class ToolSpec:
 
 
 _LEGS = [f"{leg}_{joint}" for leg in ("fl", "fr", "rl", "rr") for joint in ("hip", "thigh", "calf")]
+_BIPED_JOINTS = [
+    f"{side}_{joint}"
+    for side in ("left", "right")
+    for joint in ("hip_yaw", "hip_roll", "hip_pitch", "knee", "ankle_pitch", "ankle_roll")
+]
 _UR5_JOINTS = ["shoulder_pan", "shoulder_lift", "elbow", "wrist_1", "wrist_2", "wrist_3"]
 ROBOTS: dict[str, RobotCfg] = {
     "ur5": RobotCfg(
@@ -62,6 +67,7 @@ ROBOTS: dict[str, RobotCfg] = {
     ),
     "cart": RobotCfg(uid="cart", mjcf=str(ASSETS / "cart.xml"), joints=["slider"], collisions="own"),
     "quadruped": RobotCfg(uid="quadruped", mjcf=str(ASSETS / "quadruped.xml"), joints=_LEGS, collisions="own"),
+    "biped": RobotCfg(uid="biped", mjcf=str(ASSETS / "biped.xml"), joints=_BIPED_JOINTS, collisions="own"),
 }
 """Robots by name."""
 _OURS = frozenset(ROBOTS)

@@ -16,8 +16,8 @@ from embodichain.envs.curricula import Curricula
 from embodichain.envs.env_cfg import GymCfg
 from embodichain.envs.observations import Bounds, ObservationBuilder, PackedObservation, observation_space
 from embodichain.envs.physics import VISUAL, Physics
-from embodichain.envs.random import RandomStreams
-from embodichain.envs.randomization import DomainRandomization, World
+from embodichain.envs.random import RandomStreams, channel
+from embodichain.envs.randomization import DomainRandomization, Draw, World
 from embodichain.envs.rendering import OBSERVED_AS, Cameras, Images, Load, Quality, bounds_of, segmentation_names
 from embodichain.envs.resets import Drawn, EnvState, Resets, check_state
 from embodichain.envs.task import Scene, Task
@@ -26,6 +26,8 @@ from embodichain.envs.vec_env import Action, EnvIds, StepOutcome, StepResult, Ve
 from embodichain.errors import ConfigError, nearest
 from embodichain.utils.cuda_graphs import GraphedStep, StepParts, copy_together
 
+_SECTIONS = ("events", "observations")
+"""Sections of ``env`` whose ranges are drawn from by whom they are for, not by the task."""
 _DEFAULT_EPISODE = 100  # steps, where neither the config nor the task says how long an episode is
 
 
@@ -57,7 +59,9 @@ class TaskEnv(VecEnv):
         self._shown: Tensor | None = None
         """Which envs ``[num_envs]`` need images in the next observation; ``None``: all."""
         noise = lambda ids, size: self._streams.noise(ids, self._step[ids], size)  # noqa: E731 - of the present steps
-        self._observations = ObservationBuilder(cfg.env.observations, self.device, self._images, noise)
+        errors = channel("observations", self.device)
+        draw = lambda ids: Draw(self._streams, ids, errors, self._step[ids])  # noqa: E731
+        self._observations = ObservationBuilder(cfg.env.observations, self.device, self._images, noise, draw)
         self._curricula = self._streams.curricula = Curricula(self.num_envs, self.device, cfg.env.curricula == "final")
         self._events = self._make_events(task_class.object_body)
         self._varied = [name for name in self._events.state() if name in VISUAL]
@@ -77,6 +81,7 @@ class TaskEnv(VecEnv):
         self._before: PackedObservation | None = None
         """On a GPU: a copy of the current observation in memory that a recorded step can read."""
         self._show(self._build(self._measurements(), self._all))
+        self._add_sensors()
         self._curricula.check(self.task.success(self._measurements()) is not None)
         cameras = self._cameras.cfgs.values()
         seen = [(camera, output) for camera in cameras for output in camera.outputs]
@@ -95,9 +100,24 @@ class TaskEnv(VecEnv):
         world = World(physics, self.robot, seconds, self.action_manager.action_dim, "env.events", object_body)
         events = DomainRandomization(env.events, world, self._curricula)
         poses = env.events.replace(randomize_friction=None, randomize_mass=None, terms={})  # those are events
-        self._curricula.add({f: getattr(env, f) for f in env.__dataclass_fields__ if f != "events"}, "")
+        self._curricula.add({f: getattr(env, f) for f in env.__dataclass_fields__ if f not in _SECTIONS}, "")
         self._curricula.add(poses, "")
+        self._curricula.add(env.observations, "observations", used=True)
+        self._observations.calibration = events.calibration
         return events
+
+    def _add_sensors(self) -> None:
+        """Let observations have the errors that last for an episode, and begin the first one again with them."""
+        world = World(self.physics, self.robot, 0.0, self.action_manager.action_dim, "env.observations")
+        sensors = self._observations.make_sensors(world, self._step, self._packed)
+        if sensors is None:
+            return
+        self._events.add("observations", sensors)
+        self._state.events.update(self._events.variables())
+        self._streams.seed(self._all, self.seed)
+        self._resets.begin(self._all)
+        self._scene = None
+        self._show(self._build(self._measurements(), self._all))
 
     @property
     def name(self) -> str:
@@ -127,7 +147,14 @@ class TaskEnv(VecEnv):
         if self._events.active:
             self._events.before_step(self._step, self._streams)
             applied = self._events.act(applied, self._step, self._streams)
-        self.physics.ctrl.copy_(self.action_manager.control(applied, self.physics.qpos[:, self._joints]))
+        self.physics.ctrl.copy_(self._control(applied))
+
+    def _control(self, action: Tensor) -> Tensor:
+        """Return motor commands for an action, ``[num_envs, nu]``."""
+        qpos, calibration = self.physics.qpos[:, self._joints], self._events.calibration
+        if calibration is None:
+            return self.action_manager.control(action, qpos)
+        return calibration.correct(self.action_manager.control(action, qpos + calibration.offset))
 
     def _simulate(self) -> None:
         self.physics.step(self.task.substeps)
@@ -194,7 +221,7 @@ class TaskEnv(VecEnv):
             return self._obs  # to find that out is faster than to render all images again
         self._resets.begin_where(done, drawn or self._resets.draw())
         self._scene = None
-        self._shown = done  # the others are shown already
+        self._shown = None if self._observations.remembers else done  # the others are shown already
         packed = self._build(self._measurements(), self._all)
         self._shown = None
         return self._show(packed.where(done, self._packed) if self._cameras.cfgs else packed)
@@ -205,7 +232,10 @@ class TaskEnv(VecEnv):
         applied = self.action_manager.unwrap(action, self._step)
         self._act(applied)
         self._simulate()
-        return self._score(self._measure(), applied)
+        scene = self._measure()
+        if self._observations.remembers:
+            self._build(scene, self._all)
+        return self._score(scene, applied)
 
     def observe(self, mask: Tensor) -> TensorDict:
         diverged = self.physics.diverged

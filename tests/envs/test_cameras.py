@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -12,8 +15,9 @@ import torch
 
 from embodichain.agents.rl.models import build_policy
 from embodichain.envs.checker import check_env
-from embodichain.envs.registration import make
-from embodichain.envs.rendering import choose_backend
+from embodichain.envs.gymnasium_env import TaskGymnasiumEnv
+from embodichain.envs.registration import EVENTS, make
+from embodichain.envs.rendering import CameraCfg, choose_backend
 from embodichain.envs.task_env import TaskEnv
 from embodichain.errors import ConfigError, RenderingError
 
@@ -96,7 +100,8 @@ def test_states_bring_all_outputs_back(env: TaskEnv) -> None:
 
 
 def test_the_checker_accepts_all_outputs() -> None:
-    assert check_env(push(max_episode_steps=20)) == []  # which closes it
+    small = {"name": "top", "width": 8, "height": 8, **ALL}
+    assert check_env(push(cameras=[small], max_episode_steps=8)) == []  # which closes it
 
 
 def test_a_policy_sees_depth_and_segmentation(env: TaskEnv) -> None:
@@ -121,3 +126,29 @@ def test_a_policy_sees_depth_and_segmentation(env: TaskEnv) -> None:
     many = gym.spaces.Dict({"segmentation": gym.spaces.Dict({"top": gym.spaces.Box(0, 300, (8, 8, 1), np.int32)})})
     with pytest.raises(ConfigError, match=r"segmentation/top: .* at most 256 ids, and here are 301"):
         build_policy({"name": "actor_critic"}, many, env.action_space, "cpu")
+
+
+def test_the_snippets_of_the_documentation_run() -> None:
+    text = (Path(__file__).parents[2] / "docs/cameras.md").read_text()
+    snippets = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(snippets) == 2
+    for snippet in snippets:
+        names: dict[str, Any] = {}
+        exec(snippet, names)
+        env: TaskEnv = names["env"]
+        assert env.step(torch.zeros(4, 6))[0]["image", "top"].shape == (4, 64, 64, 3)
+        env.close()
+        if "pixels" in names:
+            assert int(names["pixels"].min()) > 0
+    for block in re.findall(r"```json\n(.*?)```", text, re.DOTALL):
+        build_policy(json.loads(block)["policy"], env.observation_space, env.action_space, "cpu")
+    for name in re.findall(r"^\| `(\w+)` \| `", text, re.MULTILINE):
+        assert name in EVENTS or name in CameraCfg.__dataclass_fields__, name
+
+
+def test_a_gymnasium_env_of_a_task_has_all_outputs() -> None:
+    made = TaskGymnasiumEnv("PushCubeRL", env={"observations": {"cameras": CAMERAS}})
+    obs, _ = made.reset(seed=5)
+    assert made.observation_space.contains(obs)
+    assert obs["depth"]["top"].shape == (24, 32, 1)
+    made.close()

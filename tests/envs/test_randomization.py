@@ -1,12 +1,17 @@
-"""What is drawn anew for an episode or a step: starts, friction, mass and observation noise."""
+"""What is drawn anew for an episode or a step: starts, physical parameters, delays, noise, pushes, and curricula."""
 
+import copy
+
+import mujoco
 import pytest
 import torch
 
 from embodichain.envs.curricula import Range
 from embodichain.envs.randomization import register_event
+from embodichain.envs.registration import make_to_watch
+from embodichain.envs.wrappers import ChunkedEnv
 from embodichain.errors import ConfigError
-from tests.envs.rollouts import flat, random_actions, small
+from tests.envs.rollouts import assert_same, flat, random_actions, record, rows, small
 
 STILL = {"randomize_robot": None, "randomize_target": None}
 
@@ -189,10 +194,7 @@ def test_ones_own_event_writes_a_field_of_the_model_per_env():
     ("event", "message"),
     [
         ({"func": "frction", "params": {}}, r"env\.events\.x .*'frction'.*Did you mean 'friction'"),
-        (
-            {"func": "mass", "params": {"range": [1, 1], "bodes": 1}},
-            r"env\.events\.x\.params\.bodes: unknown key.*'bodies'",
-        ),
+        ({"func": "mass", "params": {"range": [1, 1], "bodes": 1}}, r"x\.params\.bodes: unknown key.*'bodies'"),
         ({"func": "mass", "params": {"range": [1, 2], "bodies": "cub"}}, r"params\.bodies: 'cub' matches.*'cube'"),
         ({"func": "mass", "params": {"range": [-1, 2]}}, r"params\.range: masses must be positive"),
         (
@@ -205,3 +207,566 @@ def test_a_wrong_event_is_one_error_that_names_its_key(event, message):
     with pytest.raises(ConfigError, match=message) as caught:
         with_events(1, x=event)
     assert len(caught.value.problems) == 1
+
+
+# --- every event, beside a model that is changed by hand --------------------------------------------------------------
+
+
+def scaled(field: str, factor: float, index=slice(None)):
+    def edit(model: mujoco.MjModel) -> None:
+        getattr(model, field)[index] *= factor
+
+    return edit
+
+
+def body(model, name: str) -> int:
+    return model.body(name).id
+
+
+def heavier(model):
+    model.body_mass[1:] *= 1.3
+    model.body_inertia[1:] *= 1.3
+
+
+def loaded(model):
+    hand = body(model, "robot/wrist_3")
+    nominal = model.body_mass[hand]
+    model.body_mass[hand] = nominal + 0.2
+    model.body_inertia[hand] *= (nominal + 0.2) / nominal
+
+
+def shifted(model):
+    model.body_ipos[body(model, "robot/forearm")] += (0.01, -0.02, 0.03)
+
+
+def springy(model):
+    model.jnt_stiffness[1:] = 20.0
+
+
+def sticky(model):
+    model.dof_frictionloss[6:] = 3.0
+
+
+def geared(model):
+    model.dof_armature[6:8] += 0.2
+
+
+def softer(model):
+    model.actuator_gainprm[:, 0] *= 0.5
+    model.actuator_biasprm[:, 1] *= 0.5
+    model.actuator_biasprm[:, 2] *= 0.25
+
+
+def lighter(model):
+    model.opt.gravity[:] *= 0.5
+
+
+ALONE = {
+    "friction": ({"range": [0.1, 0.1], "geoms": "cube"}, scaled("geom_friction", 0.1, (1, 0))),
+    "mass": ({"range": [1.3, 1.3]}, heavier),
+    "mass added": ({"range": [0.2, 0.2], "bodies": ["wrist_3"], "operation": "add"}, loaded),
+    "inertia": ({"range": [1.2, 1.2], "bodies": "robot/.*"}, scaled("body_inertia", 1.2, slice(3, None))),
+    "center_of_mass": ({"bodies": "forearm", "x": [0.01, 0.01], "y": [-0.02, -0.02], "z": [0.03, 0.03]}, shifted),
+    "joint_damping": ({"range": [3.0, 3.0]}, scaled("dof_damping", 3.0)),
+    "joint_friction": ({"range": [3.0, 3.0], "operation": "abs"}, sticky),
+    "joint_armature": ({"range": [0.2, 0.2], "joints": "shoulder.*", "operation": "add"}, geared),
+    "joint_stiffness": ({"range": [20.0, 20.0], "operation": "abs"}, springy),
+    "actuator_gains": ({"kp": [0.5, 0.5], "kd": [0.25, 0.25]}, softer),
+    "actuator_strength": ({"range": [0.1, 0.1]}, scaled("actuator_forcerange", 0.1)),
+    "gravity": ({"range": [0.5, 0.5]}, lighter),
+}
+
+
+def stepped_by_hand(env, model: mujoco.MjModel, actions: torch.Tensor, hit=None) -> torch.Tensor:
+    """Step an env, and its first copy with plain MuJoCo; return both positions after every step."""
+    data, pairs = mujoco.MjData(model), []
+    data.qpos[:], data.qvel[:] = env.physics.qpos[0].numpy(), env.physics.qvel[0].numpy()
+    for number, action in enumerate(actions):
+        if hit is not None:
+            hit(data, number)
+        env.step(action)
+        data.ctrl[:] = env.physics.ctrl[0].numpy()
+        mujoco.mj_step(model, data, env.task.substeps)
+        pairs.append(torch.stack((env.physics.qpos[0].clone(), torch.from_numpy(data.qpos.copy()))))
+    return torch.stack(pairs)
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_an_event_is_the_change_of_the_model_that_one_would_make_by_hand(name):
+    params, edit = ALONE[name]
+    # A cube that slides and turns shows its friction, a moving arm its masses, joints and motors.
+    env = with_events(2, it={"func": name.split()[0], "params": params})
+    model = copy.copy(env.physics.model)
+    edit(model)
+    mujoco.mj_setConst(model, mujoco.MjData(model))
+    env.physics.qvel[:, 0], env.physics.qvel[:, 5] = 0.6, 8.0
+    actions = random_actions(env, 12)
+    state = env.get_state()
+    ours, theirs = stepped_by_hand(env, model, actions).unbind(1)
+    assert torch.equal(ours, theirs)
+    env.set_state(state)
+    ours, plain = stepped_by_hand(env, copy.copy(env.physics.model), actions).unbind(1)
+    assert float((ours - plain).abs().max()) > 1e-7  # it does something
+
+
+def test_friction_has_three_kinds():
+    for kind, column in (("sliding", 0), ("torsional", 1), ("rolling", 2)):
+        params = {"range": [0.3, 0.3], "kind": kind, "bodies": "cube", "operation": "abs"}
+        env = with_events(2, it={"func": "friction", "params": params})
+        nominal = torch.from_numpy(env.physics.model.geom_friction.copy()).repeat(2, 1, 1)
+        nominal[:, env.physics.model.geom("cube").id, column] = 0.3
+        assert torch.equal(env.physics.model_field("geom_friction"), nominal)
+
+
+def test_gravity_leans_by_the_angle_that_is_drawn():
+    env = with_events(
+        200, it={"func": "gravity", "params": {"range": [9.0, 10.0], "operation": "abs", "tilt": [0.1, 0.2]}}
+    )
+    drawn = env.physics.model_field("opt.gravity")
+    size = drawn.norm(dim=1)
+    angle = torch.acos(-drawn[:, 2] / size)
+    for values, low, high in ((size, 9.0, 10.0), (angle, 0.1, 0.2)):
+        assert low <= float(values.min()) < low + 0.05 * (high - low)
+        assert high - 0.05 * (high - low) < float(values.max()) <= high
+    heading = torch.atan2(drawn[:, 1], drawn[:, 0])
+    assert float(heading.min()) < -2.9
+    assert float(heading.max()) > 2.9
+
+
+def test_distributions_fill_their_range():
+    for distribution, middle in (("uniform", 2.5), ("log_uniform", 2.0), ("gaussian", 2.5)):
+        params = {"range": [1.0, 4.0], "bodies": "cube", "distribution": distribution}
+        env = with_events(800, it={"func": "mass", "params": params})
+        scale = cube_field(env, "body_mass") / float(env.physics.model.body("cube").mass[0])
+        assert 1.0 - 1e-9 <= float(scale.min()) < 1.1
+        assert 3.9 < float(scale.max()) <= 4.0 + 1e-9
+        assert float(scale.median()) == pytest.approx(middle, abs=0.15)
+        inside = float(((scale > 1.75) & (scale < 3.25)).double().mean())
+        assert inside == pytest.approx(
+            {"uniform": 0.5, "log_uniform": 0.447, "gaussian": 0.683}[distribution], abs=0.05
+        )
+
+
+def test_every_element_draws_its_own_value_unless_they_share_one():
+    for shared, expected in ((False, 6), (True, 1)):
+        env = with_events(1, it={"func": "joint_damping", "params": {"range": [0.5, 2.0], "shared": shared}})
+        nominal = torch.from_numpy(env.physics.model.dof_damping[6:])
+        assert len({round(float(x), 9) for x in env.physics.model_field("dof_damping")[0, 6:] / nominal}) == expected
+
+
+# --- pushes, delays and noise -----------------------------------------------------------------------------------------
+
+
+def test_pushes_change_the_velocity_when_they_are_due():
+    push = {"func": "push", "mode": "interval", "interval_range_s": [0.1, 0.1], "params": {}}
+    push["params"] = {"velocity_range": {"x": [0.5, 0.5], "yaw": [1.0, 1.0]}}
+    env = with_events(2, it=push)
+    dt = env.physics.model.opt.timestep * env.task.substeps
+    every = round(0.1 / dt)
+
+    def hit(data, number):
+        if number and number % every == 0:
+            data.qvel[0] += 0.5
+            data.qvel[5] += 1.0
+
+    ours, theirs = stepped_by_hand(env, copy.copy(env.physics.model), random_actions(env, 3 * every), hit).unbind(1)
+    assert torch.equal(ours, theirs)
+    assert float(ours[-1, 0] - ours[0, 0]) > 0.02
+
+
+def test_the_time_between_pushes_is_drawn():
+    push = {"func": "push_joints", "interval_range_s": [0.1, 0.3], "params": {"range": [1.0, 1.0], "joints": "wrist_3"}}
+    env = with_events(300, it=push)
+    due, dt = env.get_state()["events", "it.due"], env.physics.model.opt.timestep * env.task.substeps
+    assert set(due.tolist()) == set(range(round(0.1 / dt), round(0.3 / dt) + 1))
+
+
+def test_forces_last_as_long_as_they_are_told_to():
+    force = {"func": "apply_force", "mode": "reset", "params": {"bodies": "cube", "duration_s": 0.1}}
+    force["params"] |= {"force_range": {"x": [1.5, 1.5]}, "torque_range": {"z": [0.01, 0.01]}}
+    env = with_events(2, it=force)
+    steps = round(0.1 / (env.physics.model.opt.timestep * env.task.substeps))
+
+    def hit(data, number):
+        data.xfrc_applied[body(env.physics.model, "cube")] = (1.5, 0, 0, 0, 0, 0.01) if number < steps else 0.0
+
+    ours, theirs = stepped_by_hand(env, copy.copy(env.physics.model), random_actions(env, 2 * steps), hit).unbind(1)
+    assert torch.equal(ours, theirs)
+    assert float(ours[-1, 0] - ours[0, 0]) > 0.01
+
+
+def test_delayed_actions_are_earlier_actions():
+    for delay in (1, 3):
+        late = with_events(3, it={"func": "action_delay", "params": {"steps": [delay, delay]}})
+        plain = small("PushCubeRL", 3, max_episode_steps=200)
+        actions = random_actions(late, 12)
+        for number, action in enumerate(actions):
+            late.step(action)
+            plain.step(actions[max(number - delay, 0)])
+            assert torch.equal(late.physics.qpos, plain.physics.qpos)
+    drawn = with_events(60, it={"func": "action_delay", "params": {"steps": [1, 3]}}).get_state()["events", "it.delay"]
+    assert set(drawn.tolist()) == {1, 2, 3}
+
+
+def test_delayed_observations_are_earlier_observations():
+    delays = {"robot/qpos": [2, 2], "goal/offset": [0, 3]}
+    late = small("PushCubeRL", 6, env={"observations": {"delay": delays, "noise": {"robot/qpos": 0.01}}})
+    plain = small("PushCubeRL", 6, env={"observations": {"noise": {"robot/qpos": 0.01}}})
+    seen = [flat(plain.reset(seed=2)[0])]
+    first = flat(late.reset(seed=2)[0])
+    assert all(torch.equal(first[name], value) for name, value in seen[0].items())
+    drawn = late.get_state()["events", "observations.delay.goal.offset"]
+    assert len(set(drawn.tolist())) > 1
+    for number, action in enumerate(random_actions(plain, 11), start=1):
+        seen.append(flat(plain.step(action)[0]))
+        got = flat(late.step(action)[0])
+        for name, value in seen[-1].items():
+            expected = seen[max(number - 2, 0)][name] if name == "robot/qpos" else value
+            if name == "goal/offset":
+                rows = [seen[max(number - int(late_by), 0)][name][env] for env, late_by in enumerate(drawn)]
+                expected = torch.stack(rows)
+            assert torch.equal(got[name], expected), name
+
+
+def test_images_can_be_late():
+    settings = {"cameras": [{"name": "side", "width": 16, "height": 12}]}
+    plain = small("PushCubeRL", 2, env={"observations": settings})
+    late = small("PushCubeRL", 2, env={"observations": {**settings, "delay": {"image/side": [1, 1]}}})
+    seen = [flat(plain.reset(seed=1)[0])["image/side"]]
+    late.reset(seed=1)
+    for action in random_actions(plain, 3):
+        seen.append(flat(plain.step(action)[0])["image/side"])
+        assert torch.equal(flat(late.step(action)[0])["image/side"], seen[-2])
+    assert not torch.equal(seen[0], seen[-1])
+
+
+def test_delays_are_the_same_inside_a_chunk():
+    settings = {
+        "observations": {"delay": {"robot/qpos": [1, 3]}},
+        "events": {"it": {"func": "action_delay", "params": {"steps": [0, 2]}}},
+    }
+    whole, single = (small("PushCubeRL", 4, env=settings) for _ in range(2))
+    chunks = ChunkedEnv(whole, 3)
+    whole.reset(seed=1), single.reset(seed=1)
+    for actions in random_actions(single, 9).view(3, 3, 4, 6):
+        obs = flat(chunks.step(actions.transpose(0, 1))[0])
+        for action in actions:
+            expected = flat(single.step(action)[0])
+        assert all(torch.equal(obs[name], value) for name, value in expected.items())
+
+
+def test_uniform_noise_is_new_in_every_step_and_a_bias_lasts_for_the_episode():
+    noise = {"robot/qpos": {"bias": [0.01, 0.03]}, "robot/qvel": {"uniform": [-0.2, 0.1]}, "goal/pos": {"std": 0.5}}
+    noisy = small("PushCubeRL", 300, env={"observations": {"noise": noise}})
+    clean = small("PushCubeRL", 300)
+    noisy.reset(seed=4), clean.reset(seed=4)
+    errors = []
+    for action in random_actions(clean, 12):  # the last one begins new episodes
+        ours, theirs = (flat(env.step(action)[0]) for env in (clean, noisy))
+        errors.append({name: theirs[name] - ours[name] for name in ours})
+        assert all(bool((error == 0).all()) for name, error in errors[-1].items() if name not in noise)
+    bias = torch.stack([error["robot/qpos"] for error in errors])
+    assert float(bias.min()) >= 0.01 - 1e-6
+    assert float(bias.max()) <= 0.03 + 1e-6
+    assert float(bias[0].std()) == pytest.approx(0.02 / 12**0.5, rel=0.1)
+    torch.testing.assert_close(bias[0], bias[10], atol=1e-6, rtol=0)
+    assert float((bias[11] - bias[0]).abs().max()) > 0.01
+    uniform = torch.stack([error["robot/qvel"] for error in errors])
+    assert -0.2 - 1e-5 <= float(uniform.min()) < -0.19
+    assert 0.09 < float(uniform.max()) <= 0.1 + 1e-5
+    assert float((uniform[0] - uniform[1]).abs().mean()) > 0.05
+    assert float(torch.stack([error["goal/pos"] for error in errors]).std()) == pytest.approx(0.5, rel=0.05)
+
+
+def test_noise_on_actions_reaches_the_robot_but_not_the_reward():
+    noisy = with_events(400, it={"func": "action_noise", "params": {"std": 0.1, "bias": [0.2, 0.4]}})
+    noisy.reset(seed=0)
+    before, actions = noisy.physics.qpos[:, 7:].clone(), torch.zeros(400, 6)
+    _, _, _, _, info = noisy.step(actions)
+    sent = (noisy.physics.ctrl - before.float()) / noisy.action_manager.term.scale
+    assert float(sent.mean()) == pytest.approx(0.3, abs=0.01)
+    assert float(sent.std()) == pytest.approx((0.1**2 + 0.2**2 / 12) ** 0.5, rel=0.05)
+    assert float(info["rewards"]["effort"].abs().max()) == 0.0
+
+
+def test_joints_that_are_calibrated_wrongly_measure_and_move_to_other_places():
+    """The robot believes to be where its joints are measured, so it goes to a target less the error."""
+    wrong = small("ReachRL", 3, env={"events": {"it": {"func": "joint_offset", "params": {"range": [0.02, 0.05]}}}})
+    plain = small("ReachRL", 3)
+    ours, theirs = (flat(env.reset(seed=0)[0]) for env in (wrong, plain))
+    offset = ours["robot/qpos"] - theirs["robot/qpos"]
+    assert float(offset.min()) > 0.02 - 1e-6
+    assert float(offset.max()) < 0.05 + 1e-6
+    assert torch.equal(ours["robot/qvel"], theirs["robot/qvel"])
+    still = torch.zeros(3, 6)
+    wrong.step(still), plain.step(still)
+    torch.testing.assert_close(wrong.physics.ctrl, plain.physics.ctrl, atol=1e-6, rtol=0)  # holds where it really is
+    qpos = small("ReachRL", 3, env={"events": wrong.cfg.to_dict()["env"]["events"], "actions": {"qpos": {}}})
+    qpos.reset(seed=0)
+    qpos.step(still)
+    middle = 0.5 * (qpos.robot.lower + qpos.robot.upper)
+    torch.testing.assert_close(qpos.physics.ctrl.float(), middle - offset, atol=1e-6, rtol=0)
+
+
+# --- all of them together ---------------------------------------------------------------------------------------------
+
+EVERYTHING = {
+    "observations": {
+        "noise": {"robot/qpos": {"std": 0.01, "uniform": [-0.01, 0.01], "bias": [-0.1, 0.1]}, "robot/qvel": 0.1},
+        "delay": {"object/pos": [0, 3], "robot/qpos": [0, 1]},
+    },
+    "events": {
+        "randomize_mass": {"scale": [0.5, 2.0]},
+        "randomize_target": {
+            "y": {"curriculum": {"by": "steps", "from": [0, 0], "to": [-0.1, 0.1], "between": [0, 40]}}
+        },
+        "grip": {"func": "friction", "params": {"range": [0.5, 1.5], "distribution": "gaussian"}},
+        "links": {"func": "mass", "params": {"range": [0.8, 1.2], "bodies": "robot/.*"}},
+        "moments": {"func": "inertia", "params": {"range": [0.9, 1.1], "bodies": "robot/.*"}},
+        "load": {"func": "center_of_mass", "params": {"bodies": "forearm", "x": [-0.02, 0.02]}},
+        "damping": {
+            "func": "joint_damping",
+            "mode": "interval",
+            "interval_range_s": [0.05, 0.1],
+            "params": {"range": [1, 2]},
+        },
+        "dry": {"func": "joint_friction", "params": {"range": [0, 1], "operation": "abs"}},
+        "rotor": {"func": "joint_armature", "mode": "step", "params": {"range": [0.5, 1.5]}},
+        "servo": {"func": "actuator_gains", "params": {"kp": [0.8, 1.2], "kd": [0.8, 1.2]}},
+        "weak": {"func": "actuator_strength", "params": {"range": [0.5, 1.0]}},
+        "lean": {"func": "gravity", "params": {"tilt": [0, 0.05]}},
+        "bump": {"func": "push", "interval_range_s": [0.04, 0.1], "params": {"velocity_range": {"x": [-0.2, 0.2]}}},
+        "pull": {
+            "func": "apply_force",
+            "interval_range_s": [0.04, 0.1],
+            "params": {"bodies": "cube", "force_range": {"y": [-1, 1]}, "duration_s": 0.05},
+        },
+        "latency": {"func": "action_delay", "params": {"steps": [0, 2]}},
+        "jitter": {"func": "action_noise", "params": {"std": 0.1, "bias": [-0.1, 0.1]}},
+        "zero": {"func": "joint_offset", "params": {"range": [-0.02, 0.02]}},
+        "more": {
+            "func": "mass",
+            "params": {
+                "bodies": "cube",
+                "range": {"curriculum": {"by": "success", "from": [1, 1], "to": [2, 3], "between": [0, 0.5]}},
+            },
+        },
+    },
+}
+
+
+def test_everything_is_the_same_for_any_number_of_envs_and_threads():
+    many = small("PushCubeRL", 5, env=EVERYTHING, num_threads=2)
+    few = small("PushCubeRL", 2, env=EVERYTHING, num_threads=1)
+    ours, theirs = (record(env, random_actions(env, 40)) for env in (many, few))
+    assert_same(rows(ours, slice(0, 2)), theirs)
+    assert torch.equal(many.get_state()[:2]["physics"], few.get_state()["physics"])
+
+
+def test_everything_continues_bit_for_bit_from_a_state():
+    env, other = (small("PushCubeRL", 3, env=EVERYTHING, seed=seed) for seed in (1, 2))
+    first = random_actions(env, 17)
+    for action in first:
+        env.step(action)
+    state, actions = env.get_state(), random_actions(env, 30, seed=1)
+    expected = record(env, actions)
+    other.step(first[0])
+    other.prepare()  # what was drawn ahead is of other states
+    other.set_state(state)
+    assert_same(record(other, actions), expected)
+    env.set_state(state[[2, 0]], env_ids=[0, 2])
+    again = record(env, actions[:, [2, 1, 0]])
+    assert_same(rows(again, slice(0, 1)), rows(expected, slice(2, 3)))
+    assert_same(rows(again, slice(2, 3)), rows(expected, slice(0, 1)))
+
+
+def test_an_episode_begins_again_from_its_seed():
+    events = {name: event for name, event in EVERYTHING["events"].items() if name not in ("randomize_target", "more")}
+    env = small("PushCubeRL", 4, env={**EVERYTHING, "events": events})
+    for action in random_actions(env, 15):
+        seeds = env.step(action)[4]["episode_seed"]
+    again = small("PushCubeRL", 2, env={**EVERYTHING, "events": events}, seed=99)
+    again.reset(seed=seeds[[3, 1]])
+    env.reset(seed=seeds)
+    actions = random_actions(env, 8)
+    assert_same(record(again, actions[:, [3, 1]]), rows(record(env, actions), [3, 1]))
+    same = small("PushCubeRL", 3, env={**EVERYTHING, "events": events})
+    same.reset(seed=seeds[:1].expand(3))  # a group of identical starts
+    fields = same.get_state()["model"]
+    assert all(bool((value == value[:1]).all()) for value in fields.values())
+    assert float(fields["body_mass"].std(dim=0).max()) == 0.0
+
+
+def test_a_draw_does_not_depend_on_the_other_events():
+    link = {"links": EVERYTHING["events"]["links"]}
+    alone = with_events(3, **link).physics.model_field("body_mass")[:, 3:]
+    among = with_events(3, other=EVERYTHING["events"]["dry"], **link).physics.model_field("body_mass")[:, 3:]
+    assert torch.equal(alone, among)
+
+
+def test_gymnasiums_suite_takes_events_for_its_own_bodies():
+    events = {
+        "mass": {"func": "mass", "params": {"range": [1.5, 1.5], "bodies": "torso"}},
+        "slick": {"func": "friction", "params": {"range": [0.5, 0.5], "geoms": "floor"}},
+        "strength": {"func": "actuator_strength", "params": {"range": [0.8, 0.8]}},
+        "hit": {"func": "push", "interval_range_s": [0.25, 0.25], "params": {"velocity_range": {"z": [1.0, 1.0]}}},
+    }
+    env = small("Ant-v5", 3, env={"events": events})
+    model = copy.copy(env.physics.model)
+    torso = body(model, "torso")
+    model.body_mass[torso] *= 1.5
+    model.body_inertia[torso] *= 1.5
+    model.geom_friction[model.geom("floor").id, 0] *= 0.5
+    model.actuator_gainprm[:, 0] *= 0.8
+    mujoco.mj_setConst(model, mujoco.MjData(model))
+
+    def hit(data, number):
+        data.qvel[2] += number > 0 and number % 5 == 0
+
+    ours, theirs = stepped_by_hand(env, model, random_actions(env, 11), hit).unbind(1)
+    assert torch.equal(ours, theirs)
+    with pytest.raises(ConfigError, match=r"env\.events\.randomize_mass: Ant-v5 has no such settings"):
+        small("Ant-v5", 1, env={"events": {"randomize_mass": {"scale": [1, 2]}}})
+
+
+# --- what is wrong with a range ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("func", "params", "message"),
+    [
+        ("mass", {"range": [-0.5, 0.5]}, r"range: masses must be positive, and \[-0.5, 0.5\] \(scale\) gives"),
+        ("mass", {"range": [-0.2, 0.0], "bodies": "cube", "operation": "add"}, "range: masses must be positive"),
+        ("mass", {"range": [0.0, 1.0], "distribution": "log_uniform"}, "range: log_uniform needs positive numbers"),
+        ("mass", {"range": [2.0, 1.0]}, r"range: expected \[low, high\] with low <= high"),
+        ("mass", {"range": 2.0}, r"range: expected a tuple"),
+        ("mass", {"range": [1, 2], "bodies": "world"}, "bodies: 'world': expected bodies with mass"),
+        ("mass", {"range": [1, 2], "bodies": "["}, r"bodies: '\[' is no regular expression"),
+        ("mass", {"range": [1, 2], "bodies": []}, "bodies: expected at least one name"),
+        ("friction", {"range": [-1.0, 1.0]}, "range: friction must not be negative"),
+        ("friction", {"range": [1, 1], "kind": "slidng"}, "kind: expected 'sliding'.*Did you mean 'sliding'"),
+        ("inertia", {"range": [0.5, 2.0], "per_axis": True}, "range: no moment of inertia may exceed the sum"),
+        ("inertia", {"range": [-1.0, 1.0], "operation": "add"}, "range: moments of inertia must be positive"),
+        ("center_of_mass", {"bodies": "cube", "x": [0, 0.1]}, "bodies: cube are simple bodies"),
+        ("joint_damping", {"range": [-1.0, 1.0], "operation": "abs"}, "range: dof_damping must not be negative"),
+        ("joint_damping", {"range": [1, 2], "joints": "cube"}, "joints: 'cube': expected joints that are not free"),
+        ("joint_friction", {"range": [0.5, 2.0]}, "operation: nothing to scale, dof_frictionloss is 0 there"),
+        ("actuator_gains", {"kp": [0.0, 1.0]}, r"kp.*expected greater than 0"),
+        ("actuator_strength", {"range": [0.5, 1.0], "actuators": "elbo"}, "actuators: 'elbo' matches nothing.*elbow"),
+        ("gravity", {"range": [-1.0, 1.0]}, "range: gravity must not be negative"),
+        ("gravity", {"tilt": [-1.0, 1.0]}, "tilt: expected angles from 0 on"),
+        ("push", {"velocity_range": {"w": [0, 1]}}, "velocity_range.*expected 'x'"),
+        ("push", {"velocity_range": {}, "body": "forearm"}, "body: no such body"),
+        ("push", {"velocity_range": {}, "body": "robot/forearm"}, "body: .* has no free joint; those that have: cube"),
+        ("apply_force", {"bodies": "cube", "duration_s": 0.0}, "duration_s.*expected greater than 0"),
+        ("action_delay", {"steps": [2, 1]}, r"steps: expected \[fewest, most\] steps"),
+        ("action_delay", {"steps": [0, 1000]}, "steps.*expected less than or equal to 100"),
+    ],
+)
+def test_a_range_that_cannot_be_is_one_error(func, params, message):
+    with pytest.raises(ConfigError, match=rf"env\.events\.x\.params\.{message}") as caught:
+        with_events(1, x={"func": func, "params": params})
+    assert len(caught.value.problems) == 1
+
+
+def test_what_has_no_free_joint_and_what_has_no_robot_is_told():
+    with pytest.raises(ConfigError, match="no body of the model has a free joint; use push_joints"):
+        small("ReachRL", env={"events": {"x": {"func": "push", "params": {"velocity_range": {}}}}})
+    with pytest.raises(ConfigError, match="joint_offset needs a task with a robot"):
+        small("Ant-v5", env={"events": {"x": {"func": "joint_offset", "params": {"range": [0, 1]}}}})
+    with pytest.raises(ConfigError, match=r"delay\.robot/qpo: no such observation\. Did you mean 'robot/qpos'"):
+        small("ReachRL", env={"observations": {"delay": {"robot/qpo": [0, 1]}}})
+
+
+# --- curricula --------------------------------------------------------------------------------------------------------
+
+
+def curriculum(by: str, between: list[float], **changes):
+    return {"curriculum": {"by": by, "from": [0.0, 0.0], "to": [0.1, 0.2], "between": between} | changes}
+
+
+def goals(env, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the goals' y and how far the range has come, ``[steps, num_envs]`` each, as an expert plays."""
+    seen = []
+    for _ in range(steps):
+        info = env.step(env.expert_action())[4]
+        seen.append((env.task.variables["goal"][:, 1].clone(), info["metrics"]["curriculum/randomize_target.y"]))
+    return torch.stack([goal for goal, _ in seen]), torch.stack([share for _, share in seen])
+
+
+def test_a_range_follows_the_steps_between_episodes():
+    env = with_events(4, randomize_target={"y": curriculum("steps", [0, 48])})
+    env = small("PushCubeRL", 4, env={"events": env.cfg.to_dict()["env"]["events"]})  # as it was written down
+    env.reset(seed=0)
+    assert float(env.task.variables["goal"][:, 1].abs().max()) == 0.0
+    idle, shares = torch.zeros(4, 6), []
+    for step in range(1, 73):
+        info = env.step(idle)[4]
+        shares.append(float(info["metrics"]["curriculum/randomize_target.y"][0]))
+        # Episodes have 12 steps; the range of one follows from the steps before the one that came before it.
+        share = min(1.0, max(0, step // 12 - 1) * 12 / 48)
+        goal = env.task.variables["goal"][:, 1]
+        assert 0.1 * share - 1e-6 <= float(goal.min())
+        assert float(goal.max()) <= 0.2 * share + 1e-6
+    assert shares[0] == 0.0
+    assert shares[-1] == 1.0
+    assert shares == sorted(shares)
+
+
+def test_a_range_follows_success_of_each_env():
+    env = small(
+        "PushCubeRL",
+        6,
+        max_episode_steps=40,
+        env={"events": {"randomize_target": {"y": curriculum("success", [0.0, 0.3])}}},
+    )
+    env.reset(seed=1)
+    goal, share = goals(env, 200)
+    assert bool((share[0] == 0).all())
+    assert float(share[-1].max()) == 1.0
+    assert float(goal[-1].max()) > 0.1
+    # The running success of an env, by hand: every episode counts a tenth.
+    env.reset(seed=1)
+    rate, progress = torch.zeros(6), []
+    for _ in range(200):
+        _, _, terminated, truncated, info = env.step(env.expert_action())
+        progress.append(info["metrics"]["curriculum/randomize_target.y"])
+        done = terminated | truncated
+        rate = torch.where(done, rate + (info["metrics"]["success"] - rate) / 10, rate)
+    assert torch.equal(torch.stack(progress), share)  # from the same seed
+    idle = torch.zeros(6, 6)
+    torch.testing.assert_close(env.get_state()["curricula", "now"][:, 0].float(), rate)
+    for _ in range(400):  # and back, as success is forgotten
+        info = env.step(idle)[4]
+    assert float(info["metrics"]["curriculum/randomize_target.y"].max()) < 1.0
+
+
+def test_to_watch_is_to_see_the_end_of_a_curriculum():
+    config = {"id": "PushCubeRL", "env": {"events": {"randomize_target": {"y": curriculum("steps", [0, 10**9])}}}}
+    with make_to_watch(config, num_envs=20, seed=0) as env:
+        goal = env.task.variables["goal"][:, 1]
+        assert 0.1 <= float(goal.min()) < 0.12
+        assert 0.18 < float(goal.max()) <= 0.2
+
+
+@pytest.mark.parametrize(
+    ("id", "range", "message"),
+    [
+        ("PushCubeRL", curriculum("succes", [0, 1]), r"y\.curriculum\.by: expected 'success' or 'steps'.*'success'"),
+        ("PushCubeRL", curriculum("success", [0, 2]), r"y: expected curriculum.between within \[0, 1\]"),
+        ("PushCubeRL", curriculum("steps", [5, 5]), r"y: expected curriculum.between to be \[begins, arrives\]"),
+        ("PushCubeRL", curriculum("steps", [0, 5], too=1), r"y\.curriculum\.too: unknown key.*'to'"),
+        ("PushCubeRL", {"curriculum": {"by": "steps"}}, r"y\.curriculum\.from: expected a value"),
+        ("PushCubeRL", {"curricula": {}}, r"y: expected \[low, high\] or"),
+        ("PushCubeLanguageRL", curriculum("steps", [0, 5], to=[-0.3, 0.3]), "y: the task takes this range as it is"),
+    ],
+)
+def test_a_wrong_curriculum_is_told(id, range, message):
+    with pytest.raises(ConfigError, match=message):
+        small(id, env={"events": {"randomize_target": {"y": range}}})
+
+
+def test_success_can_be_followed_only_where_there_is_one():
+    event = {"func": "mass", "params": {"range": curriculum("success", [0, 1], **{"from": [1, 1], "to": [1, 2]})}}
+    with pytest.raises(ConfigError, match=r"it\.range\.curriculum\.by: the task has no success to follow; use steps"):
+        small("Ant-v5", env={"events": {"it": event}})

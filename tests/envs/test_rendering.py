@@ -132,7 +132,7 @@ SOLIDS = """
     <camera name="down" pos="0 0 2" xyaxes="1 0 0 0 1 0" fovy="60"/>
     <camera name="level" pos="0 -3 1" xyaxes="1 0 0 0 0 1" fovy="60"/>
     <geom name="floor" type="plane" size="5 5 0.1"/>
-    <body name="block" pos="0.3 0 0.2"><geom type="box" size="0.2 0.2 0.2"/></body>
+    <body name="block" pos="0.3 0 0.2"><geom type="box" size="0.2 0.2 0.2" rgba="1 0 0 0.4"/></body>
     <body pos="-0.5 0.3 0.5"><geom type="sphere" size="0.25"/><site pos="0 -0.45 0" size="0.03"/></body>
   </worldbody>
 </mujoco>"""
@@ -146,7 +146,7 @@ def rays(size, fovy):
 
 
 def test_depth_and_segmentation_are_those_of_the_geometry(backend):
-    """Seen from above: a floor, a box and a ball, whose depths along the view direction are known for every pixel."""
+    """Seen from above: a floor, a box of glass and a ball, whose depths along the view direction are known."""
     model, size = mujoco.MjModel.from_xml_string(SOLIDS), (90, 120)
     right, up = rays(size, 60.0)
     nothing = lambda data, env: None  # noqa: E731

@@ -111,9 +111,9 @@ class Capacity(NamedTuple):
     rows: int
 
 
-def capacity(model: mujoco.MjModel, num_envs: int) -> Capacity:
+def capacity(model: mujoco.MjModel, num_envs: int, spare_rows: int = 0) -> Capacity:
     """Return the capacity for all contacts and constraints of a model; MuJoCo Warp leaves out what does not fit."""
-    rows = sum(_EQUALITY_ROWS.get(mujoco.mjtEq(int(kind)), 1) for kind in model.eq_type)
+    rows = spare_rows + sum(_EQUALITY_ROWS.get(mujoco.mjtEq(int(kind)), 1) for kind in model.eq_type)
     for field in (model.dof_frictionloss, model.tendon_frictionloss, model.jnt_limited, model.tendon_limited):
         rows += int(np.count_nonzero(field))
     contacts = 0
@@ -189,12 +189,20 @@ class MujocoWarpPhysics(Physics):
     Trajectories repeat up to rounding: the order of contacts, and of sums over them, differs from run to run.
     """
 
-    def __init__(self, model: mujoco.MjModel, num_envs: int, device: str = "cuda", outputs: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        model: mujoco.MjModel,
+        num_envs: int,
+        device: str = "cuda",
+        outputs: Sequence[str] = (),
+        spare_rows: int = 0,
+    ) -> None:
+        """``spare_rows`` are constraints of a world beyond those of the model, such as friction that is drawn later."""
         self._wp = require("warp", extra="gpu")
         self.device = find_device(device, self._wp)
         self._mjw = require("mujoco_warp", extra="gpu")
         self.model, self.num_envs = model, num_envs
-        size = capacity(model, num_envs)
+        size = capacity(model, num_envs, spare_rows)
         try:
             with self._wp.ScopedDevice(self._wp.device_from_torch(self.device)):
                 self._model = self._mjw.put_model(model)

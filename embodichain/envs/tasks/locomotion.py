@@ -38,7 +38,6 @@ SLOWEST = 0.3
 """Commands below this, in m/s or rad/s, are left out of the errors, which are relative."""
 _MOST_COMMANDS = 64  # of an episode, drawn ahead; a longer one begins with the first again
 _STANDING = 0.1  # commands below this mean to stand
-_CONTACT = 0.004  # a foot closer to the ground than this touches it, in metres
 _AHEAD = 0.6  # seconds that the marker of the command looks ahead
 
 
@@ -56,16 +55,18 @@ class VelocityTask(Task):
         "vertical": -1.0,
         "rolling": -0.03,
         "tilt": -2.0,
-        "torque": -2e-4,
-        "action_rate": -0.02,
-        "air_time": 1.0,
+        "torque": -4e-4,
+        "action_rate": -0.03,
+        "air_time": 3.0,
         "slip": -0.1,
-        "posture": -0.1,
+        "posture": -0.25,
     }
     feet: ClassVar[tuple[str, ...]]
-    """The robot's feet: sites in the middle of spheres of the same name."""
+    """The robot's feet: sites as high as the middle of the spheres or capsules of the same name."""
     swing: ClassVar[float]
     """Seconds in the air from which on a step is rewarded."""
+    clearance: ClassVar[float]
+    """A foot that is closer to the ground than this, in metres, touches it."""
 
     def __init__(self, cfg: GymCfg, physics: Physics, robot: Robot) -> None:
         super().__init__(cfg, physics, robot)
@@ -79,7 +80,7 @@ class VelocityTask(Task):
         names = ["robot/" + name for name in self.feet]
         self._sites = torch.tensor([model.site(name).id for name in names], device=device)
         radii = [float(model.geom(name).size[0]) for name in names]
-        self._touching = torch.tensor(radii, device=device) + _CONTACT
+        self._touching = torch.tensor(radii, device=device) + self.clearance
         self._height = float(self._home[self._base + 2])
         self._rest = robot.init_qpos.float()
         self._dt = float(model.opt.timestep) * self.substeps
@@ -237,24 +238,42 @@ def _rotate_back(quat: Tensor, vectors: Tensor) -> Tensor:
     return vectors - quat[:, :1, None] * twice + torch.linalg.cross(axis, twice)
 
 
+def walker_cfg(id: str, robot: RobotCfg, command: VelocityCommandCfg, threshold: float) -> GymCfg:
+    """Return the configuration of a walking robot: targets around its initial pose at 50 Hz, physics at 200 Hz."""
+    env = EnvCfg(
+        substeps=4,
+        success_threshold=threshold,
+        terminate_on_success=False,
+        events=EventsCfg(randomize_robot=JointRangeCfg(position=0.1, velocity=0.1)),
+        actions=ActionsCfg(qpos=JointTermCfg(scale=0.5, around="init")),
+        command=command,
+    )
+    return GymCfg(id=id, max_episode_steps=1000, env=env, robot=robot)
+
+
 class QuadrupedVelocity(VelocityTask):
     """Walk on four legs with a commanded velocity (forwards, sideways, turning) without falling."""
 
     feet = ("fl_foot", "fr_foot", "rl_foot", "rr_foot")
-    swing = 0.15
+    swing = 0.2
+    clearance = 0.004
 
     @staticmethod
     def default_cfg() -> GymCfg:
-        return GymCfg(
-            id="QuadrupedVelocityRL",
-            max_episode_steps=1000,
-            env=EnvCfg(
-                substeps=4,  # of 5 ms
-                success_threshold=0.15,
-                terminate_on_success=False,
-                events=EventsCfg(randomize_robot=JointRangeCfg(position=0.1, velocity=0.1)),
-                actions=ActionsCfg(qpos=JointTermCfg(scale=0.5, around="init")),
-                command=VelocityCommandCfg(),
-            ),
-            robot=RobotCfg(uid="quadruped", init_qpos=[0.0, 0.8, -1.6] * 4),
-        )
+        robot = RobotCfg(uid="quadruped", init_qpos=[0.0, 0.8, -1.6] * 4)
+        return walker_cfg("QuadrupedVelocityRL", robot, VelocityCommandCfg(), threshold=0.15)
+
+
+class BipedVelocity(VelocityTask):
+    """Walk on two legs with a commanded velocity (forwards, sideways, turning) without falling."""
+
+    reward_weights = {**VelocityTask.reward_weights, "torque": -1e-5, "action_rate": -0.02, "vertical": -0.5}
+    feet = ("left_foot", "right_foot")
+    swing = 0.3
+    clearance = 0.015
+
+    @staticmethod
+    def default_cfg() -> GymCfg:
+        robot = RobotCfg(uid="biped", init_qpos=[0.0, 0.0, -0.25, 0.5, -0.25, 0.0] * 2)
+        command = VelocityCommandCfg(forward=(-0.4, 0.8), sideways=(-0.25, 0.25), turning=(-0.6, 0.6))
+        return walker_cfg("BipedVelocityRL", robot, command, threshold=0.25)

@@ -75,6 +75,11 @@ CASES: dict[str, dict[str, Any]] = {
     "ppo that stops early": {"cfg": {"batch_size": 8, "learning_rate": 2e-2, "target_kl": 0.02, "n_epochs": 8}},
     "ppo with memory": {**RECURRENT, "cfg": {"batch_size": 16, "sequence_length": 4}},
     "ppo on old rollouts": {"cfg": {"batch_size": 64, "correction": "decoupled", "advantage_estimator": "vtrace"}},
+    "ppo with a flow": {
+        "name": "flow",
+        "flow": {"num_steps": 2},
+        "cfg": {"batch_size": 64, "log_prob_per": "denoising_step"},
+    },
     "grpo": {"name": "actor_only", "normalize_obs": True, "cfg": {"batch_size": 7, "kl_coef": 0.1}},
     "grpo with memory": {"name": "actor_only", **RECURRENT, "cfg": {"batch_size": 12, "sequence_length": 4}},
     "grpo without anything to learn on rank 1": {"name": "actor_only", "cfg": {"batch_size": 7}},

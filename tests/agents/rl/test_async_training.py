@@ -72,16 +72,24 @@ main(["--config", sys.argv[1]])
 """
 
 
+FLOW = {"name": "flow", "flow": {"num_steps": 2}}
+
+
 @pytest.mark.parametrize(
-    ("algorithm", "settings"),
-    [({}, {"max_policy_lag": 2}), (GRPO, {"max_policy_lag": 1}), ({}, {"max_policy_lag": 1, "pipeline_stages": 2})],
-    ids=["ppo", "grpo", "ppo in two groups"],
+    ("changes", "settings"),
+    [
+        ({}, {"max_policy_lag": 2}),
+        ({"algorithm": GRPO}, {"max_policy_lag": 1}),
+        ({}, {"max_policy_lag": 1, "pipeline_stages": 2}),
+        ({"policy": FLOW}, {"max_policy_lag": 1}),
+    ],
+    ids=["ppo", "grpo", "ppo in two groups", "a policy with decisions"],
 )
-def test_a_killed_run_goes_on_bit_by_bit(tmp_path, algorithm, settings):
+def test_a_killed_run_goes_on_bit_by_bit(tmp_path, changes, settings):
     trainer = {"iterations": 8, "save_freq": 2 * ROLLOUT, **vla(adopt="lockstep", **settings)}
     straight, killed = tmp_path / "straight", tmp_path / "killed"
-    train_from_config(write_config(tmp_path / "straight.json", straight, trainer=trainer, algorithm=algorithm))
-    config = write_config(tmp_path / "killed.json", killed, trainer=trainer, algorithm=algorithm)
+    train_from_config(write_config(tmp_path / "straight.json", straight, trainer=trainer, **changes))
+    config = write_config(tmp_path / "killed.json", killed, trainer=trainer, **changes)
     decisions = (5 * 16 + 40) * settings.get("pipeline_stages", 1)  # in the seventh or eighth rollout
     command = [sys.executable, "-c", KILLED, str(config), str(decisions)]
     process = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)

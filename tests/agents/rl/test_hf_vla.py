@@ -90,6 +90,18 @@ def test_a_backbone_decides_and_values_its_decisions_again(env):
     assert entropy.shape == (2, 2)
 
 
+@pytest.mark.parametrize("head", ["flow", "tokens"])
+def test_a_backbone_with_another_head_is_trained(env, head):
+    small = {"flow": {"num_steps": 2}, "velocity_sizes": [32], "tokens": {"width": 16, "num_heads": 2, "num_bins": 8}}
+    policy = hf_policy(env, head=head, **small)
+    obs, _ = env.reset()
+    action, log_prob, _, decision = policy.decide(obs)
+    torch.testing.assert_close(policy.evaluate_actions(obs, action, decision)[0], log_prob, rtol=1e-3, atol=1e-3)
+    names = changed(train_once(env, policy), policy)
+    assert any("backbone.text_model" in name for name in names)
+    assert any("action_head" in name for name in names)
+
+
 def test_padding_of_a_short_instruction_changes_nothing(env):
     """The mask hides padding, so only what the bytes say may matter."""
     policy = hf_policy(env).eval()

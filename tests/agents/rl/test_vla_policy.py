@@ -6,15 +6,17 @@ import copy
 
 import pytest
 import torch
+from tensordict import TensorDict
 from torch import nn
 
+from embodichain.agents.rl.algo.imitation import Imitation, ImitationCfg
 from embodichain.agents.rl.models import build_policy
-from embodichain.agents.rl.models.vla import TinyVLA, register_vla_model
+from embodichain.agents.rl.models.vla import TinyVLA, register_vla_model, save_vla_model
 from embodichain.agents.rl.models.vla.tiny_vla import ByteTokenizer
 from embodichain.agents.rl.models.vla_policy import VLAPolicy
 from embodichain.envs.observations import encode_instructions
 from embodichain.envs.wrappers import ChunkedEnv
-from embodichain.errors import ConfigError, ObservationError, UnknownNameError, UntrustedModuleError
+from embodichain.errors import ConfigError, ObservationError, RolloutError, UnknownNameError, UntrustedModuleError
 from tests.agents.rl.vla_cases import CAMERA, language_env, vla_block, vla_policy
 
 
@@ -41,6 +43,43 @@ def test_a_chunk_is_chosen_and_judged_alike(env, obs):
     expected = torch.distributions.Normal(mean, policy.model.head.log_std.exp())
     assert torch.allclose(log_prob, expected.log_prob(action).sum(-1), atol=1e-4)
     assert torch.allclose(entropy, expected.entropy().sum(-1), atol=1e-5)
+
+
+@pytest.mark.parametrize(("head", "factors"), [("flow", (1, 2)), ("tokens", (3, 3))], ids=["flow", "tokens"])
+def test_other_heads_choose_judge_and_imitate(env, obs, tmp_path, head, factors):
+    settings = {
+        "flow": {"num_steps": 2},
+        "velocity_sizes": [64],
+        "tokens": {"width": 16, "num_heads": 2, "num_bins": 8},
+    }
+    policy = vla_policy(env, head=head, **settings)
+    action, log_prob, value, decision = policy.decide(obs)
+    assert (action.shape, log_prob.shape, value.shape) == ((4, 3, 3), (4, *factors), (4,))
+    again, entropy, same = policy.evaluate_actions(obs, action, decision)
+    assert torch.allclose(again, log_prob, atol=1e-4)
+    assert entropy.shape == log_prob.shape
+    assert torch.allclose(same, value)
+    assert policy.get_action(obs)[0].shape == (4, 3, 3)
+    algorithm = Imitation(ImitationCfg(learning_rate=3e-3, total_steps=120, warmup_steps=1), policy)
+    seen = obs[torch.arange(32) % 4].unsqueeze(1).expand(32, 3)
+    chunks = TensorDict({"observation": seen, "action": 0.8 * torch.ones(32, 3, 3)}, [32, 3])
+    losses = [float(algorithm.update(chunks)["action_loss"]) for _ in range(120)]
+    assert sum(losses[-10:]) < 0.5 * sum(losses[:10])
+    chosen = policy.get_action(obs, deterministic=True)[0]
+    assert float((chosen - 0.8).abs().mean().detach()) < 0.3
+    save_vla_model(policy.model, tmp_path / "model")
+    loaded = build_policy(
+        {"name": "vla", "vla_config": {"model_path": str(tmp_path / "model")}},
+        env.observation_space, env.action_space, "cpu",
+    )  # fmt: skip
+    assert torch.equal(loaded.get_action(obs, deterministic=True)[0], chosen)
+
+
+def test_a_head_that_the_model_does_not_make_is_named(env, obs):
+    with pytest.raises(ConfigError, match=r"head: .*'gaussian', 'flow' or 'tokens'"):
+        vla_policy(env, head="diffusion")
+    with pytest.raises(RolloutError, match="pass the decision that came with the actions"):
+        vla_policy(env, head="flow").evaluate_actions(obs, torch.zeros(4, 3, 3))
 
 
 def test_one_action_at_a_time_is_an_ordinary_policy(env, obs):

@@ -40,7 +40,7 @@ class Imitation:
     """Supervised fine-tuning of a ``VLAPolicy`` on chunks ``[batch, n]`` of demonstrations.
 
     The policy sees the first observation of a chunk and learns its actions; if its own chunks are longer than ``n``,
-    their remaining actions do not count. The action's mean is trained, its spread is left as it is. Proprioception is
+    their remaining actions do not count. Of a Gaussian the mean is trained and the spread stays. Proprioception is
     normalised by the demonstrations, also when reinforcement takes over: other statistics would change the clone.
     """
 
@@ -66,10 +66,8 @@ class Imitation:
             normalizer.frozen = False
             self.model.update_normalizer(obs)
             normalizer.frozen = True
-        mean, _, pointed = self.model.decode(obs)
-
-        # L = E sum_d |mean - action|: of several ways to continue, the median is one of them and the mean is none
-        action_loss = (mean[:, :length] - action).abs().sum(-1).mean()
+        error, pointed = self.model.imitation_loss(obs, action, generator=self.policy.generator)
+        action_loss = error.mean()
         losses: dict[str, Tensor] = {"action_loss": action_loss.detach()}
         loss = action_loss
         if pointed is not None:

@@ -226,6 +226,9 @@ class InfoAverages:
         episodes = torch.cat(ended).sum() if ended else 0
         for name, pairs in metrics.items():
             measured, end = (torch.cat(column) for column in zip(*pairs, strict=True))
+            if name.startswith("curriculum/"):  # how far ranges have come, which is no property of an episode
+                means[name] = measured.sum() / count
+                continue
             means[f"metrics/{name}"] = measured.sum() / count
             means[f"episode/{name}"] = torch.where(end, measured, 0).sum() / episodes
         return means

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from embodichain.agents.rl.models.actor_critic import ActorCritic, ActorCriticCfg, ActorOnly, PolicyCfg
+from embodichain.agents.rl.models.chunk_policy import FlowPolicy, TokenPolicy
 from embodichain.agents.rl.models.distributions import DistributionCfg, action_dimension
-from embodichain.agents.rl.models.flow import FlowCfg, FlowPolicy
 from embodichain.agents.rl.models.mlp import (
     MLP,
     ImageEncoderCfg,
@@ -35,7 +35,6 @@ __all__ = [
     "ActorCriticCfg",
     "ActorOnly",
     "DistributionCfg",
-    "FlowCfg",
     "FlowPolicy",
     "ImageEncoderCfg",
     "NetworkCfg",
@@ -43,6 +42,7 @@ __all__ = [
     "PolicyCfg",
     "RecurrentCfg",
     "RunningNormalizer",
+    "TokenPolicy",
     "VLAPolicy",
     "build_mlp_from_cfg",
     "build_policy",
@@ -56,7 +56,13 @@ __all__ = [
 ]
 
 _POLICIES = Registry[Policy](
-    "policy", Policy, actor_critic=ActorCritic, actor_only=ActorOnly, flow=FlowPolicy, vla=VLAPolicy
+    "policy",
+    Policy,
+    actor_critic=ActorCritic,
+    actor_only=ActorOnly,
+    flow=FlowPolicy,
+    tokens=TokenPolicy,
+    vla=VLAPolicy,
 )
 register_policy, get_policy_class, get_registered_policy_names = _POLICIES.register, _POLICIES.get, _POLICIES.names
 

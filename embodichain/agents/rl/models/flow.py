@@ -1,4 +1,4 @@
-"""Flow policies: a chunk of actions is denoised by a learned velocity field, and the chain of that is the decision.
+"""The flow head: a chunk of actions is denoised by a learned velocity field, and the chain of that is the decision.
 
 Time ``tau`` runs from 0, where ``x`` is Gaussian noise, to 1, where it is the chunk ``[chunk_size, action_dim]``.
 Imitation fits the velocity of straight lines, ``x_tau = tau a + (1 - tau) noise`` (rectified flow):
@@ -16,22 +16,15 @@ The first noise is drawn from the same distribution by every policy: it is part 
 """
 
 import math
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal
 
-import gymnasium as gym
 import torch
 from pydantic import Field
 from tensordict import TensorDict, TensorDictBase
 from torch import Generator, Tensor, nn
 
-from embodichain.agents.rl.models.actor_critic import NormalizedCritic, build_network
 from embodichain.agents.rl.models.distributions import HALF_LOG_2PI, normal_like
-from embodichain.agents.rl.models.mlp import ImageEncoderCfg
-from embodichain.agents.rl.models.observation import FeatureEncoder, ObservationSpace
-from embodichain.agents.rl.models.policy import Evaluation, Policy
-from embodichain.agents.rl.utils.tensordicts import Observation
-from embodichain.config.classes import Config, Positive, Size, configclass
+from embodichain.config.classes import Config, Positive, configclass
 from embodichain.errors import ConfigError, RolloutError
 
 TIME_WAVES = 16
@@ -194,91 +187,3 @@ def time_waves(time: Tensor) -> Tensor:
     periods = torch.logspace(math.log10(4.0), math.log10(0.1), TIME_WAVES, device=time.device)
     angle = 2.0 * math.pi * time.unsqueeze(-1) / periods
     return torch.cat([angle.sin(), angle.cos()], dim=-1)
-
-
-@configclass
-class FlowPolicyCfg(Config):
-    """The block of the policy ``flow``, without ``name`` and ``action_dim``."""
-
-    chunk_size: Size = 1
-    """Actions per decision."""
-    flow: FlowCfg = FlowCfg()
-    """How chunks are denoised."""
-    actor: dict[str, Any] = {"type": "mlp"}
-    """The velocity network: ``{"type": "mlp", "network_cfg": {"hidden_sizes": [256, 256], "activation": "relu"}}``."""
-    critic: dict[str, Any] = {"type": "mlp"}
-    """The critic network, in the same shape as the actor's."""
-    normalize_obs: bool = False
-    """Whether vector observations are normalised by their running mean and variance."""
-    normalize_value: bool = False
-    """Whether the critic learns returns shifted and scaled by their running mean and standard deviation."""
-    critic_obs: tuple[str, ...] = ()
-    """Keys (``object/pos``) or groups of keys (``object``) that only the critic sees."""
-    image_encoder: ImageEncoderCfg = ImageEncoderCfg()
-    """How images, the keys below ``image``, become features."""
-
-
-class FlowPolicy(Policy):
-    """A flow over chunks of actions, and a critic: observation -> encoder -> ``FlowHead``."""
-
-    has_decision = True
-
-    def __init__(
-        self, obs_space: ObservationSpace, action_space: gym.Space[Any], device: torch.device | str, **settings: Any
-    ) -> None:
-        super().__init__()
-        cfg = FlowPolicyCfg.from_dict(settings, source="policy")
-        if not isinstance(action_space, gym.spaces.Box):
-            raise ConfigError(f"flow: expected continuous actions, a Box, got {action_space}", "policy")
-        self.chunk_size, action_dim = cfg.chunk_size, int(action_space.shape[-1])
-        self.encoder = FeatureEncoder(obs_space, cfg.normalize_obs, cfg.critic_obs, cfg.image_encoder)
-        width = self.encoder.public_dim
-        inputs = FlowHead.velocity_inputs(width, self.chunk_size, action_dim)
-        velocity = build_network(cfg.actor, inputs, self.chunk_size * action_dim, last_gain=0.01)
-        self.head = FlowHead(velocity, width, self.chunk_size, action_dim, cfg.flow)
-        network = build_network(cfg.critic, width + self.encoder.privileged_dim, 1, last_gain=1.0)
-        self.critic = NormalizedCritic(network) if cfg.normalize_value else network
-        self.device = torch.device(device)
-        self.to(self.device)
-
-    def get_action(self, obs: Observation, deterministic: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        return self.decide(obs, deterministic)[:3]
-
-    def decide(
-        self, obs: Observation, deterministic: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor, TensorDictBase | None]:
-        features, privileged = self.encoder(obs)
-        chunk, log_prob, decision = self.head.sample(features, deterministic, self.generator)
-        action = chunk.squeeze(1) if self.chunk_size == 1 else chunk
-        return action, log_prob, self._value(features, privileged), decision
-
-    def get_value(self, obs: Observation) -> Tensor:
-        return self._value(*self.encoder(obs))
-
-    def evaluate_actions(self, obs: Observation, actions: Tensor, decision: TensorDictBase | None = None) -> Evaluation:
-        if decision is None:
-            raise RolloutError("a flow values chains: pass the decision that came with the actions")
-        features, privileged = self.encoder(obs)
-        return (*self.head.evaluate(features, decision), self._value(features, privileged))
-
-    def imitation_loss(self, obs: Observation, actions: Tensor, valid: Tensor | None = None) -> Tensor:
-        return self.head.imitation_loss(self.encoder(obs)[0], actions, valid, self.generator)
-
-    def update_normalizer(self, obs: Observation) -> None:
-        self.encoder.update_normalizer(obs)
-
-    def update_value_normalizer(self, returns: Tensor) -> None:
-        if isinstance(self.critic, NormalizedCritic):
-            self.critic.update(returns)
-
-    @property
-    def value_scale(self) -> Tensor | float:
-        return self.critic.scale if isinstance(self.critic, NormalizedCritic) else 1.0
-
-    def _value(self, features: Tensor, privileged: Tensor | None) -> Tensor:
-        inputs = features if privileged is None else torch.cat([features, privileged], dim=-1)
-        return self.critic(inputs).squeeze(-1).float()
-
-    @classmethod
-    def build(cls, cfg: Mapping[str, Any], obs_space: Any, action_space: Any, device: torch.device) -> Self:
-        return cls(obs_space, action_space, device, **cfg)

@@ -87,6 +87,13 @@ class Policy(nn.Module, ABC):
         ``decision`` is what ``decide`` returned with them; a policy without ``has_decision`` need not take it.
         """
 
+    def imitation_loss(self, obs: Observation, actions: Tensor, valid: Tensor | None = None) -> Tensor:
+        """Return ``[batch]`` how badly the policy would have chosen these ``actions`` ``[batch, n, action_dim]``.
+
+        ``n`` is at most ``chunk_size``; ``valid`` ``[batch, n]`` tells which of them count (default: all).
+        """
+        raise TypeError(f"{type(self).__name__} lacks imitation_loss(obs, actions, valid)")
+
     def initial_state(self, batch_size: int) -> Tensor | None:
         """Return the recurrent state ``[batch, ...]`` at an episode's start; ``None`` if there is none."""
         return None

@@ -64,10 +64,13 @@ class HFBackboneVLA(VLAModel):
         proprio = sum(cfg.proprio.values())
         self.body = nn.Linear(proprio, width) if proprio else None
         self.queries = nn.Parameter(torch.randn(cfg.chunk_size + 1, width) * 0.02)
-        self.to_action, last = nn.Linear(width, self.action_dim), nn.Linear(width, 1)
+        self.action_head = self.make_action_head(cfg.chunk_size * width)
+        self.to_action = nn.Linear(width, self.action_dim) if self.action_head is None else None
+        last = nn.Linear(width, 1)
         for layer in (self.to_action, last):  # outputs close to zero at first
-            nn.init.normal_(layer.weight, std=0.01)
-            nn.init.zeros_(layer.bias)
+            if layer is not None:
+                nn.init.normal_(layer.weight, std=0.01)
+                nn.init.zeros_(layer.bias)
         self.to_value = nn.Sequential(nn.Linear(width, width), nn.GELU(), last)
         self.to_points = nn.Linear(width, cfg.num_points) if cfg.num_points else None
         if "vision" in cfg.freeze:
@@ -99,7 +102,9 @@ class HFBackboneVLA(VLAModel):
         ).last_hidden_state[:, -(self.chunk_size + 1) :]
         hidden = hidden.to(self.queries.dtype)
         points = None if self.to_points is None else self.to_points(hidden[:, -1]).float()
-        return Decoded(self.to_action(hidden[:, :-1]).float(), self.to_value(hidden[:, -1]).squeeze(-1).float(), points)
+        mean = None if self.to_action is None else self.to_action(hidden[:, :-1]).float()
+        value = self.to_value(hidden[:, -1]).squeeze(-1).float()
+        return Decoded(mean, value, points, hidden[:, :-1].flatten(1))
 
     def _context(self, obs: TensorDictBase) -> tuple[Tensor, Tensor]:
         """Return the tokens of images and words ``[batch, n, width]``, and which of them count ``[batch, n]``."""

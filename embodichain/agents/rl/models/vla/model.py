@@ -4,7 +4,7 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 import gymnasium as gym
 import torch
@@ -13,7 +13,8 @@ from tensordict import TensorDictBase
 from torch import Generator, Tensor, nn
 
 from embodichain.agents.rl.models.distributions import DistributionCfg, GaussianHead
-from embodichain.agents.rl.models.mlp import ImageLayout
+from embodichain.agents.rl.models.flow import FlowCfg, FlowHead
+from embodichain.agents.rl.models.mlp import MLP, ImageLayout
 from embodichain.agents.rl.models.observation import (
     ObservationEntry,
     RunningNormalizer,
@@ -21,9 +22,10 @@ from embodichain.agents.rl.models.observation import (
     select_entries,
     space_entries,
 )
+from embodichain.agents.rl.models.tokens import TokenCfg, TokenHead
 from embodichain.agents.rl.utils import Registry
 from embodichain.config.classes import MISSING, Config, Count, Number, Size, configclass
-from embodichain.errors import ConfigError, ObservationError, UnknownNameError, nearest
+from embodichain.errors import ConfigError, ObservationError, RolloutError, UnknownNameError, nearest
 from embodichain.extras import allowed_modules, check_trusted
 
 Outcome = tuple[Tensor, Tensor, Tensor]
@@ -33,12 +35,14 @@ Space = gym.Space[Any]
 class Decoded(NamedTuple):
     """What a model makes of observations."""
 
-    mean: Tensor
-    """Mean of the chunk, ``[batch, chunk_size, action_dim]``."""
+    mean: Tensor | None
+    """Mean of the chunk, ``[batch, chunk_size, action_dim]``; ``None`` for a model with an ``action_head``."""
     value: Tensor
     """Value, ``[batch]``."""
     points: Tensor | None = None
     """Predicted coordinates, ``[batch, num_points]`` in units of their spread, if the model has ``num_points``."""
+    features: Tensor | None = None
+    """What the ``action_head`` is given, ``[batch, width]``."""
 
 
 @configclass
@@ -55,14 +59,26 @@ class VLAModelCfg(Config):
     """Numbers per action."""
     chunk_size: Size = 4
     """Actions per decision."""
+    head: Literal["gaussian", "flow", "tokens"] = "gaussian"
+    """How actions are chosen: from a Gaussian over the chunk, by denoising it, or token by token."""
     init_log_std: Number = -1.5
-    """First value of the learnable log-std of every action."""
+    """For gaussian: first value of the learnable log-std of every action."""
+    flow: FlowCfg = FlowCfg()
+    """For flow: how chunks are denoised."""
+    velocity_sizes: Annotated[tuple[Size, ...], Field(max_length=16)] = (512, 512)
+    """For flow: widths of the velocity network."""
+    tokens: TokenCfg = TokenCfg()
+    """For tokens: how chunks become tokens, and how these are decoded."""
     num_points: Annotated[int, Field(ge=0, le=16_384)] = 0
     """Coordinates that the model learns to predict while it imitates, such as those of the goal that is meant."""
 
 
 class VLAModel(nn.Module, ABC):
-    """Images, an instruction and proprioception to a Gaussian over ``[chunk_size, action_dim]`` and a value."""
+    """Images, an instruction and proprioception to a distribution over ``[chunk_size, action_dim]`` and a value.
+
+    The Gaussian is one of the mean that ``decode`` returns. Another ``head`` gets features: its author calls
+    ``make_action_head`` in the constructor, with their width, and ``decode`` returns them.
+    """
 
     cfg_type: ClassVar[type[VLAModelCfg]] = VLAModelCfg
     """Class of the model's settings."""
@@ -74,31 +90,87 @@ class VLAModel(nn.Module, ABC):
             problem = "expected a value, which a policy takes from the environment's spaces and a call has to give"
             raise ConfigError([f"{name}: {problem}" for name in missing], "model_config")
         self.chunk_size, self.action_dim = self.cfg.chunk_size, self.cfg.action_dim
+        self.has_decision = self.cfg.head != "gaussian"
+        self.action_head: FlowHead | TokenHead | None = None
         self.head = GaussianHead(self.action_dim, DistributionCfg(init_log_std=self.cfg.init_log_std))
+        if self.has_decision:
+            self.head.requires_grad_(False)
         width = sum(self.cfg.proprio.values())
         self.normalizer = RunningNormalizer(width) if width else None
         self.point_normalizer = RunningNormalizer(self.cfg.num_points) if self.cfg.num_points else None
 
     @abstractmethod
     def decode(self, obs: TensorDictBase) -> Decoded:
-        """Return the chunk's mean, the value, and the points if the model has any."""
+        """Return the chunk's mean or features, the value, and the points if the model has any."""
+
+    def make_action_head(self, width: int) -> FlowHead | TokenHead | None:
+        """Return the head that chooses actions from features ``[batch, width]``; ``None`` for the Gaussian."""
+        cfg = self.cfg
+        if cfg.head == "tokens":
+            return TokenHead(width, self.chunk_size, self.action_dim, cfg.tokens)
+        if cfg.head == "gaussian":
+            return None
+        inputs = FlowHead.velocity_inputs(width, self.chunk_size, self.action_dim)
+        velocity = MLP(inputs, self.chunk_size * self.action_dim, cfg.velocity_sizes, activation="silu")
+        return FlowHead(velocity, width, self.chunk_size, self.action_dim, cfg.flow)
 
     def forward(self, obs: TensorDictBase, deterministic: bool = False, generator: Generator | None = None) -> Outcome:
         """Return ``(action [batch, chunk_size, action_dim], log_prob [batch, chunk_size], value [batch])``.
 
         A chunk of one action comes without that dimension.
         """
-        mean, value, _ = self.decode(obs)
-        action, log_prob = self.head.sample(mean, deterministic, generator)
-        return self._squeeze(action), self._squeeze(log_prob), value
+        if self.has_decision:
+            return self.decide(obs, deterministic, generator)[:3]
+        decoded = self.decode(obs)
+        action, log_prob = self.head.sample(_of(decoded.mean, "mean"), deterministic, generator)
+        return self._squeeze(action), self._squeeze(log_prob), decoded.value
+
+    def decide(
+        self, obs: TensorDictBase, deterministic: bool = False, generator: Generator | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, TensorDictBase]:
+        """Return ``(action, log_prob, value, decision)`` of a model with an ``action_head``."""
+        decoded = self.decode(obs)
+        features = _of(decoded.features, "features")
+        action, log_prob, decision = self._chooser().sample(features, deterministic, generator)
+        return self._squeeze(action), log_prob, decoded.value, decision
+
+    def imitation_loss(
+        self, obs: TensorDictBase, actions: Tensor, valid: Tensor | None = None, generator: Generator | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return ``[batch]`` the error of choosing ``actions`` ``[batch, n, action_dim]``, and predicted points.
+
+        Of the Gaussian it is ``sum_d |mean - action|``: of several ways to continue, the median is one of them and the
+        mean is none. ``valid`` ``[batch, n]`` tells which actions count (default: all).
+        """
+        decoded = self.decode(obs)
+        if self.has_decision:
+            features = _of(decoded.features, "features")
+            return self._chooser().imitation_loss(features, actions, valid, generator), decoded.points
+        mean = _of(decoded.mean, "mean")
+        error = (mean[:, : actions.shape[1]] - actions).abs().sum(-1)
+        if valid is None:
+            return error.mean(-1), decoded.points
+        return (error * valid).sum(-1) / valid.sum(-1).clamp(min=1), decoded.points
+
+    def _chooser(self) -> FlowHead | TokenHead:
+        if self.action_head is None:
+            problem = f"{type(self).__name__} calls no make_action_head"
+            raise ConfigError(f"head: {problem}, which {self.cfg.head!r} needs; choose gaussian", "model_config")
+        return self.action_head
 
     def get_value(self, obs: TensorDictBase) -> Tensor:
         return self.decode(obs).value
 
-    def evaluate_actions(self, obs: TensorDictBase, actions: Tensor) -> Outcome:
-        mean, value, _ = self.decode(obs)
+    def evaluate_actions(self, obs: TensorDictBase, actions: Tensor, decision: TensorDictBase | None = None) -> Outcome:
+        decoded = self.decode(obs)
+        if self.has_decision:
+            if decision is None:
+                raise RolloutError(f"head {self.cfg.head!r}: pass the decision that came with the actions")
+            features = _of(decoded.features, "features")
+            return (*self._chooser().evaluate(features, decision), decoded.value)
+        mean = _of(decoded.mean, "mean")
         log_prob, entropy = self.head.evaluate(mean, actions.reshape(mean.shape))
-        return self._squeeze(log_prob), self._squeeze(entropy), value
+        return self._squeeze(log_prob), self._squeeze(entropy), decoded.value
 
     def update_normalizer(self, obs: TensorDictBase) -> None:
         """Let the running statistics of proprioception take in observations."""
@@ -152,6 +224,12 @@ class VLAModel(nn.Module, ABC):
     def from_spaces(cls, obs_space: Space, action_space: Space, **settings: Any) -> Self:
         """Build the model for the spaces of an environment."""
         return cls(**cls.complete_config(settings, obs_space, action_space))
+
+
+def _of(part: Tensor | None, name: str) -> Tensor:
+    if part is None:
+        raise ConfigError(f"head: the model's decode returns no {name}, which this head needs", "model_config")
+    return part
 
 
 def _cameras(given: Any, entries: Mapping[str, ObservationEntry]) -> dict[str, list[int]]:

@@ -141,7 +141,9 @@ class TinyVLA(VLAModel):
         self.seen_norm, self.out_norm = nn.LayerNorm(width), nn.LayerNorm(width)
         perceived = cfg.num_readouts * width
         known = perceived + sum(cfg.proprio.values())
-        self.to_action = _head(known, cfg.hidden_size, self.chunk_size * self.action_dim)
+        self.action_head = self.make_action_head(known)
+        size = self.chunk_size * self.action_dim
+        self.to_action = _head(known, cfg.hidden_size, size) if self.action_head is None else None
         self.to_value = _head(known, cfg.hidden_size, 1)
         self.to_points = nn.Linear(perceived, cfg.num_points) if cfg.num_points else None
 
@@ -155,11 +157,13 @@ class TinyVLA(VLAModel):
         perceived = features = self.out_norm(x).flatten(1)
         if self.normalizer is not None:
             features = torch.cat((perceived, self.normalizer(self.proprioception(obs))), dim=1)
-        mean = self.to_action(features).unflatten(1, (self.chunk_size, self.action_dim))
+        mean, given = None, features
+        if self.to_action is not None:
+            mean = self.to_action(features).unflatten(1, (self.chunk_size, self.action_dim)).float()
         points = None if self.to_points is None else self.to_points(perceived).float()
         if not self.cfg.value_shapes_perception:
             features = features.detach()
-        return Decoded(mean.float(), self.to_value(features).squeeze(-1).float(), points)
+        return Decoded(mean, self.to_value(features).squeeze(-1).float(), points, given)
 
     def _context(self, obs: TensorDictBase) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return all tokens, which of them count ``[batch, n]``, and the instruction as one vector."""

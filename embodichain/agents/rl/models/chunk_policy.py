@@ -1,0 +1,148 @@
+"""Policies that decide on chunks of actions by a flow or by tokens: ``flow`` and ``tokens``.
+
+Actions alone do not tell how they were chosen, so both have a decision: the denoising chain, or the tokens.
+"""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+import gymnasium as gym
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from embodichain.agents.rl.models.actor_critic import NormalizedCritic, build_network
+from embodichain.agents.rl.models.flow import FlowCfg, FlowHead
+from embodichain.agents.rl.models.mlp import ImageEncoderCfg
+from embodichain.agents.rl.models.observation import FeatureEncoder, ObservationSpace
+from embodichain.agents.rl.models.policy import Evaluation, Policy
+from embodichain.agents.rl.models.tokens import TokenCfg, TokenHead
+from embodichain.agents.rl.utils.tensordicts import Observation
+from embodichain.config.classes import Config, Size, configclass
+from embodichain.errors import ConfigError, RolloutError
+
+
+@configclass
+class ChunkPolicyCfg(Config):
+    """What the blocks of ``flow`` and ``tokens`` have in common, without ``name`` and ``action_dim``."""
+
+    chunk_size: Size = 1
+    """Actions per decision."""
+    critic: dict[str, Any] = {"type": "mlp"}
+    """The critic: ``{"type": "mlp", "network_cfg": {"hidden_sizes": [256, 256], "activation": "relu"}}``."""
+    normalize_obs: bool = False
+    """Whether vector observations are normalised by their running mean and variance."""
+    normalize_value: bool = False
+    """Whether the critic learns returns shifted and scaled by their running mean and standard deviation."""
+    critic_obs: tuple[str, ...] = ()
+    """Keys (``object/pos``) or groups of keys (``object``) that only the critic sees."""
+    image_encoder: ImageEncoderCfg = ImageEncoderCfg()
+    """How images, the keys below ``image``, become features."""
+
+
+@configclass
+class FlowPolicyCfg(ChunkPolicyCfg):
+    """The block of the policy ``flow``."""
+
+    flow: FlowCfg = FlowCfg()
+    """How chunks are denoised."""
+    actor: dict[str, Any] = {"type": "mlp"}
+    """The velocity network, in the same shape as the critic."""
+
+
+@configclass
+class TokenPolicyCfg(ChunkPolicyCfg):
+    """The block of the policy ``tokens``."""
+
+    tokens: TokenCfg = TokenCfg()
+    """How chunks become tokens, and how these are decoded."""
+
+
+class ChunkPolicy(Policy):
+    """Observation -> encoder -> head with a decision, and a critic on the encoder's features."""
+
+    has_decision = True
+    cfg_type: ClassVar[type[ChunkPolicyCfg]]
+    """Class of the policy's block."""
+
+    def __init__(
+        self, obs_space: ObservationSpace, action_space: gym.Space[Any], device: torch.device | str, **settings: Any
+    ) -> None:
+        super().__init__()
+        cfg = self.cfg_type.from_dict(settings, source="policy")
+        if not isinstance(action_space, gym.spaces.Box):
+            raise ConfigError(f"expected continuous actions, a Box, got {action_space}", "policy")
+        self.chunk_size = cfg.chunk_size
+        self.encoder = FeatureEncoder(obs_space, cfg.normalize_obs, cfg.critic_obs, cfg.image_encoder)
+        self.head = self.make_head(cfg, self.encoder.public_dim, int(action_space.shape[-1]))
+        network = build_network(cfg.critic, self.encoder.public_dim + self.encoder.privileged_dim, 1, last_gain=1.0)
+        self.critic = NormalizedCritic(network) if cfg.normalize_value else network
+        self.device = torch.device(device)
+        self.to(self.device)
+
+    @abstractmethod
+    def make_head(self, cfg: Any, width: int, action_dim: int) -> FlowHead | TokenHead:
+        """Return the head for features ``[batch, width]``."""
+
+    def get_action(self, obs: Observation, deterministic: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        return self.decide(obs, deterministic)[:3]
+
+    def decide(
+        self, obs: Observation, deterministic: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor, TensorDictBase | None]:
+        features, privileged = self.encoder(obs)
+        chunk, log_prob, decision = self.head.sample(features, deterministic, self.generator)
+        action = chunk.squeeze(1) if self.chunk_size == 1 else chunk
+        return action, log_prob, self._value(features, privileged), decision
+
+    def get_value(self, obs: Observation) -> Tensor:
+        return self._value(*self.encoder(obs))
+
+    def evaluate_actions(self, obs: Observation, actions: Tensor, decision: TensorDictBase | None = None) -> Evaluation:
+        if decision is None:
+            raise RolloutError(f"{type(self).__name__} values decisions: pass the one that came with the actions")
+        features, privileged = self.encoder(obs)
+        return (*self.head.evaluate(features, decision), self._value(features, privileged))
+
+    def imitation_loss(self, obs: Observation, actions: Tensor, valid: Tensor | None = None) -> Tensor:
+        return self.head.imitation_loss(self.encoder(obs)[0], actions, valid, self.generator)
+
+    def update_normalizer(self, obs: Observation) -> None:
+        self.encoder.update_normalizer(obs)
+
+    def update_value_normalizer(self, returns: Tensor) -> None:
+        if isinstance(self.critic, NormalizedCritic):
+            self.critic.update(returns)
+
+    @property
+    def value_scale(self) -> Tensor | float:
+        return self.critic.scale if isinstance(self.critic, NormalizedCritic) else 1.0
+
+    def _value(self, features: Tensor, privileged: Tensor | None) -> Tensor:
+        inputs = features if privileged is None else torch.cat([features, privileged], dim=-1)
+        return self.critic(inputs).squeeze(-1).float()
+
+    @classmethod
+    def build(cls, cfg: Mapping[str, Any], obs_space: Any, action_space: Any, device: torch.device) -> Self:
+        return cls(obs_space, action_space, device, **cfg)
+
+
+class FlowPolicy(ChunkPolicy):
+    """Denoises chunks of actions; see ``flow.py``."""
+
+    cfg_type = FlowPolicyCfg
+
+    def make_head(self, cfg: FlowPolicyCfg, width: int, action_dim: int) -> FlowHead:
+        inputs = FlowHead.velocity_inputs(width, self.chunk_size, action_dim)
+        velocity = build_network(cfg.actor, inputs, self.chunk_size * action_dim, last_gain=0.01)
+        return FlowHead(velocity, width, self.chunk_size, action_dim, cfg.flow)
+
+
+class TokenPolicy(ChunkPolicy):
+    """Decodes chunks of actions from tokens; see ``tokens.py``."""
+
+    cfg_type = TokenPolicyCfg
+
+    def make_head(self, cfg: TokenPolicyCfg, width: int, action_dim: int) -> TokenHead:
+        return TokenHead(width, self.chunk_size, action_dim, cfg.tokens)

@@ -1,0 +1,178 @@
+"""Actions as tokens: every number of a chunk is one of a few bins, chosen one after the other or all at once.
+
+The tokens are the decision. Their log-probabilities are ``[batch, chunk_size, action_dim]``: a ratio can be taken per
+token, per action or per chunk. Imitation is cross-entropy. Because each token is chosen from all bins, given
+those before it, two ways of doing something remain two: their mean is never done.
+"""
+
+from typing import Annotated, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from tensordict import TensorDict, TensorDictBase
+from torch import Generator, Tensor, nn
+
+from embodichain.config.classes import Config, Number, Size, configclass
+from embodichain.errors import ConfigError, RolloutError
+
+
+@configclass
+class TokenCfg(Config):
+    """How chunks of actions become tokens, and how those are decoded."""
+
+    num_bins: Annotated[int, Field(ge=2, le=4096)] = 64
+    """Tokens per number: equal parts of the range."""
+    range: tuple[Number, Number] = (-1.0, 1.0)
+    """Least and largest action; what lies outside is moved to the bound."""
+    decoding: Literal["autoregressive", "parallel"] = "autoregressive"
+    """Whether each token depends on those before it, or all are decoded in one pass, independent of each other."""
+    width: Size = 128
+    """Width of the decoder."""
+    depth: Size = 2
+    """Layers of the decoder."""
+    num_heads: Size = 4
+    """Attention heads of the decoder."""
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.range[0] >= self.range[1]:
+            problems.append(f"range: expected [low, high], got {list(self.range)}")
+        if self.width % self.num_heads:
+            problems.append(f"width: expected a multiple of num_heads, {self.num_heads}, got {self.width}")
+        if problems:
+            raise ConfigError(problems, "tokens")
+
+
+class Block(nn.Module):
+    """Self-attention and a perceptron; with a cache, of one position at a time."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.to_qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.think = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor, causal: bool, cache: list[Tensor] | None = None) -> Tensor:
+        """Return ``[batch, positions, width]``; ``cache`` holds keys and values so far, and gets those of ``x``."""
+        heads = self.to_qkv(self.norms[0](x)).unflatten(-1, (3, self.num_heads, -1))
+        query, key, value = heads.permute(2, 0, 3, 1, 4)  # each [batch, heads, positions, width / heads]
+        if cache is not None:
+            if cache:
+                key, value = torch.cat([cache[0], key], dim=2), torch.cat([cache[1], value], dim=2)
+            cache[:] = [key, value]
+        seen = F.scaled_dot_product_attention(query, key, value, is_causal=causal and cache is None)
+        x = x + self.out(seen.transpose(1, 2).flatten(2))
+        return x + self.think(self.norms[1](x))
+
+
+class TokenHead(nn.Module):
+    """Decodes the tokens of chunks ``[batch, chunk_size, action_dim]``, given features ``[batch, width]``."""
+
+    centers: Tensor
+    """The action that each bin stands for, ``[num_bins]``."""
+
+    def __init__(self, width: int, chunk_size: int, action_dim: int, cfg: TokenCfg) -> None:
+        super().__init__()
+        self.cfg, self.shape, self.length = cfg, (chunk_size, action_dim), chunk_size * action_dim
+        low, high = cfg.range
+        edges = torch.linspace(low, high, cfg.num_bins + 1)
+        self.register_buffer("centers", 0.5 * (edges[1:] + edges[:-1]), persistent=False)
+        self.given = nn.Linear(width, cfg.width)
+        self.embedding = nn.Embedding(cfg.num_bins, cfg.width)
+        self.positions = nn.Parameter(torch.randn(self.length, cfg.width) * 0.02)
+        self.blocks = nn.ModuleList(Block(cfg.width, cfg.num_heads) for _ in range(cfg.depth))
+        self.norm, self.out = nn.LayerNorm(cfg.width), nn.Linear(cfg.width, cfg.num_bins)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        nn.init.normal_(self.out.weight, std=0.01)
+        nn.init.zeros_(self.out.bias)
+
+    @property
+    def causal(self) -> bool:
+        """Whether tokens depend on those before them."""
+        return self.cfg.decoding == "autoregressive"
+
+    def encode(self, actions: Tensor) -> Tensor:
+        """Return the tokens, int64 ``[..., n]``, of actions ``[..., n]``."""
+        low, high = self.cfg.range
+        share = (actions.float() - low) / (high - low)
+        return (share * self.cfg.num_bins).floor().long().clamp(0, self.cfg.num_bins - 1)
+
+    def decode(self, tokens: Tensor) -> Tensor:
+        """Return the actions that tokens stand for."""
+        return self.centers[tokens]
+
+    def logits(self, features: Tensor, tokens: Tensor) -> Tensor:
+        """Return ``[batch, length, num_bins]``: what each token is chosen from, given the tokens before it."""
+        x = self.given(features).unsqueeze(1) + self.positions.to(features.dtype)
+        if self.causal:
+            x = x + F.pad(self.embedding(tokens[:, :-1]), (0, 0, 1, 0))  # the first one follows none
+        for block in self.blocks:
+            x = block(x, self.causal)
+        return self.out(self.norm(x)).float()
+
+    def sample(
+        self, features: Tensor, deterministic: bool = False, generator: Generator | None = None
+    ) -> tuple[Tensor, Tensor, TensorDict]:
+        """Return ``(chunk, log_prob [batch, chunk_size, action_dim], decision)``, the likeliest if asked for."""
+        batch = features.shape[0]
+        if not self.causal:
+            nothing = torch.zeros(batch, self.length, dtype=torch.int64, device=features.device)
+            tokens, log_prob = _choose(self.logits(features, nothing), deterministic, generator)
+        else:
+            tokens, log_prob = self._one_by_one(features, deterministic, generator)
+        chunk = self.decode(tokens).view(batch, *self.shape)
+        return chunk, log_prob.view(batch, *self.shape), TensorDict({"tokens": tokens}, [batch])
+
+    def _one_by_one(self, features: Tensor, deterministic: bool, generator: Generator | None) -> tuple[Tensor, Tensor]:
+        """Return tokens and log-probabilities ``[batch, length]``; keys and values of those before are kept."""
+        given, caches = self.given(features).unsqueeze(1), [list[Tensor]() for _ in self.blocks]
+        tokens, log_probs = list[Tensor](), list[Tensor]()
+        for position in self.positions:
+            x = given + position.to(given.dtype)
+            if tokens:
+                x = x + self.embedding(tokens[-1]).unsqueeze(1)
+            for block, cache in zip(self.blocks, caches, strict=True):
+                x = block(x, True, cache)
+            token, log_prob = _choose(self.out(self.norm(x[:, 0])).float(), deterministic, generator)
+            tokens.append(token)
+            log_probs.append(log_prob)
+        return torch.stack(tokens, dim=1), torch.stack(log_probs, dim=1)
+
+    def evaluate(self, features: Tensor, decision: TensorDictBase) -> tuple[Tensor, Tensor]:
+        """Return ``(log_prob, entropy)`` of tokens, each ``[batch, chunk_size, action_dim]``."""
+        tokens = decision.get("tokens", None)
+        if tokens is None or tokens.shape[1:] != (self.length,):
+            got = "none" if tokens is None else list(tokens.shape)
+            raise RolloutError(f"decision: expected tokens [batch, {self.length}] of this policy, got {got}")
+        log_probs = self.logits(features, tokens).log_softmax(-1)
+        log_prob = log_probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+        entropy = -(log_probs.exp() * log_probs).sum(-1)
+        return log_prob.unflatten(1, self.shape), entropy.unflatten(1, self.shape)
+
+    def imitation_loss(
+        self, features: Tensor, actions: Tensor, valid: Tensor | None = None, generator: Generator | None = None
+    ) -> Tensor:
+        """Return ``[batch]`` the cross-entropy per number of ``actions`` ``[batch, n, action_dim]``.
+
+        ``n`` may be less than ``chunk_size``; ``valid`` ``[batch, n]`` tells which of them count.
+        """
+        batch, length = actions.shape[:2]
+        tokens = torch.zeros(batch, *self.shape, dtype=torch.int64, device=actions.device)
+        tokens[:, :length] = self.encode(actions)
+        counts = torch.zeros(batch, self.shape[0], device=actions.device)
+        counts[:, :length] = 1.0 if valid is None else valid.float()
+        log_prob = self.evaluate(features, TensorDict({"tokens": tokens.flatten(1)}, [batch]))[0]
+        return -(log_prob.mean(-1) * counts).sum(-1) / counts.sum(-1).clamp(min=1.0)
+
+
+def _choose(logits: Tensor, deterministic: bool, generator: Generator | None) -> tuple[Tensor, Tensor]:
+    """Return a token and its log-probability, each ``[...]``, from logits ``[..., num_bins]``."""
+    log_probs = logits.log_softmax(-1)
+    scores = log_probs
+    if not deterministic:  # the largest of log p - log(-log u) is a sample of p
+        drawn = torch.rand(logits.shape, device=logits.device, generator=generator)
+        scores = log_probs - (-drawn.clamp(1e-38, 1.0 - 1e-7).log()).log()
+    token = scores.argmax(-1)
+    return token, log_probs.gather(-1, token.unsqueeze(-1)).squeeze(-1)
