@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gymnasium as gym
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -10,9 +12,9 @@ from embodichain.agents.rl.algo import PPO, PPOCfg
 from embodichain.agents.rl.buffer import RolloutBuffer
 from embodichain.agents.rl.collector import SyncCollector, acting
 from embodichain.agents.rl.collector.acting import DeferredValues
-from embodichain.agents.rl.models import ActorCritic
+from embodichain.agents.rl.models import ActorCritic, build_policy
 from embodichain.envs.registration import make
-from embodichain.errors import RolloutError
+from embodichain.errors import ConfigError, RolloutError
 from tests.agents.rl.helpers import LinearPolicy, ScriptedEnv, make_policy
 
 
@@ -153,3 +155,30 @@ def test_a_simulation_that_diverges_is_bootstrapped() -> None:
     assert float(rollout["return"][1, 2]) == pytest.approx(delta_2 + 0.45 * delta_3 + float(value[1, 2]), rel=1e-4)
     assert float(rollout["return"][1, 3]) < -30.0
     env.close()
+
+
+def test_a_critic_without_images_values_vectors_alone() -> None:
+    """Images change actions and not values; values are computed at the end, and no images are kept for them."""
+    space = gym.spaces.Dict(
+        {
+            "image": gym.spaces.Dict({"top": gym.spaces.Box(0, 255, (8, 8, 3), np.uint8)}),
+            "object": gym.spaces.Box(-np.inf, np.inf, (2,)),
+            "robot": gym.spaces.Box(-np.inf, np.inf, (3,)),
+        }
+    )
+    block = {"name": "actor_critic", "critic_obs": ["object"], "critic_images": False, "normalize_obs": True}
+    policy = build_policy(block, space, 2, "cpu")
+    images = torch.randint(0, 256, (2, 5, 8, 8, 3), dtype=torch.uint8)
+    vectors = {"object": torch.randn(5, 2), "robot": torch.randn(5, 3)}
+    one, other = (TensorDict({"image": {"top": image}, **vectors}, [5]) for image in images)
+    assert policy.values_apart
+    assert torch.equal(policy.get_value(one), policy.get_value(other))
+    assert not torch.equal(policy.get_action(one, True)[0], policy.get_action(other, True)[0])
+    assert torch.equal(policy.get_action(one)[2], policy.get_value(one))
+    assert torch.equal(policy.evaluate_actions(one, torch.zeros(5, 2))[2], policy.get_value(one))
+    assert set(policy.seen_by_critic(one).keys(True, True)) == {"object", "robot"}
+    assert torch.equal(policy.get_value(policy.seen_by_critic(one)), policy.get_value(one))
+    for change in ({"memory": {"hidden_size": 4}}, {}):
+        alone = space if change else gym.spaces.Dict({"image": space["image"]})
+        with pytest.raises(ConfigError, match="critic_images: expected true"):
+            build_policy({**block, "critic_obs": [], **change}, alone, 2, "cpu")

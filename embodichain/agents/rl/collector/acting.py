@@ -224,6 +224,7 @@ class DeferredValues:
         """Set aside the final observations of a step in which a time limit cut the episodes of some envs."""
         if not self._policy.has_critic:
             return
+        final = self._policy.seen_by_critic(final)
         if self.may_look:
             if cut.any() if cut.is_cuda else cut.numpy().any():  # numpy's call on a few flags costs a third of torch's
                 rows = cut.nonzero().squeeze(-1)
@@ -242,7 +243,8 @@ class DeferredValues:
             zeros = torch.zeros_like(everywhere)
             buffer.finalize(None, zeros, value=zeros)
             return
-        values = self._values(storage["observation"].flatten(0, 1), None).view_as(everywhere) if self.deferred else None
+        obs, kept = self._policy.seen_by_critic(obs), self._policy.seen_by_critic(storage["observation"])
+        values = self._values(kept.flatten(0, 1), None).view_as(everywhere) if self.deferred else None
         if self.may_look:
             states = None if state is None else torch.cat([state, *self._cut_states])
             last, final = self._values(torch.cat([obs, *self._cut]), states).tensor_split([obs.shape[0]])

@@ -94,6 +94,9 @@ class NetworkPolicy(Policy):
     Methods of a recurrent policy that are given no state take an observation for the first of its episode.
     """
 
+    critic_images: bool = True
+    """Whether values follow from images, too."""
+
     def __init__(
         self,
         obs_space: ObservationSpace,
@@ -130,7 +133,8 @@ class NetworkPolicy(Policy):
     @property
     def values_apart(self) -> bool:  # type: ignore[override]
         # Actor and critic share neither a recurrent layer nor an image encoder, and no subclass acts its own way.
-        return self.memory is None and not self.encoder.images and type(self).act is NetworkPolicy.act
+        shares_images = self.critic_images and bool(self.encoder.images)
+        return self.memory is None and not shares_images and type(self).act is NetworkPolicy.act
 
     def initial_state(self, batch_size: int) -> Tensor | None:
         return None if self.memory is None else self.memory.initial_state(batch_size)
@@ -162,8 +166,15 @@ class NetworkPolicy(Policy):
         return self.head.sample(self.actor(self._perceive(obs, None)[0]), False, self.generator)
 
     def state_value(self, obs: Observation, state: Tensor | None = None) -> Tensor:
+        if not self.critic_images:
+            return self.value_of(*self.encoder(obs, images=False))
         features, privileged, _ = self._perceive(obs, state)
         return self.value_of(features, privileged)
+
+    def seen_by_critic(self, obs: Observation) -> Observation:
+        if self.critic_images or isinstance(obs, Tensor):
+            return obs
+        return obs.exclude(*(entry.path for entry in self.encoder.images))
 
     def evaluate_sequences(self, obs: Observation, actions: Tensor, state: Tensor, start: Tensor) -> Evaluation:
         public, privileged = self.encoder(obs)
@@ -238,9 +249,12 @@ class ActorCriticCfg(PolicyCfg):
     """The critic network, in the same shape as the actor's."""
     normalize_value: bool = False
     """Whether the critic learns returns shifted and scaled by their running mean and standard deviation."""
+    critic_images: bool = True
+    """Whether the critic sees images, too; without them it sees vectors alone, of which ``critic_obs`` may be part, and
+    values cost little."""
     auxiliary_coef: NotNegative = 0.0
-    """Weight of a loss by which what actor and critic share also learns to tell ``critic_obs``: images are understood
-    sooner, and the actor still needs nothing else."""
+    """Weight of a loss by which the actor's features also learn to tell ``critic_obs``: images are understood sooner,
+    and the actor still needs nothing else."""
 
 
 class ActorCritic(NetworkPolicy):
@@ -261,16 +275,20 @@ class ActorCritic(NetworkPolicy):
         critic: nn.Module,
         auxiliary: nn.Module | None = None,
         auxiliary_coef: float = 1.0,
+        critic_images: bool = True,
         **parts: Any,
     ) -> None:
         """``auxiliary`` maps features to what only the critic sees, with a loss of this weight."""
         super().__init__(obs_space, action_space, device, actor, **parts)
+        self.critic_images = critic_images
         self.critic = critic.to(self.device)
         self.auxiliary = None if auxiliary is None else auxiliary.to(self.device)
         self._auxiliary_coef = auxiliary_coef
         self._auxiliary_loss: Tensor | None = None
 
     def value_of(self, features: Tensor, privileged: Tensor | None) -> Tensor:
+        if not self.critic_images:  # which come after the vectors
+            features = features[..., : self.encoder.vector_dim - self.encoder.privileged_dim]
         inputs = features if privileged is None else torch.cat([features, privileged], dim=-1)
         return self.critic(inputs).squeeze(-1).float()
 
@@ -297,7 +315,13 @@ class ActorCritic(NetworkPolicy):
     def build(cls, cfg: Mapping[str, Any], obs_space: Any, action_space: Any, device: torch.device) -> Self:
         checked = ActorCriticCfg.from_dict(cfg, source="policy")
         width, parts = _build_parts(checked, obs_space, action_space)
-        network = build_network(checked.critic, width + parts["encoder"].privileged_dim, 1, last_gain=1.0)
+        seen = width + parts["encoder"].privileged_dim
+        if not checked.critic_images:
+            seen, parts["critic_images"] = parts["encoder"].vector_dim, False
+            if checked.memory is not None or not seen:
+                told = "a recurrent layer joins images and vectors" if seen else "there is nothing else to see"
+                raise ConfigError(f"critic_images: expected true, as {told}", "policy")
+        network = build_network(checked.critic, seen, 1, last_gain=1.0)
         critic = NormalizedCritic(network) if checked.normalize_value else network
         hidden = parts["encoder"].privileged_dim
         if checked.auxiliary_coef and not hidden:

@@ -202,8 +202,11 @@ class FeatureEncoder(nn.Module):
             columns = torch.arange(self.vector_dim).split([entry.size for entry in vectors])
             self._order = torch.cat([columns[vectors.index(entry)] for entry in self.vectors])
 
-    def forward(self, obs: Observation) -> tuple[Tensor, Tensor | None]:
-        """Return ``(public [..., public_dim], privileged [..., privileged_dim] or None)``."""
+    def forward(self, obs: Observation, images: bool = True) -> tuple[Tensor, Tensor | None]:
+        """Return ``(public [..., public_dim], privileged [..., privileged_dim] or None)``.
+
+        Vectors come first; without ``images`` there is nothing else.
+        """
         parts, privileged = list[Tensor](), None
         if self.vector_dim:
             vector = self.vector(obs)
@@ -212,7 +215,7 @@ class FeatureEncoder(nn.Module):
             if self.privileged_dim:
                 vector, privileged = vector.split([self.vector_dim - self.privileged_dim, self.privileged_dim], dim=-1)
             parts.append(vector)
-        for entry, encoder in zip(self.images, self.image_encoders, strict=True):
+        for entry, encoder in zip(self.images, self.image_encoders, strict=True) if images else ():
             image = entry_of(obs, entry.path) if not self.is_flat else obs
             parts.append(encoder(image if isinstance(image, Tensor) else next(sorted_leaves(image))[1]))
         return _join(parts), privileged

@@ -173,6 +173,10 @@ class Policy(nn.Module, ABC):
             for layer, dropout in recurrent:
                 layer.dropout = dropout
 
+    def seen_by_critic(self, obs: Observation) -> Observation:
+        """Return what of an observation values follow from: collectors need not keep the rest."""
+        return obs
+
     def take_auxiliary_loss(self) -> Tensor | None:
         """Return a loss ``[]`` of the policy's own on what ``evaluate`` was last given, which algorithms add; once."""
         return None
