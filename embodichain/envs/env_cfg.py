@@ -394,7 +394,7 @@ class ArmCfg(Config):
     """Lower and upper limits of joints, over those of the model."""
     servos: bool | None = None
     """Whether position servos take the place of the joints' motors; by default only joints without a motor get one."""
-    servo_frequency: Annotated[float, Field(gt=0, le=200)] = 40.0
+    servo_frequency: Annotated[float, Field(gt=0, le=200)] = 60.0
     """Stiffness of added servos as the natural frequency of the loaded joint, in radians per second."""
     gravity_compensation: bool | None = None
     """Whether the arm carries its own weight; by default with added servos, else as the model says."""

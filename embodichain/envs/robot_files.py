@@ -40,6 +40,7 @@ PREFIX = "robot/"
 _PACKAGE = "package://"
 _KEPT = 8  # adapted files that are kept
 _FASTEST_FINGER = 125.0  # natural frequency of a finger's servo at most, for steps of 4 ms
+_STUCK = 5.0  # times the critical damping, from which on a joint hardly follows
 _Entry = TypeVar("_Entry")
 
 
@@ -270,6 +271,7 @@ class _Adaptation:
             for name, parts in arms:
                 self._drive(model, parts, self.part.arms[name])
             self._collide(model, [parts for _, parts in arms])
+            self._hide(model)
             self._add_sites([parts for _, parts in arms])
             model = self._compile()
         specs = tuple(self._finish(model, name, parts) for name, parts in arms)
@@ -464,7 +466,12 @@ class _Adaptation:
             stiffness = min(4.0 * strongest / max(bounds[1] - bounds[0], 1e-3), inertia * _FASTEST_FINGER**2)
         stiffness = max(stiffness, 100.0 * float(model.dof_frictionloss[joint.dofadr[0]]))
         own = float(np.ravel(model.dof_damping[joint.dofadr[0]])[0])
-        damping = max(0.0, 2.0 * float(np.sqrt(stiffness * inertia)) - own)
+        critical = 2.0 * float(np.sqrt(stiffness * inertia))
+        damping = max(0.0, critical - own)
+        if own > _STUCK * critical:  # a way to hold a joint still: it is to move now
+            value = np.zeros(np.shape(self.spec.joint(name).damping))  # a number, since MuJoCo 4 a polynomial
+            value.flat[0] = critical
+            self.spec.joint(name).damping = value
         for actuator in [self.spec.actuator(model.actuator(i).name) for i in actuators_of(model, joint.id)]:
             for sensor in [s for s in self.spec.sensors if s.objname == actuator.name]:
                 self.spec.delete(sensor)
@@ -488,6 +495,16 @@ class _Adaptation:
             if geom.contype or geom.conaffinity:
                 in_hand = geom.parent.name in hand
                 geom.contype, geom.conaffinity = (1, 6) if in_hand else (0, 4)
+
+    def _hide(self, model: mujoco.MjModel) -> None:
+        """Draw no sites, and not what collides where a body has shapes to be looked at."""
+        pretty = {int(model.geom_bodyid[g]) for g in range(model.ngeom) if _is_visual(model, g)}
+        shown = {model.body(body).name for body in pretty}
+        for geom in self.spec.geoms:
+            if (geom.contype or geom.conaffinity) and geom.parent.name in shown:
+                geom.group = 3
+        for site in self.spec.sites:
+            site.group = 4
 
     def _add_sites(self, arms: list[ArmParts]) -> None:
         for parts in arms:
@@ -522,6 +539,11 @@ def _undriven_fingers(model: mujoco.MjModel, parts: ArmParts) -> list[str]:
         if joint not in driven and leader.get(joint) not in ids and not driven.intersection(leads):
             out.append(name)
     return out
+
+
+def _is_visual(model: mujoco.MjModel, geom: int) -> bool:
+    is_mesh = int(model.geom_type[geom]) == int(mujoco.mjtGeom.mjGEOM_MESH)
+    return is_mesh and not model.geom_contype[geom] and not model.geom_conaffinity[geom]
 
 
 def _hold(model: mujoco.MjModel, actuator: int) -> float:

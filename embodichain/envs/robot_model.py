@@ -23,6 +23,7 @@ HINGE, SLIDE = int(mujoco.mjtJoint.mjJNT_HINGE), int(mujoco.mjtJoint.mjJNT_SLIDE
 FREE = int(mujoco.mjtJoint.mjJNT_FREE)
 _TOOL_WORDS = ("tcp", "tool", "pinch", "grasp", "grip", "eef", "end_effector", "ee", "attachment", "flange", "wrist")
 _SHORTEST_ARM = 3  # joints from which on a branch of a robot may be an arm of its own, and no finger
+_ABOVE_TABLE = 0.25  # metres
 _SEARCHES, _STEPS = 24, 150  # of the posture to start from
 ADDED_SITE = "tool_frame"
 
@@ -457,7 +458,7 @@ def find_posture(
 ) -> np.ndarray | None:
     """Return joint positions that bring the tool to a point of the world, pointing down, or ``None``.
 
-    Without a target: in front of the first joint, half as far away as the arm reaches, a third of that above the base.
+    Without a target: in front of the first joint, at 0.6 of the arm's reach, and at 0.35 of it above the base.
     """
     generator = np.random.default_rng(0)
     lower, upper = np.array(parts.lower), np.array(parts.upper)
@@ -481,6 +482,9 @@ def find_posture(
         tool(starts[0])
         reach = max(float(np.linalg.norm(away)) for away in spread)
         goal = data.xanchor[first] * np.array([1.0, 1.0, 0.0]) + reach * np.array([0.6, 0.0, 0.35])
+        world = pos + base @ goal
+        world[2] = max(world[2], _ABOVE_TABLE)  # of a robot that stands lower than the table
+        goal = base.T @ (world - pos)
     else:
         goal = base.T @ (np.array(target) - pos)
     down = base.T @ np.array([0.0, 0.0, -1.0])
@@ -502,8 +506,9 @@ def find_posture(
             continue
         # Of the postures found, the one that is far from its limits, little wound up, and high above the table.
         margin = float(np.min(np.minimum(qpos - lower, upper - qpos) / (upper - lower)))
-        height = float(np.min(-(data.xanchor[ids[1:]] @ down)))
-        score = float(np.abs(qpos - starts[0]).sum()) - 20.0 * min(margin, 0.1) - 5.0 * height
+        height = float(np.mean(-(data.xanchor[ids[1:]] @ down)))
+        wound = float((np.abs(qpos - starts[0]) / (upper - lower)).sum())
+        score = wound - 20.0 * min(margin, 0.1) - 5.0 * height
         if best is None or score < best[0] - 1e-6:
             best = score, qpos
     return None if best is None else best[1]
