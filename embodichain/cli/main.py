@@ -17,6 +17,7 @@ _HINT = "(--traceback shows where it was raised)"
 TRACEBACK_VARIABLE = "EMBODICHAIN_TRACEBACK"
 COMMANDS = {
     "envs": "list the environments, or check that one keeps the contract",
+    "robots": "list the robots, or see what is recognised in a robot's MJCF file",
     "play": "roll an environment and show what happens",
     "stream": "stream episodes from simulation workers and watch the numbers",
     "record": "write the episodes of a stream as a LeRobotDataset folder",

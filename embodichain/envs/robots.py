@@ -16,7 +16,8 @@ from embodichain.envs.rendering import CameraCfg, mount_cameras
 from embodichain.envs.robot_files import ASSETS as ASSETS
 from embodichain.envs.robot_files import ROBOTS as ROBOTS
 from embodichain.envs.robot_files import TOOLS as TOOLS
-from embodichain.envs.robot_files import ArmSpec, adapted, describe, servo_scale, split_robot
+from embodichain.envs.robot_files import ArmSpec, adapted, servo_scale, split_robot
+from embodichain.envs.robot_files import describe as describe
 from embodichain.envs.robot_files import read_spec as read_spec
 from embodichain.envs.robot_files import register_robot as register_robot
 from embodichain.envs.robot_files import register_tool as register_tool

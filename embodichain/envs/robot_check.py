@@ -1,0 +1,340 @@
+"""What a robot file is and whether it works: which drives it has, whether its joints follow, whether kinematics agree.
+
+``suggest`` completes a config with what a model lacks; ``check_robot`` builds that robot, moves every joint and compares
+the kinematics with MuJoCo's. ``embodichain robots check`` prints the result.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import mujoco
+import numpy as np
+import torch
+
+from embodichain.envs.env_cfg import ArmCfg, RobotCfg
+from embodichain.envs.rendering import CameraCfg
+from embodichain.envs.robot_files import ROBOTS, find_file, read_spec, split_robot
+from embodichain.envs.robot_model import (
+    HINGE,
+    actuators_of,
+    below,
+    drive_kind,
+    find_chains,
+    free_base,
+    moves,
+    path_joints,
+    servo_of,
+)
+from embodichain.envs.robots import Arm, Robot, add_robot
+from embodichain.errors import AssetError, UnknownNameError, nearest
+
+TURN = 6.2832
+"""Limit that is suggested for a hinge that has none, in radians."""
+_MOVE, _SLIDE = 0.2, 0.02  # how far joints are moved, in radians and metres
+_SECONDS = 1.0
+_GOOD = 0.1  # part of the way that a joint may be off in the end
+_POSES = 64  # in which kinematics are compared
+
+_GROUND = """<mujoco><option timestep="0.004" integrator="implicitfast"/><asset>
+  <texture name="sky" type="skybox" builtin="gradient" rgb1="0.78 0.85 0.92" rgb2="0.45 0.55 0.68" width="64" height="384"/>
+  </asset><worldbody><light pos="1 -2 3" dir="-0.3 0.6 -1" diffuse="0.5 0.5 0.5"/>
+  <geom type="plane" size="3 3 0.1" contype="0" conaffinity="0" rgba="0.82 0.80 0.76 1"/></worldbody></mujoco>"""
+Frame = Callable[[mujoco.MjModel, mujoco.MjData], None]
+
+
+@dataclass
+class JointReport:
+    """One joint: what it is, what drives it, and whether it follows."""
+
+    name: str
+    kind: str
+    lower: float
+    upper: float
+    drive: str
+    start: float
+    follows: bool | None = None
+    """Whether the joint went where it was sent; ``None`` if nothing drives it."""
+    note: str = ""
+
+
+@dataclass
+class RobotReport:
+    """What was recognised in a robot file, and what was tried."""
+
+    cfg: RobotCfg
+    floating: str | None
+    """Name of the free joint of a robot that stands on nothing."""
+    joints: list[JointReport]
+    arms: dict[str, Arm]
+    needs: list[str]
+    """What the config had to be completed with."""
+    left_out: list[str] = field(default_factory=list)
+    kinematics_error: float = 0.0
+    """Largest difference of the tool's pose to MuJoCo's, in metres and radians."""
+    model: mujoco.MjModel | None = None
+    home: np.ndarray | None = None
+
+    @property
+    def works(self) -> bool:
+        """Whether all joints follow and the kinematics agree with MuJoCo's."""
+        return all(joint.follows is not False for joint in self.joints) and self.kinematics_error < 1e-4
+
+
+def robot_config(name: str) -> RobotCfg:
+    """Return the config of a registered robot or of an MJCF file."""
+    if name in ROBOTS:
+        return RobotCfg(uid=name)
+    if not name.endswith((".xml", ".mjcf", ".urdf")):
+        raise UnknownNameError(
+            f"expected the path of an MJCF file or a registered robot, got {name!r}.{nearest(name, ROBOTS)}"
+        )
+    return RobotCfg(uid=Path(name).parent.name or "robot", mjcf=str(find_file(name)))
+
+
+def suggest(cfg: RobotCfg) -> tuple[RobotCfg, list[str]]:
+    """Return a config with what its model lacks, as far as that can be guessed, and a sentence for every addition."""
+    if cfg.mjcf is None or cfg.arms:
+        return cfg, []
+    spec, needs = read_spec(find_file(cfg.mjcf)), []
+    for i, body in enumerate(spec.bodies):
+        body.name = body.name or f"body_{i}"
+    for joint in spec.joints:
+        joint.name = joint.name or f"{joint.parent.name}_joint"
+    try:
+        model = spec.compile()
+    except ValueError as error:
+        raise AssetError(f"{cfg.mjcf} does not compile: {error}") from error
+    if free_base(model) is not None and not cfg.fix_base:
+        return cfg, []
+    ends = find_chains(model)
+    if len(ends) > 1 and not cfg.joints and cfg.tool_site is None:
+        named = {_arm_name(model, end, i): _last_body(model, end) for i, end in enumerate(ends)}
+        needs.append(f"the model has {len(ends)} arms: each is named under arms")
+        cfg = cfg.replace(arms={name: ArmCfg(tool_site=site) for name, site in named.items()})
+        chains = [path_joints(model, end) for end in ends]
+    elif cfg.joints:
+        chains = [[model.joint(name).id for name in cfg.joints if name in _joint_names(model)]]
+    else:
+        chains = [path_joints(model, end) for end in ends]
+    joints = [j for chain in chains for j in chain if moves(model, j)]
+    endless = [j for j in joints if not model.jnt_limited[j] and servo_of(model, j) is None]
+    endless = [j for j in endless if model.joint(j).name not in cfg.limits]
+    hinges = {model.joint(j).name: (-TURN, TURN) for j in endless if int(model.jnt_type[j]) == HINGE}
+    slides = [model.joint(j).name for j in endless if int(model.jnt_type[j]) != HINGE]
+    if hinges:
+        needs.append(f"without limits: {', '.join(hinges)}; a turn to either side is assumed")
+        cfg = cfg.replace(limits={**cfg.limits, **hinges})
+    if slides and not cfg.arms:
+        needs.append(f"slides without limits: {', '.join(slides)}; they are held where they are")
+        cfg = cfg.replace(joints=[model.joint(j).name for j in joints if model.joint(j).name not in slides])
+    torque = [j for j in joints if actuators_of(model, j) and servo_of(model, j) is None]
+    if torque and cfg.servos is None:
+        kinds = sorted({drive_kind(model, i) for j in torque for i in actuators_of(model, j)})
+        needs.append(f"driven by {' and '.join(kinds)}: servos take their place, for all actions but effort")
+        cfg = cfg.replace(servos=True)
+    return cfg, needs
+
+
+def _joint_names(model: mujoco.MjModel) -> list[str]:
+    return [model.joint(j).name for j in range(model.njnt)]
+
+
+def _arm_name(model: mujoco.MjModel, end: int, index: int) -> str:
+    text = model.body(end).name.lower()
+    return next((side for side in ("left", "right") if side in text), f"arm_{index + 1}")
+
+
+def _last_body(model: mujoco.MjModel, end: int) -> str:
+    """Return the last body that is fixed to an arm's last link."""
+    rigid = [b for b in below(model, end) if path_joints(model, b) == path_joints(model, end)]
+    return model.body(rigid[-1]).name
+
+
+def check_robot(cfg: RobotCfg, frame: Frame | None = None) -> RobotReport:
+    """Build a robot in an empty scene, move every joint, and compare its kinematics with MuJoCo's.
+
+    ``frame`` is called every few steps, to film it.
+    """
+    cfg, needs = suggest(cfg)
+    raw = _floating_model(cfg)
+    if raw is not None:
+        return _check_floating(cfg, raw, frame)
+    spec = mujoco.MjSpec.from_string(_GROUND)
+    add_robot(spec, cfg)
+    model = spec.compile()
+    robot = Robot(model, cfg)
+    home = robot.home(torch.tensor(model.qpos0)).numpy()
+    held, joints = _rest_controls(model, robot, home), []
+    for arm in robot.arms.values():
+        joints += _try_arm(model, arm, home, held, frame)
+    errors = [_kinematics_error(model, arm, home) for arm in robot.arms.values()]
+    report = RobotReport(cfg, None, joints, robot.arms, needs, [], max(errors), model, home)
+    return report
+
+
+def _rest_controls(model: mujoco.MjModel, robot: Robot, home: np.ndarray) -> np.ndarray:
+    """Return controls that keep the robot at its starting posture, the grippers open."""
+    controls = robot.idle_control.numpy().astype(float)
+    for arm in robot.arms.values():
+        at = home[[int(model.joint(name).qposadr[0]) for name in arm.joints]]
+        if arm.has_servos:
+            scale, offset = (1.0, 0.0) if arm.control_scale is None else (part.numpy() for part in arm.control_scale)
+            controls[arm.actuators[: arm.num_joints]] = scale * at + offset
+        controls[arm.actuators[len(arm.actuators) - len(arm.grip_open) :]] = arm.grip_open.numpy()
+    return controls
+
+
+def _try_arm(
+    model: mujoco.MjModel, arm: Arm, home: np.ndarray, held: np.ndarray, frame: Frame | None
+) -> list[JointReport]:
+    out = []
+    for i, name in enumerate(arm.joints):
+        joint = model.joint(name)
+        slides = int(joint.type[0]) != HINGE
+        start, lower, upper = float(home[joint.qposadr[0]]), float(arm.lower[i]), float(arm.upper[i])
+        by = min(_SLIDE if slides else _MOVE, 0.5 * (upper - lower)) * (1.0 if upper - start > start - lower else -1.0)
+        drive = "servo" if arm.has_servos else "motor" if arm.has_motors else "none"
+        report = JointReport(name, "slide" if slides else "hinge", lower, upper, drive, start)
+        if arm.has_servos:
+            scale = 1.0 if arm.control_scale is None else float(arm.control_scale[0][i])
+            changed = held.copy()
+            changed[arm.actuators[i]] += scale * by
+            reached = _simulate(model, home, changed, frame)[joint.qposadr[0]] - start
+            report.follows = bool(abs(reached - by) < _GOOD * abs(by) + 1e-3)
+            report.note = "" if report.follows else f"went {reached:+.3f} of {by:+.3f}"
+        elif arm.has_motors:
+            report.follows = _turns(model, joint.id, arm.actuators[i], float(arm.max_control[i]), home)
+        out.append(report)
+    for i, name in enumerate(arm.fingers):
+        joint = model.joint(name)
+        closed, opened = float(arm.finger_closed[i]), float(arm.finger_open[i])
+        kind = "slide" if int(joint.type[0]) != HINGE else "hinge"
+        out.append(JointReport(name, kind, closed, opened, "gripper", float(home[joint.qposadr[0]])))
+    if arm.fingers:
+        changed = held.copy()
+        changed[arm.actuators[len(arm.actuators) - len(arm.grip_open) :]] = arm.grip_closed.numpy()
+        at = _simulate(model, home, changed, frame)
+        for i, report in enumerate(out[len(arm.joints) :]):
+            reached, way = at[model.joint(report.name).qposadr[0]], float(arm.finger_closed[i] - arm.finger_open[i])
+            report.follows = bool(abs(reached - float(arm.finger_closed[i])) < 0.25 * abs(way) + 1e-3)
+            report.note = "closed, open" if report.follows else f"closes to {reached:.3f} only"
+    return out
+
+
+def _simulate(model: mujoco.MjModel, home: np.ndarray, controls: np.ndarray, frame: Frame | None) -> np.ndarray:
+    """Hold controls for a while from the starting posture, and return the positions then."""
+    data = mujoco.MjData(model)
+    data.qpos[:] = home
+    steps = round(_SECONDS / model.opt.timestep)
+    for step in range(steps):
+        data.ctrl[:] = controls
+        mujoco.mj_step(model, data)
+        if frame is not None and step % 10 == 0:
+            frame(model, data)
+    return data.qpos.copy()
+
+
+def _turns(model: mujoco.MjModel, joint: int, actuator: int, most: float, home: np.ndarray) -> bool:
+    """Tell whether a motor moves its joint: its acceleration changes sign with the control."""
+    data, found = mujoco.MjData(model), []
+    for sign in (1.0, -1.0):
+        mujoco.mj_resetData(model, data)
+        data.qpos[:] = home
+        data.ctrl[actuator] = sign * most
+        mujoco.mj_forward(model, data)
+        found.append(float(data.qacc[model.jnt_dofadr[joint]]))
+    return found[0] > found[1]
+
+
+def _kinematics_error(model: mujoco.MjModel, arm: Arm, home: np.ndarray) -> float:
+    """Return the largest difference of the tool's pose between the batched kinematics and MuJoCo's."""
+    if arm.chain is None or arm.site is None:
+        return 0.0
+    low, high = arm.lower.clamp_min(-np.pi), arm.upper.clamp_max(np.pi)
+    drawn = torch.rand(_POSES, arm.num_joints, generator=torch.Generator().manual_seed(0))
+    qpos = low + (high - low) * drawn
+    positions, rotations = arm.chain.pose(qpos)
+    data, site, worst = mujoco.MjData(model), model.site(arm.site).id, 0.0
+    addresses = [int(model.joint(name).qposadr[0]) for name in arm.joints]
+    for i in range(_POSES):
+        data.qpos[:] = home
+        data.qpos[addresses] = qpos[i].numpy()
+        mujoco.mj_kinematics(model, data)
+        off = np.abs(positions[i].numpy() - data.site_xpos[site]).max()
+        turned = np.abs(rotations[i].numpy() - data.site_xmat[site].reshape(3, 3)).max()
+        worst = max(worst, float(off), float(turned))
+    return worst
+
+
+def _floating_model(cfg: RobotCfg) -> mujoco.MjModel | None:
+    """Return the model of a robot whose base is free, or ``None``."""
+    if cfg.fix_base or cfg.arms:
+        return None
+    part = split_robot(cfg)[0]
+    model = read_spec(find_file(str(part.cfg.mjcf))).compile()
+    return model if free_base(model) is not None else None
+
+
+def _check_floating(cfg: RobotCfg, model: mujoco.MjModel, frame: Frame | None) -> RobotReport:
+    """List the joints of a robot whose base is free, and move each with the base held."""
+    base = next(j for j in range(model.njnt) if model.joint(j).name == free_base(model))
+    home = model.key_qpos[0].copy() if model.nkey else model.qpos0.copy()
+    model.opt.gravity[:] = 0.0
+    model.opt.disableflags = int(model.opt.disableflags) | int(mujoco.mjtDisableBit.mjDSBL_CONTACT)
+    joints = []
+    for j in range(model.njnt):
+        if not moves(model, j):
+            continue
+        drives, address = actuators_of(model, j), int(model.jnt_qposadr[j])
+        limited = bool(model.jnt_limited[j])
+        low, high = (float(q) for q in model.jnt_range[j]) if limited else (-np.inf, np.inf)
+        kind = drive_kind(model, drives[0]) if drives else "none"
+        name = "hinge" if int(model.jnt_type[j]) == HINGE else "slide"
+        report = JointReport(model.joint(j).name, name, low, high, kind, float(home[address]))
+        if kind == "none":
+            report.note = "nothing drives it"
+        else:
+            by = _MOVE if high - home[address] > home[address] - low else -_MOVE
+            report.follows = _follows_free(model, base, j, drives[0], home, by, kind, frame)
+        joints.append(report)
+    return RobotReport(cfg, model.joint(base).name or "(without a name)", joints, {}, [], [], 0.0, model, home)
+
+
+def _follows_free(
+    model: mujoco.MjModel,
+    base: int,
+    joint: int,
+    drive: int,
+    home: np.ndarray,
+    by: float,
+    kind: str,
+    frame: Frame | None,
+) -> bool:
+    """Drive one joint while the base is held, and tell whether it moved the way it was sent."""
+    data, address = mujoco.MjData(model), int(model.jnt_qposadr[joint])
+    first, dof = int(model.jnt_qposadr[base]), int(model.jnt_dofadr[base])
+    data.qpos[:] = home
+    servos = [(i, int(model.actuator_trnid[i, 0])) for i in range(model.nu) if drive_kind(model, i) == "servo"]
+    for i, target in servos:
+        data.ctrl[i] = home[model.jnt_qposadr[target]]
+    most = float(model.actuator_ctrlrange[drive, 1]) if model.actuator_ctrllimited[drive] else 1.0
+    data.ctrl[drive] = home[address] + by if kind == "servo" else np.sign(by) * most
+    for step in range(round((_SECONDS if kind == "servo" else 0.1) / model.opt.timestep)):
+        mujoco.mj_step(model, data)
+        data.qpos[first : first + 7], data.qvel[dof : dof + 6] = home[first : first + 7], 0.0
+        if frame is not None and step % 10 == 0:
+            frame(model, data)
+    return bool((data.qpos[address] - home[address]) * np.sign(by) > 0.2 * abs(by))
+
+
+def overview(model: mujoco.MjModel, home: np.ndarray) -> CameraCfg:
+    """Return a camera that has the whole robot in view."""
+    data = mujoco.MjData(model)
+    data.qpos[:] = home
+    mujoco.mj_forward(model, data)
+    points = data.xpos[1:] if model.nbody > 1 else data.xpos
+    middle = 0.5 * (points.min(axis=0) + points.max(axis=0))
+    size = max(0.5, float(np.linalg.norm(points.max(axis=0) - points.min(axis=0))))
+    eye = middle + size * np.array([1.1, -1.3, 0.7])
+    return CameraCfg(name="robot", pos=tuple(eye.tolist()), lookat=tuple(middle.tolist()))
