@@ -397,7 +397,7 @@ class ArmCfg(Config):
     servo_frequency: Annotated[float, Field(gt=0, le=200)] = 60.0
     """Stiffness of added servos as the natural frequency of the loaded joint, in radians per second."""
     gravity_compensation: bool | None = None
-    """Whether the arm carries its own weight; by default with added servos, else as the model says."""
+    """Whether the arm carries its own weight, as the controllers of real arms do; by default if it has servos."""
     fix_base: bool = False
     """Whether a robot with a free base is bolted down where its model has it."""
     collisions: Literal["scene", "own"] = "scene"

@@ -15,6 +15,7 @@ from embodichain.errors import ConfigError
 
 _SECONDS = 1.0  # in which a gripper is open or closed
 _NEARLY = 0.9  # cosine of the angle to an axis of the tool below which fingers are thought to move along it
+_HEAVY = 1e6  # inertia of the arm's joints while its gripper is tried
 _FAR = 1.0  # metres beyond which the distance of two fingers is not measured
 
 
@@ -152,6 +153,8 @@ class _Trial:
         flags, gravity = int(model.opt.disableflags), model.opt.gravity.copy()
         model.opt.disableflags = flags | int(mujoco.mjtDisableBit.mjDSBL_CONTACT)
         model.opt.gravity[:] = 0.0
+        inertia = model.dof_armature.copy()
+        model.dof_armature[self._still] = _HEAVY  # what drives the arm does not move it
         mujoco.mj_resetData(model, data)
         for _ in range(round(_SECONDS / model.opt.timestep)):
             data.qpos[self._held], data.qvel[self._still] = self.parts.init, 0.0
@@ -159,7 +162,7 @@ class _Trial:
             mujoco.mj_step(model, data)
         data.qpos[self._held] = self.parts.init
         mujoco.mj_kinematics(model, data)
-        model.opt.disableflags, model.opt.gravity[:] = flags, gravity
+        model.opt.disableflags, model.opt.gravity[:], model.dof_armature[:] = flags, gravity, inertia
         position, rotation, _ = site_frame(model, data, self.parts)
         away = self.centres() - position
         axis = rotation @ self.parts.axis

@@ -1,7 +1,7 @@
 """What a robot file is and whether it works: which drives it has, whether its joints follow, whether kinematics agree.
 
-``suggest`` completes a config with what a model lacks; ``check_robot`` builds that robot, moves every joint and compares
-the kinematics with MuJoCo's. ``embodichain robots check`` prints the result.
+``suggest`` completes a config with what a model lacks; ``check_robot`` builds that robot, moves every joint and
+compares the kinematics with MuJoCo's. ``embodichain robots check`` prints the result.
 """
 
 from collections.abc import Callable
@@ -22,6 +22,7 @@ from embodichain.envs.robot_model import (
     drive_kind,
     find_chains,
     free_base,
+    has_limits,
     moves,
     path_joints,
     servo_of,
@@ -36,9 +37,10 @@ _SECONDS = 1.0
 _GOOD = 0.1  # part of the way that a joint may be off in the end
 _POSES = 64  # in which kinematics are compared
 
-_GROUND = """<mujoco><option timestep="0.004" integrator="implicitfast"/><asset>
-  <texture name="sky" type="skybox" builtin="gradient" rgb1="0.78 0.85 0.92" rgb2="0.45 0.55 0.68" width="64" height="384"/>
-  </asset><worldbody><light pos="1 -2 3" dir="-0.3 0.6 -1" diffuse="0.5 0.5 0.5"/>
+_GROUND = """<mujoco><option timestep="0.004" integrator="implicitfast"/>
+  <visual><headlight ambient="0.4 0.4 0.4" diffuse="0.35 0.35 0.35" specular="0 0 0"/></visual><asset>
+  <texture name="sky" type="skybox" builtin="gradient" rgb1="0.78 0.85 0.92" rgb2="0.45 0.55 0.68"
+  width="8" height="48"/></asset><worldbody><light pos="1 -2 3" dir="-0.3 0.6 -1" diffuse="0.5 0.5 0.5"/>
   <geom type="plane" size="3 3 0.1" contype="0" conaffinity="0" rgba="0.82 0.80 0.76 1"/></worldbody></mujoco>"""
 Frame = Callable[[mujoco.MjModel, mujoco.MjData], None]
 
@@ -85,7 +87,7 @@ def robot_config(name: str) -> RobotCfg:
     """Return the config of a registered robot or of an MJCF file."""
     if name in ROBOTS:
         return RobotCfg(uid=name)
-    if not name.endswith((".xml", ".mjcf", ".urdf")):
+    if not name.endswith((".xml", ".mjcf")):
         raise UnknownNameError(
             f"expected the path of an MJCF file or a registered robot, got {name!r}.{nearest(name, ROBOTS)}"
         )
@@ -118,8 +120,7 @@ def suggest(cfg: RobotCfg) -> tuple[RobotCfg, list[str]]:
     else:
         chains = [path_joints(model, end) for end in ends]
     joints = [j for chain in chains for j in chain if moves(model, j)]
-    endless = [j for j in joints if not model.jnt_limited[j] and servo_of(model, j) is None]
-    endless = [j for j in endless if model.joint(j).name not in cfg.limits]
+    endless = [j for j in joints if model.joint(j).name not in cfg.limits and not has_limits(model, j)]
     hinges = {model.joint(j).name: (-TURN, TURN) for j in endless if int(model.jnt_type[j]) == HINGE}
     slides = [model.joint(j).name for j in endless if int(model.jnt_type[j]) != HINGE]
     if hinges:
@@ -287,16 +288,17 @@ def _check_floating(cfg: RobotCfg, model: mujoco.MjModel, frame: Frame | None) -
         if not moves(model, j):
             continue
         drives, address = actuators_of(model, j), int(model.jnt_qposadr[j])
+        direct = [i for i in drives if int(model.actuator_trntype[i]) == int(mujoco.mjtTrn.mjTRN_JOINT)]
         limited = bool(model.jnt_limited[j])
         low, high = (float(q) for q in model.jnt_range[j]) if limited else (-np.inf, np.inf)
-        kind = drive_kind(model, drives[0]) if drives else "none"
+        kind = drive_kind(model, direct[0]) if direct else "tendon" if drives else "none"
         name = "hinge" if int(model.jnt_type[j]) == HINGE else "slide"
         report = JointReport(model.joint(j).name, name, low, high, kind, float(home[address]))
         if kind == "none":
             report.note = "nothing drives it"
-        else:
+        elif direct:
             by = _MOVE if high - home[address] > home[address] - low else -_MOVE
-            report.follows = _follows_free(model, base, j, drives[0], home, by, kind, frame)
+            report.follows = _follows_free(model, base, j, direct[0], home, by, kind, frame)
         joints.append(report)
     return RobotReport(cfg, model.joint(base).name or "(without a name)", joints, {}, [], [], 0.0, model, home)
 
@@ -315,9 +317,10 @@ def _follows_free(
     data, address = mujoco.MjData(model), int(model.jnt_qposadr[joint])
     first, dof = int(model.jnt_qposadr[base]), int(model.jnt_dofadr[base])
     data.qpos[:] = home
-    servos = [(i, int(model.actuator_trnid[i, 0])) for i in range(model.nu) if drive_kind(model, i) == "servo"]
-    for i, target in servos:
-        data.ctrl[i] = home[model.jnt_qposadr[target]]
+    for other in range(model.njnt):
+        servo = servo_of(model, other)
+        if servo is not None:
+            data.ctrl[servo] = home[model.jnt_qposadr[other]]
     most = float(model.actuator_ctrlrange[drive, 1]) if model.actuator_ctrllimited[drive] else 1.0
     data.ctrl[drive] = home[address] + by if kind == "servo" else np.sign(by) * most
     for step in range(round((_SECONDS if kind == "servo" else 0.1) / model.opt.timestep)):

@@ -443,7 +443,8 @@ class _Adaptation:
             ends = cfg.limits.get(name, tuple(model.jnt_range[joint].tolist()))
             self._add_servo(model, name, inertia[joint], ends, cfg, is_finger=True)
         self.added += wanted + fingers
-        weightless = bool(wanted) if cfg.gravity_compensation is None else cfg.gravity_compensation
+        servos = wanted or all(servo_of(model, model.joint(name).id) is not None for name in parts.joints)
+        weightless = bool(servos) if cfg.gravity_compensation is None else cfg.gravity_compensation
         if weightless or cfg.gravity_compensation is False:
             for body in below(model, int(model.joint(parts.joints[0]).bodyid[0])):
                 self.spec.body(model.body(body).name).gravcomp = 1.0 if weightless else 0.0
@@ -523,7 +524,7 @@ class _Adaptation:
         grip = None
         if parts.fingers:
             grip = known_grip(model, parts) if plain else try_grip(model, parts, cfg, key)
-        down = _DOWN if self.ours else tuple(map(tuple, _point_down(model, parts, cfg, grip).tolist()))
+        down = _our_down(cfg) if self.ours else tuple(map(tuple, _point_down(model, parts, cfg, grip).tolist()))
         added = tuple(joint for joint in self.added if joint in (*parts.joints, *parts.fingers))
         return ArmSpec(name, parts, grip, down, added, plain)
 
@@ -544,6 +545,15 @@ def _undriven_fingers(model: mujoco.MjModel, parts: ArmParts) -> list[str]:
 def _is_visual(model: mujoco.MjModel, geom: int) -> bool:
     is_mesh = int(model.geom_type[geom]) == int(mujoco.mjtGeom.mjGEOM_MESH)
     return is_mesh and not model.geom_contype[geom] and not model.geom_conaffinity[geom]
+
+
+def _our_down(cfg: ArmCfg) -> tuple[tuple[float, ...], ...]:
+    """Return our tools pointing down, turned with the base of their arm."""
+    if cfg.yaw is None and cfg.quat is None:
+        return _DOWN
+    base = np.empty(9)
+    mujoco.mju_quat2Mat(base, base_pose(cfg)[1])
+    return tuple(map(tuple, (base.reshape(3, 3) @ np.array(_DOWN)).tolist()))
 
 
 def _hold(model: mujoco.MjModel, actuator: int) -> float:

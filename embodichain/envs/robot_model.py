@@ -24,6 +24,7 @@ FREE = int(mujoco.mjtJoint.mjJNT_FREE)
 _TOOL_WORDS = ("tcp", "tool", "pinch", "grasp", "grip", "eef", "end_effector", "ee", "attachment", "flange", "wrist")
 _SHORTEST_ARM = 3  # joints from which on a branch of a robot may be an arm of its own, and no finger
 _ABOVE_TABLE = 0.25  # metres
+_PLACES = ((0.6, 0.35), (0.5, 0.35), (0.5, 0.25), (0.4, 0.3), (0.3, 0.3))  # out and up, in reaches of the arm
 _SEARCHES, _STEPS = 24, 150  # of the posture to start from
 ADDED_SITE = "tool_frame"
 
@@ -203,7 +204,20 @@ def _last_link(model: mujoco.MjModel, cfg: ArmCfg, key: str) -> int:
             f"{key}.tool_site, or each under {key}.arms, such as "
             + '{"left": {"tool_site": ...}, "right": {"tool_site": ...}}'
         )
-    return ends[0]
+    return _before_fingers(model, ends[0])
+
+
+def _before_fingers(model: mujoco.MjModel, end: int) -> int:
+    """Return the link that carries a site named as a tool's, if a joint or two after it are a single finger's."""
+    chain = path_joints(model, end)
+    for site in range(model.nsite):
+        body = int(model.site_bodyid[site])
+        before = path_joints(model, body)
+        beyond = len(chain) - len(before)
+        named = _rank(model.site(site).name)[0] < len(_TOOL_WORDS)
+        if named and 0 < beyond <= 2 and len(before) >= _SHORTEST_ARM and chain[: len(before)] == before:
+            return int(model.jnt_bodyid[before[-1]])
+    return end
 
 
 def _place(model: mujoco.MjModel, name: str, key: str) -> tuple[int, int | None]:
@@ -247,6 +261,12 @@ def _limits(model: mujoco.MjModel, cfg: ArmCfg, key: str, joints: list[int]) -> 
             f"leave them out of {key}.joints, which holds them where they are"
         )
     return [float(low) for low, _ in bounds], [float(high) for _, high in bounds]
+
+
+def has_limits(model: mujoco.MjModel, joint: int) -> bool:
+    """Tell whether a joint is limited, by itself or by the range of its servo."""
+    drive = servo_of(model, joint)
+    return bool(model.jnt_limited[joint] or (drive is not None and model.actuator_ctrllimited[drive]))
 
 
 def actuators_of(model: mujoco.MjModel, joint: int) -> list[int]:
@@ -458,57 +478,82 @@ def find_posture(
 ) -> np.ndarray | None:
     """Return joint positions that bring the tool to a point of the world, pointing down, or ``None``.
 
-    Without a target: in front of the first joint, at 0.6 of the arm's reach, and at 0.35 of it above the base.
+    Without a target: in front of the first hinge and above the table, as far out as that is possible.
     """
-    generator = np.random.default_rng(0)
-    lower, upper = np.array(parts.lower), np.array(parts.upper)
-    ids = [model.joint(name).id for name in parts.joints]
-    addresses, dofs = [int(model.jnt_qposadr[j]) for j in ids], [int(model.jnt_dofadr[j]) for j in ids]
     rotation = np.empty(9)
     mujoco.mju_quat2Mat(rotation, quat)
     base = rotation.reshape(3, 3)
-    narrow = np.clip(lower, -np.pi, None), np.clip(upper, None, np.pi)
-
-    def tool(qpos: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-        data.qpos[addresses] = qpos
-        mujoco.mj_kinematics(model, data)
-        mujoco.mj_comPos(model, data)
-        return site_frame(model, data, parts)
-
-    starts = [0.5 * (narrow[0] + narrow[1]), *generator.uniform(*narrow, size=(_SEARCHES, len(ids)))]
-    if target is None:
-        first = next((j for j in ids if int(model.jnt_type[j]) == HINGE), ids[0])
-        spread = [tool(start)[0] - data.xanchor[first] for start in starts]
-        tool(starts[0])
-        reach = max(float(np.linalg.norm(away)) for away in spread)
-        goal = data.xanchor[first] * np.array([1.0, 1.0, 0.0]) + reach * np.array([0.6, 0.0, 0.35])
-        world = pos + base @ goal
+    search = _Search(model, data, parts, base.T @ np.array([0.0, 0.0, -1.0]))
+    if target is not None:
+        return search.run(base.T @ (np.array(target) - pos))
+    foot, reach = search.reach()
+    for out, up in _PLACES:
+        world = pos + base @ (foot + reach * np.array([out, 0.0, up]))
         world[2] = max(world[2], _ABOVE_TABLE)  # of a robot that stands lower than the table
-        goal = base.T @ (world - pos)
-    else:
-        goal = base.T @ (np.array(target) - pos)
-    down = base.T @ np.array([0.0, 0.0, -1.0])
-    best: tuple[float, np.ndarray] | None = None
-    jacobian = np.zeros((6, model.nv))
-    for start in starts:
-        qpos = start.copy()
+        found = search.run(base.T @ (world - pos))
+        if found is not None:
+            return found
+    return None
+
+
+class _Search:
+    """Looks for joint positions by damped least squares, from the middle of the limits and from drawn ones."""
+
+    def __init__(self, model: mujoco.MjModel, data: mujoco.MjData, parts: ArmParts, down: np.ndarray) -> None:
+        self.model, self.data, self.parts, self.down = model, data, parts, down
+        self.lower, self.upper = np.array(parts.lower), np.array(parts.upper)
+        self.ids = [model.joint(name).id for name in parts.joints]
+        self.addresses = [int(model.jnt_qposadr[j]) for j in self.ids]
+        self.dofs = [int(model.jnt_dofadr[j]) for j in self.ids]
+        narrow = np.clip(self.lower, -np.pi, None), np.clip(self.upper, None, np.pi)
+        drawn = np.random.default_rng(0).uniform(*narrow, size=(_SEARCHES, len(self.ids)))
+        self.starts = [0.5 * (narrow[0] + narrow[1]), *drawn]
+
+    def reach(self) -> tuple[np.ndarray, float]:
+        """Return the foot of the first hinge, and how far from it the tool can be."""
+        first = next((j for j in self.ids if int(self.model.jnt_type[j]) == HINGE), self.ids[0])
+        far = max(float(np.linalg.norm(self._tool(start)[0] - self.data.xanchor[first])) for start in self.starts)
+        self._tool(self.starts[0])
+        return self.data.xanchor[first] * np.array([1.0, 1.0, 0.0]), far
+
+    def run(self, goal: np.ndarray) -> np.ndarray | None:
+        """Return the best of the postures found for a point in the frame of the base."""
+        best: tuple[float, np.ndarray] | None = None
+        for start in self.starts:
+            qpos = self._descend(start.copy(), goal)
+            position, frame, _ = self._tool(qpos)
+            if np.linalg.norm(goal - position) > 0.005 or frame @ self.parts.axis @ self.down < 0.999:
+                continue
+            score = self._score(qpos)
+            if best is None or score < best[0] - 1e-6:
+                best = score, qpos
+        return None if best is None else best[1]
+
+    def _descend(self, qpos: np.ndarray, goal: np.ndarray) -> np.ndarray:
+        jacobian = np.zeros((6, self.model.nv))
         for _ in range(_STEPS):
-            position, frame, body = tool(qpos)
-            error = np.concatenate((goal - position, np.cross(frame @ parts.axis, down)))
-            if frame @ parts.axis @ down < 0:  # upside down, where the cross product fades
+            position, frame, body = self._tool(qpos)
+            points = frame @ self.parts.axis
+            error = np.concatenate((goal - position, np.cross(points, self.down)))
+            if np.abs(error).max() < 1e-4 and points @ self.down > 0:
+                break
+            if points @ self.down < 0:  # upside down, where the cross product fades
                 error[3:] *= 2.0 / max(0.1, float(np.linalg.norm(error[3:])))
-            mujoco.mj_jac(model, data, jacobian[:3], jacobian[3:], position, body)
-            part = jacobian[:, dofs]
-            step = part.T @ np.linalg.solve(part @ part.T + 0.01 * np.eye(6), np.clip(error, -0.2, 0.2))
-            qpos = np.clip(qpos + step, lower, upper)
-        position, frame, _ = tool(qpos)
-        if np.linalg.norm(goal - position) > 0.005 or frame @ parts.axis @ down < 0.999:
-            continue
-        # Of the postures found, the one that is far from its limits, little wound up, and high above the table.
-        margin = float(np.min(np.minimum(qpos - lower, upper - qpos) / (upper - lower)))
-        height = float(np.mean(-(data.xanchor[ids[1:]] @ down)))
-        wound = float((np.abs(qpos - starts[0]) / (upper - lower)).sum())
-        score = wound - 20.0 * min(margin, 0.1) - 5.0 * height
-        if best is None or score < best[0] - 1e-6:
-            best = score, qpos
-    return None if best is None else best[1]
+            mujoco.mj_jac(self.model, self.data, jacobian[:3], jacobian[3:], position, body)
+            part = jacobian[:, self.dofs]
+            step = part.T @ np.linalg.solve(part @ part.T + 0.003 * np.eye(6), np.clip(error, -0.2, 0.2))
+            qpos = np.clip(qpos + step, self.lower, self.upper)
+        return qpos
+
+    def _tool(self, qpos: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+        self.data.qpos[self.addresses] = qpos
+        mujoco.mj_kinematics(self.model, self.data)
+        mujoco.mj_comPos(self.model, self.data)
+        return site_frame(self.model, self.data, self.parts)
+
+    def _score(self, qpos: np.ndarray) -> float:
+        """Return how bad a posture is: near its limits, wound up, or low above the table."""
+        margin = float(np.min(np.minimum(qpos - self.lower, self.upper - qpos) / (self.upper - self.lower)))
+        height = float(np.mean(-(self.data.xanchor[self.ids[1:]] @ self.down)))
+        wound = float((np.abs(qpos - self.starts[0]) / (self.upper - self.lower)).sum())
+        return wound - 20.0 * min(margin, 0.1) - 5.0 * height
