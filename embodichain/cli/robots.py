@@ -226,7 +226,8 @@ def _camera(args: CheckArgs) -> Iterator[Any]:
     from embodichain.envs.rendering import Renderer
     from embodichain.envs.robot_check import overview
 
-    writer, opened = VideoWriter(args.video, fps=25.0), []
+    writer = VideoWriter(args.video, fps=25.0)
+    opened: list[Any] = []
 
     def frame(model: Any, data: Any) -> None:
         if not opened:

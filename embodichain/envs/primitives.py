@@ -337,12 +337,13 @@ def hand_over(
     """
     given, taken = held
     at, there = grips
-    arrived = (length(meet - there) < 0.015) | taken
+    arrived = (length(meet - there) < 0.02) | taken
     away = length(giver.pos - at) > 0.7 * clearance
     back = giver.pos - clearance * _direction(along[0], giver.pos)
     giving = sequence(
         grasp(giver, at, along[0], given | taken, clearance, speed=speed),
-        giver.stage(arrived, giver.pos + meet - there, CLOSED, speed),
+        # Half of the way: what is held by one end swings, and would be swung the more.
+        giver.stage(arrived, giver.pos + 0.5 * (meet - there), CLOSED, speed),
         giver.stage(taken, giver.pos, CLOSED, speed),
         giver.stage(~given, giver.pos, OPEN, speed),
         giver.stage(away, back, OPEN, speed),

@@ -24,7 +24,7 @@ from embodichain.envs.env_cfg import (
 from embodichain.envs.fixtures import turn
 from embodichain.envs.kinematics import dot, length, mean_square
 from embodichain.envs.physics import Physics
-from embodichain.envs.primitives import DOWN, OPEN, ToolArm, either, grasp, hand_over, holds
+from embodichain.envs.primitives import DOWN, OPEN, ToolArm, either, grasp, hand_over
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.robots import Robot
 from embodichain.envs.task import ResetState, Scene, Task
@@ -95,21 +95,22 @@ class TwoArmTask(Task):
             scene[f"{name}_pos"] = self.tools[name].position(qpos)
             scene[f"{name}_end"] = middle + turn(quat, end.expand_as(middle))
             scene[f"to_{name}"] = scene[f"{name}_end"] - scene[f"{name}_pos"]
-            fingers = qpos[:, arm.columns][:, arm.num_joints :]
-            scene[f"{name}_gap"] = 2.0 * arm.opening(fingers)
-            scene[f"held_{name}"] = self._held(scene, name, fingers).to(torch.float32)
+            scene[f"{name}_gap"] = 2.0 * arm.opening(qpos[:, arm.columns][:, arm.num_joints :])
+            scene[f"held_{name}"] = self._held(scene, name).to(torch.float32)
         scene["ee_pos"] = torch.cat((scene["left_pos"], scene["right_pos"]), dim=1)
         scene["to_goal"] = scene["goal_pos"] - middle
         scene["distance"] = length(scene["to_goal"])
         return scene
 
-    def _held(self, scene: Scene, name: str, fingers: Tensor) -> Tensor:
-        """Tell where an arm holds the object, anywhere on its own half."""
+    def _held(self, scene: Scene, name: str) -> Tensor:
+        """Tell where an arm holds the object near its own end: between the fingers, which are apart by its width."""
         away = scene[f"{name}_pos"] - scene[f"{self.thing}_pos"]
         on = dot(away, scene["along"])
         end = self._ends[0 if name == "left" else 1, 1]
         aside = away - on.unsqueeze(1) * scene["along"]
-        return ((on - end).abs() < 0.035) & holds(aside, fingers, _HALF_WIDTH)
+        between = ((on - end).abs() < 0.035) & (length(aside) < 0.02)
+        gap = scene[f"{name}_gap"]
+        return between & (gap < 2.0 * _HALF_WIDTH + 0.008) & (gap > 2.0 * _HALF_WIDTH - 0.02)
 
     def observe(self, scene: Scene) -> dict[str, Any]:
         name = self.thing
