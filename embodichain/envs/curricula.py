@@ -10,7 +10,7 @@ Every env follows the curriculum by itself: what it draws does not depend on how
 simulates them, and its progress is a row of the environment's state. A range moves between episodes only.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 import torch
@@ -123,6 +123,9 @@ def moving_ranges(tree: Any, path: str = "") -> Iterator[tuple[str, MovingRange]
     elif isinstance(tree, Mapping):
         for name, entry in tree.items():
             yield from moving_ranges(entry, f"{path}.{name}" if path else str(name))
+    elif isinstance(tree, list | tuple):
+        for number, entry in enumerate(tree):
+            yield from moving_ranges(entry, f"{path}.{number}")
 
 
 class Curricula:
@@ -232,8 +235,3 @@ class Curricula:
         column = -1 if cfg.by == "steps" else self._windows[cfg.episodes]
         low, high = cfg.between
         return ((self._state["latched"][env_ids, column] - low) / (high - low)).clamp(0.0, 1.0)
-
-
-def fixed(ranges: Sequence[tuple[float, float]]) -> bool:
-    """Tell whether none of these ranges moves."""
-    return not any(isinstance(given, MovingRange) for given in ranges)

@@ -475,13 +475,9 @@ class Push(EventTerm):
         if not has:
             told = "no body of the model has a free joint; use push_joints, or apply_force"
             raise ConfigError(f"{world.key}.params.body: {told}")
-        if body is not None and body not in names:
-            raise ConfigError(f"{world.key}.params.body: no such body.{nearest(body, has.split(', '))}")
-        found = [names.index(body)] if body is not None else np.nonzero(free)[0].tolist()
-        if not free[found[0]]:
-            raise ConfigError(f"{world.key}.params.body: {body!r} has no free joint; those that have: {has}")
+        found = find_names(world, "body", body, names, free, f"with a free joint: {has}")
         if len(found) > 1:
-            raise ConfigError(f"{world.key}.params.body: several bodies have a free joint, name one: {has}")
+            raise ConfigError(f"{world.key}.params.body: several bodies have a free joint, name one of {has}")
         self._dof = int(model.body_dofadr[found[0]])
         given: dict[Any, Any] = velocity_range
         self._ranges = [given.get(axis, (0.0, 0.0)) for axis in _AXES]

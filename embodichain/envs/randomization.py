@@ -2,9 +2,9 @@
 
 A config names registered events (``env.events``). One's own is a function or a class::
 
-    @register_event("wind", fields=("opt.wind",))
-    def wind(world, rows, draw, speed: Range = (0.0, 5.0)):
-        rows["opt.wind"][:, 0] = draw.values(speed, 1)[:, 0]
+    @register_event("softness", fields=("geom_solref",))
+    def softness(world, rows, draw, seconds: Range = (0.02, 0.04)):
+        rows["geom_solref"][:, :, 0] = draw.values(seconds, 1)
 
 ``fields`` are fields of the MuJoCo model, or ``qpos`` and ``qvel``. ``rows`` has the values ``[n, ...]``
 of some envs, which the event writes in place; everything it draws comes from ``draw``. Written once in torch, it runs

@@ -213,12 +213,20 @@ def draw_poses(areas: Sequence[PoseRangeCfg], env_ids: Tensor, streams: RandomSt
 
 def draw_ranges(ranges: Sequence[tuple[float, float]], env_ids: Tensor, streams: RandomStreams) -> Tensor:
     """Draw one number from each of several ranges, ``[n, len(ranges)]``; ranges may follow a curriculum."""
+    return streams.uniform(env_ids, len(ranges), *present_bounds(ranges, env_ids, streams))
+
+
+def present_bounds(
+    ranges: Sequence[tuple[float, float]], env_ids: Tensor, streams: RandomStreams
+) -> tuple[Tensor, Tensor]:
+    """Return where several ranges begin and end in these envs, ``[1 or n, len(ranges)]`` each."""
     low, high = _bounds(tuple(tuple(bounds) for bounds in ranges), env_ids.device)
-    if streams.curricula is not None and any(isinstance(bounds, MovingRange) for bounds in ranges):
-        ends = [streams.curricula.bounds(bounds, env_ids) for bounds in ranges]
-        zeros = torch.zeros(env_ids.numel(), 1, dtype=torch.float64, device=env_ids.device)
-        low, high = (torch.cat([zeros + end[i] for end in ends], dim=1) for i in (0, 1))
-    return streams.uniform(env_ids, len(ranges), low, high)
+    if streams.curricula is None or not any(isinstance(bounds, MovingRange) for bounds in ranges):
+        return low.unsqueeze(0), high.unsqueeze(0)
+    ends = [streams.curricula.bounds(bounds, env_ids) for bounds in ranges]
+    zeros = torch.zeros(env_ids.numel(), 1, dtype=torch.float64, device=env_ids.device)
+    first, last = (torch.cat([zeros + end[i] for end in ends], dim=1) for i in (0, 1))
+    return first, last
 
 
 @lru_cache(maxsize=64)

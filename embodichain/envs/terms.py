@@ -64,6 +64,9 @@ class Registry(Generic[F]):
     def __contains__(self, name: object) -> bool:
         return name in self._functions
 
+    def __getitem__(self, name: str) -> F:
+        return self._functions[name]
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)
 

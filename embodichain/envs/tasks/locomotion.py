@@ -29,7 +29,7 @@ from embodichain.envs.env_cfg import (
 from embodichain.envs.physics import Physics
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.robots import Robot
-from embodichain.envs.task import ResetState, Scene, Task
+from embodichain.envs.task import ResetState, Scene, Task, present_bounds
 from embodichain.errors import ConfigError
 
 SETTLING = 1.0
@@ -88,8 +88,7 @@ class VelocityTask(Task):
         self._standing = command.standing
         self._interval = max(1, round(command.interval / self._dt))
         self._num_commands = min((cfg.max_episode_steps or 1000) // self._interval + 2, _MOST_COMMANDS)
-        ranges = torch.tensor((command.forward, command.sideways, command.turning), dtype=torch.float64, device=device)
-        self._low, self._high = ranges.unbind(1)
+        self._ranges = (command.forward, command.sideways, command.turning)
         self._gravity = torch.tensor([0.0, 0.0, -1.0], device=device)
         self._before = torch.zeros(physics.num_envs, len(names), 2, dtype=physics.qpos.dtype, device=device)
         self._change = torch.zeros(physics.num_envs, device=device)
@@ -101,7 +100,8 @@ class VelocityTask(Task):
         start.qpos[:, self._base + 3], start.qpos[:, self._base + 6] = half.cos(), half.sin()
         drawn = streams.uniform(env_ids, 4 * self._num_commands).view(count, -1, 4)
         moves = (drawn[..., 3:] >= self._standing).double()
-        commands = moves * (self._low + (self._high - self._low) * drawn[..., :3])
+        low, high = (ends.unsqueeze(1) for ends in present_bounds(self._ranges, env_ids, streams))
+        commands = moves * (low + (high - low) * drawn[..., :3])
         start.variables = {
             "commands": commands.float(),
             "clock": torch.zeros_like(env_ids),
