@@ -146,7 +146,8 @@ def _lay_over(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, An
 
 
 def _with_found_files(given: Mapping[str, Any], folder: Path | None) -> Mapping[str, Any]:
-    """Return settings in which the robot's files are absolute paths, so that they hold in any process and folder."""
+    """Return settings in which files of robot and scene are absolute paths, which hold in any process and folder."""
+    given = _with_found_meshes(given, folder)
     robot = given.get("robot")
     if not isinstance(robot, Mapping):
         return given
@@ -155,6 +156,20 @@ def _with_found_files(given: Mapping[str, Any], folder: Path | None) -> Mapping[
     if isinstance(arms, Mapping):
         found["arms"] = {k: _found(arm, folder) if isinstance(arm, Mapping) else arm for k, arm in arms.items()}
     return dict(given) | {"robot": found}
+
+
+def _with_found_meshes(given: Mapping[str, Any], folder: Path | None) -> Mapping[str, Any]:
+    """Return settings in which the meshes of ``env.scene.objects`` are absolute paths."""
+    here: Any = given
+    for key in ("env", "scene", "objects"):
+        here = here.get(key) if isinstance(here, Mapping) else None
+    if not isinstance(here, Mapping):
+        return given
+    found = {}
+    for name, thing in here.items():
+        if isinstance(thing, Mapping) and isinstance(thing.get("file"), str):
+            found[name] = {"file": str(find_file(thing["file"], folder))}
+    return merge(given, {"env": {"scene": {"objects": found}}}) if found else given
 
 
 def _found(robot: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:

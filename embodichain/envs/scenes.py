@@ -8,7 +8,6 @@ objects move; everything else is a mocap body, which nothing moves and which eve
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import mujoco
@@ -22,8 +21,9 @@ from embodichain.envs.kinematics import length
 from embodichain.envs.physics import Physics
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.rendering import looking
+from embodichain.envs.robot_files import find_file
 from embodichain.envs.task import ResetState, Scene, draw_ranges
-from embodichain.errors import AssetError, ConfigError, nearest
+from embodichain.errors import ConfigError, nearest
 
 TRIES = 24
 """Places that are drawn for a thing with a ``min_distance``; the first that is far enough from the others is taken."""
@@ -101,10 +101,7 @@ def _add_object(spec: mujoco.MjSpec, name: str, cfg: ObjectCfg) -> None:
     body = spec.worldbody.add_body(name=name, mocap=cfg.fixed, pos=_middle(cfg.pose), quat=_turned(cfg))
     shape: dict[str, Any] = {"type": kind, "size": [*size, 0.0, 0.0][:3]}
     if cfg.file is not None:
-        path = Path(cfg.file).expanduser().resolve()
-        if not path.is_file():
-            raise AssetError(f"{key}.file: no such file (looked for {path})")
-        spec.add_mesh(name=f"{name}_mesh", file=str(path), scale=[cfg.scale] * 3)
+        spec.add_mesh(name=f"{name}_mesh", file=str(find_file(cfg.file)), scale=[cfg.scale] * 3)
         shape = {"type": kind, "meshname": f"{name}_mesh"}
     if not cfg.fixed:
         body.add_freejoint(name=name)

@@ -148,8 +148,9 @@ def example(monkeypatch):
 
 
 def test_the_task_of_the_guide_is_short_keeps_the_contract_and_is_solved_by_its_expert(example):
-    code = [line for line in EXAMPLE.read_text().split('"""', 2)[2].splitlines() if line.strip()]
-    assert len(code) <= 60
+    code = EXAMPLE.read_text().split('"""\n\n', 1)[1]
+    assert f"```python\n{code}```" in (EXAMPLE.parents[2] / "docs/own_task.md").read_text()
+    assert len([line for line in code.splitlines() if line.strip()]) <= 60
     with make("PressTask", num_envs=16, seed=0) as env:
         solved, _ = play(env, env.expert_action, env.max_episode_steps)
         assert bool(solved.all())
