@@ -137,6 +137,8 @@ def test_a_fall_ends_the_episode(task):
         _, _, terminated, _, info = env.step(torch.zeros(env.action_manager.shape))
         assert terminated.tolist()[:2] == [False, True]
         assert info["metrics"]["fallen"].tolist()[:2] == [0.0, 1.0]
+        assert info["metrics"]["tracking_error"].tolist() == [1.0] * 4  # nothing was followed yet
+        assert not bool(info["metrics"]["success"].any())
 
 
 def test_rewards_of_tracking_grow_towards_the_command(task):

@@ -6,7 +6,7 @@ has several, one after the other. They are drawn when it begins, so that a step 
 Two figures measure how well commands are followed, over the steps of an episode that are at least ``SETTLING`` seconds
 after the last change of command. ``tracking_error`` is the mean of ``|v - v_cmd| / |v_cmd|`` over those with a
 commanded speed of at least ``SLOWEST``, ``v`` being the horizontal velocity; ``turning_error`` is that of the rate of
-turning.
+turning. Both are 1 where nothing has been measured yet, and after a fall.
 """
 
 import math
@@ -200,21 +200,22 @@ class VelocityTask(Task):
             "posture": (2.0 - walks) * scene["qpos"].square().sum(dim=1),
         }
 
-    def _sums(self, scene: Scene) -> Tensor:
+    def _mean_errors(self, scene: Scene) -> Tensor:
         """Return the mean errors of the episode so far ``[n, 2]``: of the velocity, and of the rate of turning."""
         sums = self.variables["errors"] + scene["errors"]
-        return sums[:, 0::2] / sums[:, 1::2].clamp_min(1.0)
+        counts = sums[:, 1::2]
+        unknown = scene["fallen"] | (counts.sum(dim=1) == 0)
+        return torch.where(unknown.unsqueeze(1), 1.0, sums[:, 0::2] / counts.clamp_min(1.0))
 
     def success(self, scene: Scene) -> Tensor:
         """Commands have been followed so far: both mean errors are below ``success_threshold``."""
-        counted = (self.variables["errors"] + scene["errors"])[:, 1::2].sum(dim=1) > 0
-        return (self._sums(scene) < self._threshold).all(dim=1) & counted & ~scene["fallen"]
+        return (self._mean_errors(scene) < self._threshold).all(dim=1)
 
     def failed(self, scene: Scene) -> Tensor:
         return scene["fallen"]
 
     def metrics(self, scene: Scene) -> dict[str, Tensor]:
-        linear, turning = self._sums(scene).unbind(1)
+        linear, turning = self._mean_errors(scene).unbind(1)
         return {"tracking_error": linear, "turning_error": turning, "fallen": scene["fallen"].float()}
 
     def markers(self) -> dict[str, Tensor]:
