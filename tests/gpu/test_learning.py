@@ -14,6 +14,7 @@ from torch import Tensor
 from embodichain.agents.rl.algo import ppo
 from embodichain.agents.rl.algo.advantages import compute_gae
 from embodichain.agents.rl.algo.base import MinibatchAlgorithm
+from embodichain.agents.rl.algo.distillation import Distillation, DistillationCfg, Teacher
 from embodichain.agents.rl.algo.grpo import GRPO, GRPOCfg
 from embodichain.agents.rl.algo.ppo import PPO, PPOCfg
 from embodichain.agents.rl.collector.sync_collector import SyncCollector
@@ -145,6 +146,39 @@ def test_grpo_learns_the_same_from_minibatches_that_are_filled_up(settings: dict
     assert made[0].graphs is not None
     assert list(made[0].graphs._graphs) == [300]
     assert_same_weights(made[0], made[1])
+
+
+@pytest.mark.parametrize("loss", ["kl", "mse", "nll"])
+def test_a_student_learns_the_same_from_replayed_steps(loss: Any) -> None:
+    made = []
+    for more in ({}, {"cuda_graphs": False}):
+        cfg = DistillationCfg(device="cuda", batch_size=300, n_epochs=3, learning_rate=1e-3, loss=loss, **more)
+        algorithm = Distillation(cfg, make_policy())
+        torch.manual_seed(7)
+        teacher = build_policy({"name": "actor_critic"}, OBS, ACT, "cuda")
+        algorithm.teach(Teacher(teacher, OBS, ACT, "there"))
+        made.append(algorithm)
+    for a, b in zip(*(train(algorithm) for algorithm in made), strict=True):
+        assert a == pytest.approx(b, rel=2e-3, abs=1e-4)
+    assert made[0].graphs is not None
+    assert list(made[0].graphs._graphs) == [256]
+    assert_same_weights(made[0], made[1])
+
+
+def test_a_teacher_acts_in_recorded_decisions() -> None:
+    env = make_task("CartPoleRL", num_envs=8)
+    spaces = env.observation_space, env.action_space
+    cfg = DistillationCfg(device="cuda", teacher_share=(0.5, 0.5), loss="mse", cuda_graphs=False)
+    algorithm = Distillation(cfg, build_policy({"name": "actor_critic"}, *spaces, "cuda"))
+    algorithm.teach(Teacher(build_policy({"name": "actor_critic"}, *spaces, "cuda"), *spaces, "there"))
+    collector = SyncCollector(env, algorithm.acting)
+    rollout = collector.collect(12)
+    assert collector._decider._choose._recorded is not None
+    wanted = algorithm._labels(rollout)
+    unclipped = rollout["action"].clamp(-1.0, 1.0)
+    torch.testing.assert_close(unclipped[:4], wanted[:4], rtol=1e-4, atol=1e-5)
+    assert (unclipped[4:] - wanted[4:]).abs().mean() > 0.1
+    env.close()
 
 
 class _Waits(ActorCritic):

@@ -113,6 +113,9 @@ class TrainerCfg(Config):
     """Project there."""
     output_dir: str = "runs"
     """Folder for the folders of runs."""
+    init_from: str | None = None
+    """Run or checkpoint whose policy the training begins with, such as one that was distilled; of a run the best
+    checkpoint. A critic that it lacks begins anew."""
     run_dir: str | None = None
     """Folder of this run; default: a new one in output_dir, named after exp_name and the time."""
     import_modules: list[str] = []
@@ -201,8 +204,9 @@ def _problems_below(data: Mapping[str, Any], folder: Path) -> list[str]:
     return [line for error in errors for line in _lines(error)]
 
 
-def _algorithm_settings(name: str, settings: Mapping[str, Any]) -> Config:
-    return get_algo_class(name).cfg_type.from_dict(settings, source="algorithm.cfg")
+def _algorithm_settings(name: str, settings: Mapping[str, Any], folder: Path | None = None) -> Config:
+    """Return checked settings; paths are relative to ``folder``."""
+    return get_algo_class(name).cfg_type.from_dict(settings, source="algorithm.cfg").located(folder or Path.cwd())
 
 
 def _attempt(errors: list[EmbodiChainError], call: Callable[[], _T]) -> _T | None:
@@ -241,7 +245,7 @@ def complete(
     errors: list[EmbodiChainError] = [ConfigError(f"{name}: expected a value, got none", "") for name in missing]
     environment = None if missing else _attempt(errors, lambda: _environment(cfg.trainer.gym_config, folder))
     settings = {"device": cfg.trainer.device, **cfg.algorithm.cfg}
-    checked = _attempt(errors, lambda: _algorithm_settings(cfg.algorithm.name, settings))
+    checked = _attempt(errors, lambda: _algorithm_settings(cfg.algorithm.name, settings, folder))
     _attempt(errors, lambda: check_policy(cfg.policy))
     if environment is None or checked is None or errors:
         raise _together(errors, source)

@@ -21,6 +21,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from embodichain import __version__
+from embodichain.agents.rl.models.actor_critic import NetworkPolicy
 from embodichain.agents.rl.models.observation import ObservationEntry, space_entries
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils.tensordicts import space_to_data
@@ -59,6 +60,8 @@ def export_onnx(
     require("onnxruntime", extra="export")
     target = prepare_output(path, (".onnx",))
     leaves = space_entries(observation_space)
+    if isinstance(policy, NetworkPolicy):  # what it was told to leave out is no input
+        leaves = [leaf for leaf in leaves if leaf in (*policy.encoder.vectors, *policy.encoder.images)]
     acting = ActingPolicy(policy.eval().cpu(), leaves, action_space).eval()
     inputs = example_inputs(policy, leaves, batch=2)
     names = [leaf.name or "observation" for leaf in leaves] + ["hidden"] * policy.is_recurrent

@@ -19,9 +19,10 @@ from rich.console import Console
 from embodichain.agents.processes.shared_memory import format_bytes
 from embodichain.agents.rl.algo import build_algo
 from embodichain.agents.rl.algo.base import BaseAlgorithm
+from embodichain.agents.rl.algo.distillation import Distillation, Teacher, mismatches
 from embodichain.agents.rl.arguments import given_environment, parse_args
 from embodichain.agents.rl.buffer.vla_buffer import VLABuffer
-from embodichain.agents.rl.checkpoint import check_parts, find_checkpoint, load_checkpoint
+from embodichain.agents.rl.checkpoint import check_parts, find_checkpoint, load_checkpoint, load_policy, load_weights
 from embodichain.agents.rl.collector.async_collector import AsyncCollector
 from embodichain.agents.rl.collector.recovery import EnvRecovery
 from embodichain.agents.rl.collector.remote_env import START_TIMEOUT, STEP_TIMEOUT, RemoteEnv
@@ -42,7 +43,7 @@ from embodichain.agents.rl.models.mlp import free_memory
 from embodichain.agents.rl.runs import CONFIG_FILE, RunFolder, locked_run, open_folder, resume_command, run_to_continue
 from embodichain.agents.rl.trainer import Trainer, TrainingResult
 from embodichain.agents.rl.utils.distributed import Ranks, global_rank, is_launched, is_torchrun, joined_ranks
-from embodichain.agents.rl.utils.tensordicts import space_bytes
+from embodichain.agents.rl.utils.tensordicts import space_bytes, space_from_data
 from embodichain.config import load_config, merge
 from embodichain.envs.physics.mujoco_cpu import available_cores
 from embodichain.envs.registration import make, make_to_watch
@@ -180,7 +181,7 @@ def opened_trainer(
     console = console if ranks.is_first else MessageConsole(quiet=True)
     with ExitStack() as stack:
         stack.callback(folder.lock.release)
-        trainer = build_trainer(cfg, folder, trusted_modules, console, ranks)
+        trainer = build_trainer(cfg, folder, trusted_modules, console, ranks, resumed=state is not None)
         stack.callback(trainer.env.close)
         stack.callback(trainer.collector.close)
         if trainer.eval_env is not None:
@@ -203,8 +204,12 @@ def build_trainer(
     trusted_modules: Collection[str] = (),
     console: Console | None = None,
     ranks: Ranks | None = None,
+    resumed: bool = False,
 ) -> Trainer:
-    """Construct everything a completed config describes, and the trainer that holds it."""
+    """Construct everything a completed config describes, and the trainer that holds it.
+
+    ``resumed``: a checkpoint of the run itself is restored afterwards, so the policy need not begin from another one.
+    """
     ranks = Ranks() if ranks is None else ranks
     given, cfg = cfg, for_rank(cfg, ranks)
     settings = cfg.trainer
@@ -222,8 +227,12 @@ def build_trainer(
     with ranks.together("building"):
         env = maker()
         policy = build_policy(cfg.policy, env.observation_space, env.action_space, torch.device(settings.device))
+        if settings.init_from is not None and not resumed:
+            begin_from(settings.init_from, policy)
         env, maker = in_chunks(env, policy.chunk_size), replace(maker, chunk_size=policy.chunk_size)
         algorithm = build_algo(cfg.algorithm.name, algorithm_settings(cfg), policy)
+        if isinstance(algorithm, Distillation):
+            algorithm.teach(load_teacher(algorithm.cfg.teacher, env, settings, trusted_modules))
         eval_env = make_eval_env(cfg, trusted_modules) if settings.enable_eval and ranks.is_first else None
         check_rollouts_fit(settings, env, policy)
     if ranks.is_first and algorithm.start_rollout is not None:
@@ -231,6 +240,44 @@ def build_trainer(
     algorithm.join(ranks)
     collector = build_collector(settings, env, maker, algorithm)
     return Trainer(given, env, algorithm, collector, folder, eval_env, console)
+
+
+def begin_from(source: str, policy: Policy) -> None:
+    """Give a policy the weights of a run or checkpoint, as an untrained one's; a critic that they lack stays new."""
+    try:
+        folder = find_checkpoint(source, "best")
+        state = load_checkpoint(folder)
+    except CheckpointError as error:
+        raise ConfigError(f"trainer.init_from: {error}") from error
+    check_parts(state, folder, "policy")
+    lacking = {name: value for name, value in policy.state_dict().items() if name.split(".")[0] in policy.critic_parts}
+    load_weights(policy, lacking | state["policy"], f"trainer.init_from: {folder}")
+    policy.version.zero_()
+
+
+def load_teacher(source: str, env: VecEnv, trainer: TrainerCfg, trusted_modules: Collection[str]) -> Teacher:
+    """Return the policy of a run or checkpoint as a teacher; ``ConfigError`` lists all that does not fit ``env``."""
+    try:
+        folder = find_checkpoint(source, "best")
+        state = load_checkpoint(folder)
+        policy = load_policy(folder, None, trainer.device, trusted_modules=trusted_modules)
+    except CheckpointError as error:
+        problem = f"teacher: {error}. Train one first, or name another with --algorithm.cfg.teacher"
+        raise ConfigError(problem, "algorithm.cfg") from error
+    spaces = {name: space_from_data(state["spaces"][name]) for name in ("observation", "action")}
+    actions = _actions(state["config"]["trainer"].get("gym_config"))
+    teacher = Teacher(policy, spaces["observation"], spaces["action"], str(folder), actions)
+    problems = mismatches(teacher, env.observation_space, env.action_space, _actions(trainer.environment))
+    if problems:
+        raise ConfigError([f"teacher: {problem}" for problem in problems], f"algorithm.cfg.teacher {folder}")
+    _LOG.info("learning from %s", folder)
+    return teacher
+
+
+def _actions(environment: Any) -> Any:
+    """Return how a config turns actions into motions, where it says so."""
+    settings = environment.get("env") if isinstance(environment, Mapping) else None
+    return settings.get("actions") if isinstance(settings, Mapping) else None
 
 
 def warn_about_length(buffer_size: int, limit: int | None, algorithm: str) -> None:
@@ -322,7 +369,7 @@ def build_collector(
     trainer: TrainerCfg, env: VecEnv, make_env: EnvMaker, algorithm: BaseAlgorithm
 ) -> SyncCollector | AsyncCollector:
     """Return the collector that a config asks for; a collecting process makes environments of its own."""
-    policy, device = algorithm.policy, algorithm.device
+    policy, device = algorithm.acting, algorithm.device
     wants: dict[str, Any] = {"start_rollout": algorithm.start_rollout, "return_discount": algorithm.return_discount}
     if not trainer.collects_async:
         threads, stages = trainer.collect_threads, trainer.collector.pipeline_stages

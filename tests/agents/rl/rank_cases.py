@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
-from embodichain.agents.rl.algo import GRPO, PPO, GRPOCfg, PPOCfg
+from embodichain.agents.rl.algo import GRPO, PPO, Distillation, DistillationCfg, GRPOCfg, PPOCfg
+from embodichain.agents.rl.algo.distillation import Teacher
 from embodichain.agents.rl.checkpoint import save_checkpoint
 from embodichain.agents.rl.collector import SyncCollector
 from embodichain.agents.rl.config import TrainerCfg
@@ -30,6 +31,7 @@ from tests.agents.rl.helpers import ScriptedEnv, make_policy
 
 ENVS, STEPS, UPDATES = 4, 8, 3
 PATIENCE = 110.0
+Algorithm = PPO | GRPO | Distillation
 
 
 # --- starting processes -------------------------------------------------------------------------------------------
@@ -83,10 +85,11 @@ CASES: dict[str, dict[str, Any]] = {
     "grpo": {"name": "actor_only", "normalize_obs": True, "cfg": {"batch_size": 7, "kl_coef": 0.1}},
     "grpo with memory": {"name": "actor_only", **RECURRENT, "cfg": {"batch_size": 12, "sequence_length": 4}},
     "grpo without anything to learn on rank 1": {"name": "actor_only", "cfg": {"batch_size": 7}},
+    "distill": {"actor_obs": ["robot"], "normalize_obs": True, "cfg": {"batch_size": 7, "teacher": "there"}},
 }
 
 
-def make_algorithm(case: str, batch_size: int | None = None, seed: int = 0) -> PPO | GRPO:
+def make_algorithm(case: str, batch_size: int | None = None, seed: int = 0) -> Algorithm:
     """Return the algorithm of a case, with a policy that the seed decides on."""
     settings = copy.deepcopy(CASES[case])
     cfg = {"n_epochs": 3, **settings.pop("cfg")}
@@ -95,10 +98,15 @@ def make_algorithm(case: str, batch_size: int | None = None, seed: int = 0) -> P
     policy = make_policy(ScriptedEnv(ENVS), **settings)
     if case.startswith("ppo"):
         return PPO(PPOCfg(**cfg), policy)
+    if case.startswith("distill"):
+        torch.manual_seed(99)
+        env, algorithm = ScriptedEnv(ENVS), Distillation(DistillationCfg(**cfg), policy)
+        algorithm.teach(Teacher(make_policy(env), env.observation_space, env.action_space, "there"))
+        return algorithm
     return GRPO(GRPOCfg(group_size=2, **cfg), policy)
 
 
-def joint_rollout(case: str, algorithm: PPO | GRPO, update: int, num_ranks: int) -> TensorDict:
+def joint_rollout(case: str, algorithm: Algorithm, update: int, num_ranks: int) -> TensorDict:
     """Return what all ranks collect together, ``[num_ranks * ENVS, STEPS]``: the same in every process."""
     num_envs = num_ranks * ENVS
     before = torch.get_rng_state()
@@ -129,7 +137,7 @@ def update_together(folder: Path) -> None:
                 own = rollout[ranks.rank * ENVS : (ranks.rank + 1) * ENVS].clone()
                 measures = algorithm.update(own)
                 weights = {name: value.clone() for name, value in algorithm.policy.state_dict().items()}
-                log.append({"measures": measures, "weights": weights, "advantage": own["advantage"]})
+                log.append({"measures": measures, "weights": weights, "advantage": own.get("advantage", own["reward"])})
             save_checkpoint(folder / f"case_{number}_rank_{ranks.rank}", {"updates": log})
 
 

@@ -7,6 +7,7 @@ import torch
 
 from embodichain.agents.rl.algo.advantages import compute_gae
 from embodichain.agents.rl.algo.base import BaseAlgorithm
+from embodichain.agents.rl.algo.distillation import Distillation, DistillationCfg
 from embodichain.agents.rl.algo.grpo import GRPO, GRPOCfg
 from embodichain.agents.rl.algo.ppo import PPO, PPOCfg
 from embodichain.agents.rl.models.policy import Policy
@@ -16,6 +17,8 @@ __all__ = [
     "GRPO",
     "PPO",
     "BaseAlgorithm",
+    "Distillation",
+    "DistillationCfg",
     "GRPOCfg",
     "PPOCfg",
     "build_algo",
@@ -25,7 +28,7 @@ __all__ = [
     "register_algo",
 ]
 
-_ALGORITHMS = Registry[BaseAlgorithm]("algorithm", BaseAlgorithm, ppo=PPO, grpo=GRPO)
+_ALGORITHMS = Registry[BaseAlgorithm]("algorithm", BaseAlgorithm, ppo=PPO, grpo=GRPO, distill=Distillation)
 register_algo, get_algo_class, get_registered_algo_names = _ALGORITHMS.register, _ALGORITHMS.get, _ALGORITHMS.names
 
 

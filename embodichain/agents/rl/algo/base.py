@@ -59,6 +59,8 @@ class BaseAlgorithm(ABC):
         self.device = torch.device(cfg.device)
         self.policy = policy.to(self.device)
         self.policy.device = self.device
+        self.acting: Policy = self.policy
+        """What collectors let act; another one than ``policy`` where others decide in its place."""
         self.ranks = Ranks()
         """The processes that train this policy together; see ``join``."""
         self.progress = 0.0
@@ -100,6 +102,7 @@ class BaseAlgorithm(ABC):
         ``obs`` is the environment's present observation; ``None`` continues where the last rollout ended, or resets the
         environment for the first one.
         """
+        policy = self.acting if policy is self.policy else policy
         collector = self._collector
         if collector is None or collector.env is not env or collector.policy is not policy:
             wants: dict[str, Any] = {"start_rollout": self.start_rollout, "return_discount": self.return_discount}

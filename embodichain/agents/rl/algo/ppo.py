@@ -1,8 +1,10 @@
 """Proximal policy optimisation: ``update`` loops over minibatches, ``_loss`` has the equations of a gradient step."""
 
-from typing import Any, ClassVar, Literal
+from contextlib import nullcontext
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
+from pydantic import Field
 from tensordict import TensorDictBase
 from torch import Tensor
 
@@ -65,6 +67,9 @@ class PPOCfg(MinibatchCfg):
     """Generalised advantage estimation, or V-trace, which corrects it for rollouts older than the policy."""
     vtrace_clip: tuple[Positive, Positive] = (1.0, 1.0)
     """Bounds rho and c of V-trace's importance weights: of the errors, and of the traces."""
+    value_warmup: Annotated[int, Field(ge=0)] = 0
+    """Updates at the beginning in which the critic alone learns: a policy that was imitated or distilled acts well and
+    judges badly, and advantages from values that know nothing would undo it."""
 
     def __post_init__(self) -> None:
         rate, problems = self.learning_rate, []
@@ -91,6 +96,11 @@ class PPO(MinibatchAlgorithm):
 
     def __init__(self, cfg: PPOCfg, policy: Policy) -> None:
         super().__init__(cfg, policy)
+        if cfg.value_warmup and not policy.critic_parts:
+            problem = f"expected 0, as values of {type(policy).__name__} have no part of their own"
+            raise ConfigError(f"value_warmup: {problem}; got {cfg.value_warmup}", "algorithm.cfg")
+        self.updates = 0
+        """How many there were, those before a resume included."""
         self.return_discount = cfg.gamma if cfg.normalize_reward else None
         self.reward_normalizer = RewardNormalizer(cfg.reward_clip, self.device) if cfg.normalize_reward else None
 
@@ -130,15 +140,15 @@ class PPO(MinibatchAlgorithm):
             self.optimizer.learning_rate = cfg.learning_rate * (1.0 - self.progress)
         minibatches, meter = self._minibatches(data, rollout), Meter()
         for _ in range(cfg.n_epochs):
-            with self._gradient_steps():
-                if self.graphs is not None:
+            with self._gradient_steps(), self.policy.only_critic_learns() if self._warms_up else nullcontext():
+                if self.graphs is not None and not self._warms_up:
                     sums, steps = self.graphs.run_epoch(minibatches)
                     meter.add(sums, steps=steps)
                 else:
                     for chosen, share in self._shuffled(minibatches):
                         self._step(minibatches.gather(chosen), meter, share)
             epoch_kl = meter.end_epoch("approx_kl")
-            if cfg.lr_schedule == "adaptive":
+            if cfg.lr_schedule == "adaptive" and not self._warms_up:
                 self.optimizer.adapt_learning_rate(epoch_kl, cfg.desired_kl, cfg.lr_bounds)
             if cfg.target_kl is not None and float(epoch_kl) > cfg.target_kl:  # this alone waits for a GPU
                 break
@@ -148,7 +158,12 @@ class PPO(MinibatchAlgorithm):
         if self.reward_normalizer is not None:
             metrics["reward_std"] = float(self.reward_normalizer.std)
         self._finish_update(rollout)
+        self.updates += 1
         return metrics if proximal is None else metrics | proximal.measures(self.ranks)
+
+    @property
+    def _warms_up(self) -> bool:
+        return self.updates < self.cfg.value_warmup
 
     def _loss(self, batch: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
         cfg = self.cfg
@@ -198,11 +213,12 @@ class PPO(MinibatchAlgorithm):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        state, rewards = super().state_dict(), self.reward_normalizer
+        state, rewards = super().state_dict() | {"updates": self.updates}, self.reward_normalizer
         return state if rewards is None else state | {"reward_normalizer": rewards.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
+        self.updates = state.get("updates", self.cfg.value_warmup)
         if self.cfg.lr_schedule == "adaptive":  # its bounds may have been set otherwise since
             low, high = self.cfg.lr_bounds
             self.optimizer.learning_rate = min(max(self.optimizer.learning_rate, low), high)

@@ -80,6 +80,9 @@ class PolicyCfg(Config):
     """How continuous actions are distributed."""
     normalize_obs: bool = False
     """Whether vector observations are normalised by their running mean and variance."""
+    actor_obs: tuple[str, ...] | None = None
+    """Keys (``robot/qpos``) or groups of keys (``image``) that the actor sees; default: all but ``critic_obs``. What
+    neither of the two names is left out, as a student's privileged observations are."""
     critic_obs: tuple[str, ...] = ()
     """Keys (``object/pos``) or groups of keys (``object``) that only the critic sees."""
     image_encoder: ImageEncoderCfg = ImageEncoderCfg()
@@ -181,10 +184,27 @@ class NetworkPolicy(Policy):
         features = public if self.memory is None else self.memory.sequence(public, state, start)
         return self._evaluate(features, privileged, actions)
 
+    def action_params(self, batch: TensorDictBase) -> Tensor:
+        """Return what the actor makes of a minibatch, ``[..., param_dim]``, which the head takes.
+
+        Without ``hidden`` in it, observations of a recurrent policy are the first of their episodes.
+        """
+        if self.memory is None or "hidden" not in batch.keys():  # noqa: SIM118 - a TensorDict iterates over its rows
+            features, privileged, _ = self._perceive(batch["observation"], None)
+        else:
+            public, privileged = self.encoder(batch["observation"])
+            features = self.memory.sequence(public, batch["hidden"][0], batch["start"])
+        self._attend(features, privileged)
+        return self.actor(features)
+
+    def _attend(self, features: Tensor, privileged: Tensor | None) -> None:
+        """Prepare the loss of ``take_auxiliary_loss``, where there is one."""
+
     def update_normalizer(self, obs: Observation) -> None:
         self.encoder.update_normalizer(obs)
 
     def _evaluate(self, features: Tensor, privileged: Tensor | None, actions: Tensor) -> Evaluation:
+        self._attend(features, privileged)
         return (*self.head.evaluate(self.actor(features), actions), self.value_of(features, privileged))
 
     def _perceive(self, obs: Observation, state: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -219,7 +239,7 @@ class LatentActor(nn.Module):
 
 def _build_parts(cfg: PolicyCfg, obs_space: ObservationSpace, action_space: Any) -> tuple[int, dict[str, Any]]:
     """Return the width of features, and actor, encoder, recurrent layer and head as constructors take them."""
-    encoder = FeatureEncoder(obs_space, cfg.normalize_obs, cfg.critic_obs, cfg.image_encoder)
+    encoder = FeatureEncoder(obs_space, cfg.normalize_obs, cfg.critic_obs, cfg.image_encoder, cfg.actor_obs)
     memory = None if cfg.memory is None else RecurrentLayer(encoder.public_dim, cfg.memory)
     width = encoder.public_dim if cfg.memory is None else cfg.memory.hidden_size
     is_continuous = isinstance(action_space, int | gym.spaces.Box)
@@ -265,6 +285,7 @@ class ActorCritic(NetworkPolicy):
     """
 
     cfg_type: ClassVar[type[Config] | None] = ActorCriticCfg
+    critic_parts = ("critic",)
 
     def __init__(
         self,
@@ -292,12 +313,11 @@ class ActorCritic(NetworkPolicy):
         inputs = features if privileged is None else torch.cat([features, privileged], dim=-1)
         return self.critic(inputs).squeeze(-1).float()
 
-    def _evaluate(self, features: Tensor, privileged: Tensor | None, actions: Tensor) -> Evaluation:
+    def _attend(self, features: Tensor, privileged: Tensor | None) -> None:
         self._auxiliary_loss = None
         if self.auxiliary is not None and privileged is not None and torch.is_grad_enabled():
             error = self.auxiliary(features).float() - privileged
             self._auxiliary_loss = self._auxiliary_coef * error.square().mean()
-        return super()._evaluate(features, privileged, actions)
 
     def take_auxiliary_loss(self) -> Tensor | None:
         loss, self._auxiliary_loss = self._auxiliary_loss, None

@@ -64,6 +64,14 @@ class ActionHead(nn.Module, ABC):
     def evaluate(self, params: Tensor, action: Tensor) -> Pair:
         """Return ``(log_prob, entropy)``, each ``[batch]``."""
 
+    def describe(self, params: Tensor) -> Tensor:
+        """Return the numbers ``[batch, n]`` that ``divergence`` of any head of this class knows a distribution by."""
+        return params.float()
+
+    @abstractmethod
+    def divergence(self, described: Tensor, params: Tensor) -> Tensor:
+        """Return the KL divergence ``[batch]`` from a described distribution to that of ``params``."""
+
 
 class GaussianHead(ActionHead):
     """Diagonal Gaussian over ``[batch, action_dim]``.
@@ -123,6 +131,16 @@ class GaussianHead(ActionHead):
         noise = (action - mean) * (-log_std).exp()
         entropy = log_std.sum(-1) + self.action_dim * (0.5 + HALF_LOG_2PI)
         return self._log_prob(noise, log_std), entropy.expand(mean.shape[:-1])
+
+    def describe(self, params: Tensor) -> Tensor:
+        mean, log_std = self.moments(params)
+        return torch.cat([mean, log_std.expand_as(mean)], dim=-1)
+
+    def divergence(self, described: Tensor, params: Tensor) -> Tensor:
+        # KL(N(m, s^2) || N(mean, std^2)) = log(std / s) + (s^2 + (m - mean)^2) / (2 std^2) - 1/2; tanh changes nothing
+        (given_mean, given_log_std), (mean, log_std) = described.chunk(2, dim=-1), self.moments(params)
+        squares = (2.0 * given_log_std).exp() + (given_mean - mean).square()
+        return (log_std - given_log_std + 0.5 * squares * (-2.0 * log_std).exp() - 0.5).sum(-1)
 
     def _log_prob(self, noise: Tensor, log_std: Tensor) -> Tensor:
         # log N(mean + std * noise) = -noise^2 / 2 - log std - log(2 pi) / 2, summed over the action's dimensions
@@ -196,6 +214,10 @@ class CategoricalHead(ActionHead):
         entropy = -(log_probs.exp() * log_probs).sum(-1)
         return log_probs.gather(-1, action.unsqueeze(-1)).squeeze(-1), entropy
 
+    def divergence(self, described: Tensor, params: Tensor) -> Tensor:
+        given = described.log_softmax(-1)
+        return (given.exp() * (given - params.float().log_softmax(-1))).sum(-1)
+
 
 class MultiCategoricalHead(ActionHead):
     """Several choices at once, ``[batch, action_dim]`` int64, independent of each other; ``params`` are all logits."""
@@ -223,6 +245,10 @@ class MultiCategoricalHead(ActionHead):
         entropy = -(log_probs.exp() * log_probs).sum((-2, -1))
         return log_probs.gather(-1, action.unsqueeze(-1)).squeeze(-1).sum(-1), entropy
 
+    def divergence(self, described: Tensor, params: Tensor) -> Tensor:
+        given = self._log_probs(described)
+        return (given.exp() * (given - self._log_probs(params))).sum((-2, -1))
+
     def _log_probs(self, params: Tensor) -> Tensor:
         """Return log-probabilities ``[batch, action_dim, choices]``."""
         return F.pad(params.float(), (0, 1), value=NEVER)[..., self.columns].log_softmax(-1)
@@ -248,6 +274,12 @@ class BernoulliHead(ActionHead):
         # H = -p log p - (1 - p) log(1 - p) with p = sigmoid(l), log(1 - p) = -softplus(l), log p = l - softplus(l)
         entropy = (F.softplus(logits) - logits * logits.sigmoid()).sum(-1)
         return self._log_prob(logits, action), entropy
+
+    def divergence(self, described: Tensor, params: Tensor) -> Tensor:
+        # p log(p / q) + (1 - p) log((1 - p) / (1 - q)), with log p = -softplus(-l) and log(1 - p) = -softplus(l)
+        logits, p = params.float(), described.sigmoid()
+        ones, zeros = F.softplus(-logits) - F.softplus(-described), F.softplus(logits) - F.softplus(described)
+        return (p * ones + (1.0 - p) * zeros).sum(-1)
 
     def _log_prob(self, logits: Tensor, action: Tensor) -> Tensor:
         return (logits * action - F.softplus(logits)).sum(-1)

@@ -167,8 +167,9 @@ class FeatureEncoder(nn.Module):
     """Turns an observation into what actor and critic share, ``[..., public_dim]``, and what only the critic sees.
 
     Vectors are flattened and concatenated in sorted key order, those named in ``critic_obs`` apart; each image has its
-    own encoder. ``obs_space`` is a Gymnasium space or the width of a flat observation. Flat tensors work for every
-    space without images, in the columns of ``flatten_dict_observation``.
+    own encoder. With ``actor_obs``, what neither of the two names is left out. ``obs_space`` is a Gymnasium space or
+    the width of a flat observation. Flat tensors work for every space without images, in the columns of
+    ``flatten_dict_observation``.
     """
 
     def __init__(
@@ -177,11 +178,14 @@ class FeatureEncoder(nn.Module):
         normalize: bool = False,
         critic_obs: Sequence[str] = (),
         image_encoder: ImageEncoderCfg | None = None,
+        actor_obs: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
         self.is_flat = not isinstance(obs_space, gym.spaces.Dict)
-        entries = space_entries(obs_space)
-        hidden = select_entries(entries, critic_obs, "critic_obs", "policy")
+        given = entries = space_entries(obs_space)
+        hidden = select_entries(given, critic_obs, "critic_obs", "policy")
+        if actor_obs is not None:
+            entries = _left_in(given, actor_obs, hidden)
         if images := [entry.name for entry in hidden if entry.is_image]:
             raise ConfigError(f"critic_obs: {images[0]!r} is an image; only vectors can be privileged", "policy")
         vectors = [entry for entry in entries if not entry.is_image]
@@ -198,9 +202,11 @@ class FeatureEncoder(nn.Module):
         )
         self.public_dim = self.vector_dim - self.privileged_dim + cfg.feature_dim * len(self.images)
         self._order: Tensor | None = None  # of a flat tensor's columns, where it is another one
-        if self.vectors != vectors:
-            columns = torch.arange(self.vector_dim).split([entry.size for entry in vectors])
-            self._order = torch.cat([columns[vectors.index(entry)] for entry in self.vectors])
+        flat = [entry for entry in given if not entry.is_image]
+        self._flat_dim = sum(entry.size for entry in flat)
+        if self.vectors != flat and self.vectors:
+            columns = torch.arange(self._flat_dim).split([entry.size for entry in flat])
+            self._order = torch.cat([columns[flat.index(entry)] for entry in self.vectors])
 
     def forward(self, obs: Observation, images: bool = True) -> tuple[Tensor, Tensor | None]:
         """Return ``(public [..., public_dim], privileged [..., privileged_dim] or None)``.
@@ -225,6 +231,9 @@ class FeatureEncoder(nn.Module):
         if isinstance(obs, Tensor):
             if self.images:
                 raise ObservationError("a flat tensor holds no images: pass the nested TensorDict")
+            if obs.shape[-1] != self._flat_dim:
+                wanted = f"expected observations of {self._flat_dim} numbers"
+                raise ObservationError(f"{wanted}, got shape {list(obs.shape)}")
             flat = obs if self._order is None else obs.index_select(-1, self._order.to(obs.device))
         elif self.is_flat:
             flat = _join([_columns(value, value.ndim - obs.batch_dims) for _, value in sorted_leaves(obs)])
@@ -238,6 +247,18 @@ class FeatureEncoder(nn.Module):
         """Let the running statistics, if there are any, take in observations ``[...]``."""
         if self.normalizer is not None and self.training:
             self.normalizer.update(self.vector(obs))
+
+
+def _left_in(
+    entries: list[ObservationEntry], actor_obs: Sequence[str], hidden: list[ObservationEntry]
+) -> list[ObservationEntry]:
+    """Return the entries that the actor or the critic sees, in their order."""
+    public = select_entries(entries, actor_obs, "actor_obs", "policy")
+    if both := [entry.name for entry in public if entry in hidden]:
+        raise ConfigError(f"critic_obs: {both[0]!r} is in actor_obs, too; only the critic sees critic_obs", "policy")
+    if not public:
+        raise ConfigError("actor_obs: expected at least one key, got none; leave it out to see everything", "policy")
+    return [entry for entry in entries if entry in public or entry in hidden]
 
 
 def _columns(value: Tensor, rank: int) -> Tensor:

@@ -44,6 +44,8 @@ class Policy(nn.Module, ABC):
     and the environment does not need to carry it out. Rollouts store it; a recurrent policy has none."""
     has_critic: bool = True
     """Whether the values are estimates of a return; without a critic they are zeros."""
+    critic_parts: tuple[str, ...] = ()
+    """Submodules on which values depend and actions do not, such as ``critic``."""
     values_apart: bool = False
     """Whether values cost as much alone as with an action: collectors then call ``choose`` while they act, and
     ``get_value`` once, at a rollout's end, on all its observations in the form in which rollouts store them."""
@@ -180,6 +182,21 @@ class Policy(nn.Module, ABC):
     def take_auxiliary_loss(self) -> Tensor | None:
         """Return a loss ``[]`` of the policy's own on what ``evaluate`` was last given, which algorithms add; once."""
         return None
+
+    @contextmanager
+    def only_critic_learns(self) -> Iterator[None]:
+        """Let gradients reach ``critic_parts`` alone inside the block: actions stay as they are."""
+        frozen = [p for name, p in self.named_parameters() if p.requires_grad and not self._in_critic(name)]
+        try:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
+            yield
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(True)
+
+    def _in_critic(self, name: str) -> bool:
+        return any(name == part or name.startswith(f"{part}.") for part in self.critic_parts)
 
     def update_normalizer(self, obs: Observation) -> None:
         """Let running statistics take in the observations of a rollout; the algorithm calls it after each update."""

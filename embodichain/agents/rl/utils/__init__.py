@@ -2,7 +2,8 @@
 
 from dataclasses import KW_ONLY
 from functools import partial
-from typing import Any, Generic, Literal, TypeVar
+from pathlib import Path
+from typing import Any, Generic, Literal, Self, TypeVar
 
 from embodichain.agents.rl.utils.tensordicts import dict_to_tensordict, flatten_dict_observation
 from embodichain.config.classes import Config, Count, Fraction, NotNegative, Positive, configclass
@@ -60,6 +61,10 @@ class AlgorithmCfg(Config):
     """Weight of longer returns in generalised advantage estimation."""
     max_grad_norm: Positive = 0.5
     """The gradient is scaled down to this norm when it is longer."""
+
+    def located(self, folder: Path) -> Self:
+        """Return these settings with absolute paths in the place of those that are relative to a config's folder."""
+        return self
 
 
 @configclass

@@ -1,0 +1,332 @@
+"""Distillation: a student that sees little learns, in the states that it reaches, what a teacher that sees more does.
+
+The student acts; every state of its rollouts is labelled by the teacher's action, or by its whole distribution, and the
+student follows the gradient of the difference (DAgger without the memory of older rollouts). The teacher reads its own
+observations, such as the state of the simulation, and the student its own, such as cameras (``policy.actor_obs``).
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+import gymnasium as gym
+import torch
+from pydantic import Field
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from embodichain.agents.rl.algo.base import MinibatchAlgorithm
+from embodichain.agents.rl.algo.gradient_steps import Meter
+from embodichain.agents.rl.buffer.rollout_buffer import EVALUATED_ROWS, Minibatches, flatten_time_major
+from embodichain.agents.rl.collector.weights import content_digest
+from embodichain.agents.rl.models.actor_critic import NetworkPolicy
+from embodichain.agents.rl.models.distributions import SQUASHED_LIMIT, SquashedGaussianHead
+from embodichain.agents.rl.models.observation import space_entries
+from embodichain.agents.rl.models.policy import Evaluation, Policy
+from embodichain.agents.rl.utils import AlgorithmCfg, MinibatchCfg
+from embodichain.agents.rl.utils.distributed import Ranks
+from embodichain.agents.rl.utils.tensordicts import Observation
+from embodichain.config.classes import MISSING, Fraction, configclass
+from embodichain.errors import CheckpointError, ConfigError
+
+KEYS = ("observation", "reward", "done")
+
+
+@configclass
+class DistillationCfg(MinibatchCfg):
+    """Configuration for distillation; settings about probability ratios, returns and entropy have no effect here."""
+
+    n_epochs: Annotated[int, Field(ge=1)] = 4
+    """Passes over each rollout."""
+    teacher: str = MISSING
+    """Run or checkpoint of the teacher, relative to the config's folder or to the working directory; of a run the best
+    checkpoint is taken."""
+    loss: Literal["kl", "mse", "nll"] = "kl"
+    """Difference that is learned from: the KL divergence from the teacher's distribution to the student's, the mean
+    squared error of the most likely actions, or minus the log-probability of the teacher's most likely action."""
+    teacher_share: tuple[Fraction, Fraction] = (0.0, 0.0)
+    """Share of the envs in which the teacher acts in the student's place: at first, and in the end."""
+    teacher_until: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Share of the training after which the latter is reached; in between it changes linearly."""
+    lr_schedule: Literal["constant", "linear"] = "constant"
+    """Step size: constant, or falling to zero over the training."""
+
+    def located(self, folder: Path) -> Self:
+        """Return these settings with an absolute path of the teacher, so that a run is resumed from anywhere."""
+        if self.teacher is MISSING:
+            raise ConfigError("teacher: expected the folder of a run or of a checkpoint, got none", "algorithm.cfg")
+        given = Path(self.teacher).expanduser()
+        found = next((base / given for base in (folder, Path.cwd()) if (base / given).exists()), Path.cwd() / given)
+        return self.replace(teacher=str(found.absolute()))
+
+    def share_at(self, progress: float) -> float:
+        """Return the share of the envs in which the teacher acts, after a share of the training."""
+        first, last = self.teacher_share
+        return first + (last - first) * min(1.0, progress / self.teacher_until)
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A trained policy that labels, and what a run remembers of it."""
+
+    policy: Policy
+    """In evaluation mode, built for the spaces that it was trained with."""
+    observation_space: gym.Space[Any] | int
+    action_space: gym.Space[Any] | int
+    source: str
+    """Folder of its checkpoint."""
+    actions: Any = None
+    """How its environment turned actions into motions, where that is known: ``env.actions`` of its config."""
+
+
+def mismatches(teacher: Teacher, observation_space: Any, action_space: Any, actions: Any = None) -> list[str]:
+    """Return what keeps a teacher from labelling an environment of these spaces, one line each."""
+    here, problems = {entry.name: entry for entry in space_entries(observation_space)}, []
+    seen, policy = space_entries(teacher.observation_space), teacher.policy
+    if isinstance(policy, NetworkPolicy):
+        seen = [entry for entry in seen if entry in (*policy.encoder.vectors, *policy.encoder.images)]
+    for entry in seen:
+        name = entry.name or "the observation"
+        if entry.name not in here:
+            problems.append(f"observation {name} {list(entry.shape)}: the environment does not have it")
+        elif here[entry.name].shape != entry.shape:
+            problems.append(
+                f"observation {name}: {list(entry.shape)} there, {list(here[entry.name].shape)} in the environment"
+            )
+    if action_space != teacher.action_space:
+        problems.append(f"action space: {teacher.action_space} there, {action_space} in the environment")
+    if actions is not None and teacher.actions is not None and actions != teacher.actions:
+        problems.append(f"env.actions: {teacher.actions} there, {actions} in the environment")
+    if policy.is_recurrent:
+        problems.append("it is recurrent: expected a policy that needs one observation only")
+    if policy.chunk_size > 1:
+        problems.append(f"it chooses {policy.chunk_size} actions at a time: expected one")
+    return problems
+
+
+class Guided(Policy):
+    """The student as it acts while it is distilled: the teacher may decide in its place in the first envs.
+
+    Its weights are those of both and the share of envs, so they reach collectors together. There are no values, as
+    nothing is learned from them.
+    """
+
+    has_critic = False
+    share: Tensor
+
+    def __init__(self, student: Policy, teacher: Policy | None = None) -> None:
+        super().__init__()
+        del self._buffers["version"]  # it is the student's
+        self.student, self.teacher = student, teacher
+        self.is_recurrent = student.is_recurrent
+        self.register_buffer("share", torch.zeros((), device=student.device))
+
+    @property
+    def device(self) -> torch.device:
+        return self.student.device
+
+    @device.setter
+    def device(self, device: torch.device) -> None:
+        for policy in (self._modules.get("student"), self._modules.get("teacher")):
+            if isinstance(policy, Policy):
+                policy.device = device
+
+    @property
+    def version(self) -> Tensor:  # type: ignore[override]
+        return self.student.version
+
+    @property
+    def generator(self) -> torch.Generator | None:
+        return self.student.generator
+
+    @generator.setter
+    def generator(self, generator: torch.Generator | None) -> None:
+        self.student.generator = generator
+
+    @property
+    def values_apart(self) -> bool:  # type: ignore[override]
+        return self.student.values_apart
+
+    @property
+    def noise_steps(self) -> int | None:  # type: ignore[override]
+        return self.student.noise_steps
+
+    def draw_noise(self, num_envs: int) -> Tensor | None:
+        return self.student.draw_noise(num_envs)
+
+    def hold_noise(self, noise: Tensor | None) -> None:
+        self.student.hold_noise(noise)
+
+    def initial_state(self, batch_size: int) -> Tensor | None:
+        return self.student.initial_state(batch_size)
+
+    def get_action(self, obs: Observation, deterministic: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        return self.act(obs, None, deterministic)[:3]
+
+    def act(
+        self, obs: Observation, state: Tensor | None = None, deterministic: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        action, log_prob, value, state = self.student.act(obs, state, deterministic)
+        return self._guide(obs, action), log_prob, torch.zeros_like(value), state
+
+    def choose(self, obs: Observation) -> tuple[Tensor, Tensor]:
+        action, log_prob = self.student.choose(obs)
+        return self._guide(obs, action), log_prob
+
+    def get_value(self, obs: Observation) -> Tensor:
+        return torch.zeros(obs.shape[0], device=self.device)
+
+    def evaluate_actions(self, obs: Observation, actions: Tensor, decision: TensorDictBase | None = None) -> Evaluation:
+        return self.student.evaluate_actions(obs, actions)
+
+    def evaluate_sequences(self, obs: Observation, actions: Tensor, state: Tensor, start: Tensor) -> Evaluation:
+        return self.student.evaluate_sequences(obs, actions, state, start)
+
+    def _guide(self, obs: Observation, action: Tensor) -> Tensor:
+        """Put the teacher's actions in the place of the student's in the first ``share`` of the rows."""
+        if self.teacher is None:
+            return action
+        rows = action.shape[0]
+        guided = torch.arange(rows, device=action.device) < (self.share * rows).round()
+        own = self.teacher.get_action(obs, deterministic=True)[0].to(action.dtype)
+        return torch.where(guided.view(-1, *[1] * (action.ndim - 1)), own, action)
+
+
+class Distillation(MinibatchAlgorithm):
+    """Distillation on rollouts ``[num_envs, num_steps]`` of the student; ``teach`` hands it its teacher."""
+
+    cfg_type: ClassVar[type[AlgorithmCfg]] = DistillationCfg
+    cfg: DistillationCfg
+    acting: Guided
+
+    def __init__(self, cfg: DistillationCfg, policy: Policy) -> None:
+        super().__init__(cfg, policy)
+        if policy.has_decision or policy.chunk_size > 1:
+            problem = f"expected one action per decision, which is all that tells it; got {type(policy).__name__}"
+            raise ConfigError(f"distill: {problem}", "policy")
+        self.teacher: Teacher | None = None
+        self.digest = ""
+        """Hash of the teacher's weights."""
+        self.acting = Guided(policy)
+
+    def teach(self, teacher: Teacher) -> None:
+        """Learn from this teacher; ``ConfigError`` if the loss does not suit both."""
+        student, other, loss = self.policy, teacher.policy, self.cfg.loss
+        heads = [p.head for p in (student, other) if isinstance(p, NetworkPolicy)]
+        continuous = isinstance(teacher.action_space, gym.spaces.Box | int)
+        problem = None
+        if loss == "kl" and (len(heads) < 2 or type(heads[0]) is not type(heads[1])):
+            kinds = " and ".join(type(p.head if isinstance(p, NetworkPolicy) else p).__name__ for p in (student, other))
+            problem = f"kl compares distributions of one kind, and those of student and teacher are {kinds}"
+        elif loss == "mse" and not (continuous and isinstance(student, NetworkPolicy)):
+            problem = "mse compares continuous actions of a policy made of networks"
+        if problem is not None:
+            raise ConfigError(f"loss: {problem}; choose {'nll' if loss == 'mse' else 'mse or nll'}", "algorithm.cfg")
+        policy = other.eval().to(self.device).requires_grad_(False)
+        policy.device = self.device
+        self.teacher, self.digest = teacher, content_digest(policy)
+        self.acting = Guided(self.policy, policy if max(self.cfg.teacher_share) > 0.0 else None)
+        self._set_share()
+
+    def join(self, ranks: Ranks) -> None:
+        """Train the policy together with other processes, all of which have the same teacher."""
+        super().join(ranks)
+        digests = ranks.exchange(self.digest)
+        if len(set(digests)) > 1:
+            raise ConfigError("teacher: the ranks found different policies there: copy one to all machines", "ranks")
+
+    def update(self, rollout: TensorDictBase | None = None) -> dict[str, float]:
+        """Let the student imitate the teacher in the states of a rollout."""
+        cfg = self.cfg
+        rollout = self._take(rollout, KEYS)
+
+        # What the teacher does in every state that was reached
+        data = rollout.select("observation")
+        data["label"] = self._labels(rollout)
+
+        # Epochs of gradient steps on shuffled minibatches
+        if cfg.lr_schedule == "linear":
+            self.optimizer.learning_rate = cfg.learning_rate * (1.0 - self.progress)
+        minibatches, meter = self._minibatches(data, rollout), Meter()
+        for _ in range(cfg.n_epochs):
+            with self._gradient_steps():
+                if self.graphs is not None:
+                    sums, steps = self.graphs.run_epoch(minibatches)
+                    meter.add(sums, steps=steps)
+                else:
+                    for chosen, share in self._shuffled(minibatches):
+                        self._step(minibatches.gather(chosen), meter, share)
+            meter.end_epoch("imitation_loss")
+
+        metrics = meter.means() | {"learning_rate": self.optimizer.learning_rate}
+        metrics["teacher_share"] = cfg.share_at(self.progress)
+        self._finish_update(rollout)
+        self._set_share()
+        return metrics
+
+    def _loss(self, batch: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
+        with self.optimizer.autocast():
+            loss = self._difference(batch)
+        measures, auxiliary = {"imitation_loss": loss}, self.policy.take_auxiliary_loss()
+        if auxiliary is not None:  # a loss of the policy's own
+            loss, measures["auxiliary_loss"] = loss + auxiliary, auxiliary
+        return loss, measures
+
+    def _difference(self, batch: TensorDictBase) -> Tensor:
+        """Return how far the student is from the teacher's labels, ``[]``."""
+        policy, label = self.policy, batch["label"]
+        if self.cfg.loss == "nll" or not isinstance(policy, NetworkPolicy):
+            # L = -log pi(a_teacher | s)
+            return -policy.evaluate(batch.clone(recurse=False).update({"action": label}))[0].mean()
+        params = policy.action_params(batch)
+        if self.cfg.loss == "mse":
+            # L = E |a_student - a_teacher|^2 / action_dim, of the most likely actions
+            return (policy.head.sample(params, deterministic=True)[0] - label).square().mean()
+        # L = E KL(pi_teacher || pi)
+        return policy.head.divergence(label, params).mean()
+
+    @torch.no_grad()
+    def _labels(self, rollout: TensorDictBase) -> Tensor:
+        """Return what the loss compares with, ``[num_envs, num_steps, ...]``: actions, or described distributions."""
+        if self.teacher is None:
+            raise ConfigError("teacher: expected a policy to learn from: call teach() first", "algorithm.cfg")
+        teacher, (num_envs, num_steps) = self.teacher.policy, rollout.batch_size
+        parts = []
+        for part in flatten_time_major(rollout.select("observation")).split(EVALUATED_ROWS):
+            if self.cfg.loss == "kl" and isinstance(teacher, NetworkPolicy):
+                parts.append(teacher.head.describe(teacher.action_params(part)))
+            else:
+                parts.append(self._bounded(teacher.get_action(part["observation"], deterministic=True)[0]))
+        return torch.cat(parts).unflatten(0, (num_steps, num_envs)).transpose(0, 1)
+
+    def _bounded(self, action: Tensor) -> Tensor:
+        """Return actions as the environment carries them out, in a range that the student can reach."""
+        space = None if self.teacher is None else self.teacher.action_space
+        if not isinstance(space, gym.spaces.Box):
+            return action
+        low, high = (torch.as_tensor(bound).to(action) for bound in (space.low, space.high))
+        if isinstance(self.policy, NetworkPolicy) and isinstance(self.policy.head, SquashedGaussianHead):
+            low, high = low.clamp(min=-SQUASHED_LIMIT), high.clamp(max=SQUASHED_LIMIT)
+        return action.clamp(low, high)
+
+    def _evaluate_again(self, minibatches: Minibatches, rollout: TensorDictBase) -> None:
+        """Nothing is compared with the precision in which rollouts were collected."""
+
+    def _set_share(self) -> None:
+        self.acting.share.fill_(self.cfg.share_at(self.progress))
+
+    def state_dict(self) -> dict[str, Any]:
+        source = "" if self.teacher is None else self.teacher.source
+        return super().state_dict() | {"teacher": {"source": source, "digest": self.digest}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        known = state["teacher"]
+        if self.digest and known["digest"] != self.digest:
+            source = "" if self.teacher is None else self.teacher.source
+            raise CheckpointError(
+                f"algorithm.cfg.teacher: {source} holds another policy than the one this run learns from, which was in "
+                f"{known['source']}: put that one back, or name a copy of it with --algorithm.cfg.teacher. To learn "
+                "from the other one, begin a new run with --trainer.init_from RUN"
+            )
+        super().load_state_dict(state)
+        self._set_share()
