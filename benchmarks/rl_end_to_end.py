@@ -6,6 +6,7 @@ Every function returns a call that does one iteration. What the other libraries 
 from __future__ import annotations
 
 import tempfile
+import time
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from embodichain.agents.rl.config import TrainCfg, complete, override
 from embodichain.agents.rl.runs import RunFolder
 from embodichain.agents.rl.train import build_trainer
 from embodichain.agents.rl.trainer import Trainer
+from embodichain.utils.torch_runtime import torch_threads
 
 LOG_2PI_HALF = 0.9189385
 PUSH_CUBE = {"num_envs": 256, "num_steps": 32, "std": 0.6}
@@ -63,14 +65,32 @@ def trainer_for(work: Work, gym_config: dict[str, Any]) -> Trainer:
     return trainer
 
 
+def iteration(trainer: Trainer) -> Call:
+    """Return a call that does what the loop of ``Trainer.train`` does between two evaluations."""
+
+    def call() -> None:
+        began, before = time.perf_counter(), trainer.global_step
+        rollout = trainer._collect()
+        collected = time.perf_counter()
+        trainer.algorithm.progress = trainer._progress()
+        with torch_threads(trainer._update_threads):
+            measures = trainer.algorithm.update(rollout)
+        if trainer.guard is not None:
+            trainer.guard.check_update(measures, rollout, before)
+        trainer.collector.publish()
+        trainer._log_iteration(rollout, measures, began, collected)
+
+    return call
+
+
 def ours(work: Work) -> Call:
     """EmbodiChain on the same Gymnasium task."""
-    return trainer_for(work, {"id": work.env}).iterate
+    return iteration(trainer_for(work, {"id": work.env}))
 
 
 def ours_cart_pole(work: Work) -> Call:
     """EmbodiChain on its own ``CartPoleRL``, with the same settings."""
-    return trainer_for(work, {"id": "CartPoleRL"}).iterate
+    return iteration(trainer_for(work, {"id": "CartPoleRL"}))
 
 
 class BareLoop:

@@ -269,7 +269,7 @@ def load_teacher(source: str, env: VecEnv, trainer: TrainerCfg, trusted_modules:
     teacher = Teacher(policy, spaces["observation"], spaces["action"], str(folder), actions)
     problems = mismatches(teacher, env.observation_space, env.action_space, _actions(trainer.environment))
     if problems:
-        raise ConfigError([f"teacher: {problem}" for problem in problems], f"algorithm.cfg.teacher {folder}")
+        raise ConfigError(problems, f"algorithm.cfg.teacher: {folder}")
     _LOG.info("learning from %s", folder)
     return teacher
 

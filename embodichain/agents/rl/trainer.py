@@ -171,8 +171,18 @@ class Trainer:
                     self.collector.reset(seed=self.ranks.seed(settings.seed))
                     self.save_checkpoint()
                 while (reason := self._stop_reason(signals)) is None:
-                    before = self.global_step
-                    self.iterate()
+                    began, before = time.perf_counter(), self.global_step
+                    with self.ranks.together("collecting"):
+                        rollout = self._collect()
+                    collected = time.perf_counter()
+                    self.algorithm.progress = self._progress()
+                    with torch_threads(self._update_threads):
+                        measures = self.algorithm.update(rollout)
+                    if self.guard is not None:
+                        self.guard.check_update(measures, rollout, before)
+                    check_equal(self.ranks, self.policy, f"after the update at step {before}")
+                    self.collector.publish()
+                    self._log_iteration(rollout, measures, began, collected)
                     if crossed(settings.eval_freq, before, self.global_step):
                         self.evaluate()
                     if crossed(settings.save_freq, before, self.global_step) and self._saved_at != self.global_step:
@@ -189,21 +199,6 @@ class Trainer:
             self.folder.lock.release()
         now = self.counters
         return TrainingResult(self.folder.path, now.global_step, now.iteration, now.seconds, reason, self.evaluation)
-
-    def iterate(self) -> None:
-        """Collect one rollout, learn from it, and log it."""
-        began, before = time.perf_counter(), self.global_step
-        with self.ranks.together("collecting"):
-            rollout = self._collect()
-        collected = time.perf_counter()
-        self.algorithm.progress = self._progress()
-        with torch_threads(self._update_threads):
-            measures = self.algorithm.update(rollout)
-        if self.guard is not None:
-            self.guard.check_update(measures, rollout, before)
-        check_equal(self.ranks, self.policy, f"after the update at step {before}")
-        self.collector.publish()
-        self._log_iteration(rollout, measures, began, collected)
 
     def _stop_reason(self, signals: StopSignals) -> StopReason | None:
         """Return why training ends here: any rank was interrupted, or the first one's clock and evaluations decide."""
