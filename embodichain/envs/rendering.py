@@ -87,6 +87,7 @@ _QUALITY = {
 _LEAN_OFF = ("SHADOW", "REFLECTION", "SKYBOX", "HAZE", "FOG")
 _MAX_GEOMS = 10_000
 _FOVY = 45.0
+_INTRINSICS = ("sensor_size", "resolution", "focal_length", "focal_pixel", "principal_length", "principal_pixel")
 
 _found: str | None = None
 _failure: str | None = None
@@ -570,12 +571,15 @@ def mount_cameras(spec: mujoco.MjSpec, cfgs: Sequence[CameraCfg]) -> mujoco.MjMo
     model = spec.compile()
     for cfg in cfgs:
         if cfg.pos is not None and cfg.lookat is not None:
-            body, pos, quat, fovy = spec.worldbody, np.array(cfg.pos), looking(cfg.pos, cfg.lookat), _FOVY
-        else:
-            camera = model.camera(_camera_id(model, cfg.attach or cfg.name))
-            body = spec.body(model.body(int(camera.bodyid[0])).name)
-            pos, quat, fovy = camera.pos.copy(), camera.quat.copy(), float(camera.fovy[0])
-        body.add_camera(name=mounted_name(cfg), pos=pos, quat=quat, fovy=cfg.fovy or fovy)
+            own = {"pos": cfg.pos, "quat": looking(cfg.pos, cfg.lookat), "fovy": cfg.fovy or _FOVY}
+            spec.worldbody.add_camera(name=mounted_name(cfg), **own)
+            continue
+        camera = model.camera(_camera_id(model, cfg.attach or cfg.name))
+        source = next(view for view in spec.cameras if view.name == camera.name)
+        own = {"pos": camera.pos.copy(), "quat": camera.quat.copy(), "fovy": cfg.fovy or float(camera.fovy[0])}
+        copied = ("mode", "targetbody", "proj") if cfg.fovy else ("mode", "targetbody", "proj", *_INTRINSICS)
+        own |= {name: getattr(source, name) for name in copied}
+        source.parent.add_camera(name=mounted_name(cfg), **own)
     for name, (pattern, marks) in MATERIALS.items():
         material = spec.add_material(name=f"{MOUNTED}{name}", texrepeat=[3, 3])
         if pattern == "NONE":

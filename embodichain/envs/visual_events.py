@@ -226,7 +226,9 @@ def _mounted(world: World, chosen: Names | None) -> list[int]:
     if not any(name.startswith(MOUNTED) for name in all_names):
         raise ConfigError(f"{world.key}.func: there is no camera in env.observations.cameras")
     names = [name.removeprefix(MOUNTED) if name.startswith(MOUNTED) else "" for name in all_names]
-    return find_names(world, "cameras", chosen, names, [bool(name) for name in names], "of env.observations.cameras")
+    still = model.cam_mode == int(mujoco.mjtCamLight.mjCAMLIGHT_FIXED)
+    where = [bool(name) and bool(fixed) for name, fixed in zip(names, still, strict=True)]
+    return find_names(world, "cameras", chosen, names, where, "of env.observations.cameras that follow nothing")
 
 
 @register_event("camera_pose")

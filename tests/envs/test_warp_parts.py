@@ -134,6 +134,32 @@ def test_a_mounted_camera_sees_what_the_configured_one_sees(cfg: CameraCfg) -> N
     assert np.abs(configured.astype(int) - mounted.astype(int)).mean() < 0.5
 
 
+FOLLOWING = """<mujoco><worldbody><light pos="0 0 3"/><geom type="plane" size="5 5 .1" rgba=".5 .6 .5 1"/>
+  <body pos="0 0 .5"><freejoint/><geom type="box" size=".3 .2 .1" rgba="1 0 0 1"/>
+    <camera name="track" mode="trackcom" pos="0 -3 .3" xyaxes="1 0 0 0 0 1"/>
+    <camera name="parallel" projection="orthographic" fovy="1.5" pos="0 0 2"/>
+    <camera name="lens" focalpixel="60 60" sensorsize=".01 .01" resolution="64 64" pos="0 0 2"/></body>
+  <body name="ball" pos="0.5 0 .2"><geom size=".1" rgba="0 0 1 1"/></body>
+  <camera name="aim" mode="targetbody" target="ball" pos="2 -1 1"/>
+</worldbody></mujoco>"""
+
+
+def test_a_mounted_camera_follows_and_projects_as_its_model() -> None:
+    """Also on a body without a name, which has moved and turned."""
+    cfgs = [CameraCfg(name=f"{name} too", attach=name) for name in ("track", "parallel", "lens", "aim")]
+    model = mount_cameras(mujoco.MjSpec.from_string(FOLLOWING), cfgs)
+
+    def load(data: mujoco.MjData, env: int) -> None:
+        data.qpos[:] = [0.3, 0.2, 0.8, 0.92, 0.2, 0.3, 0.1]
+        mujoco.mj_normalizeQuat(model, data.qpos)
+
+    with Renderer(model, (48, 64)) as renderer:
+        for cfg in cfgs:
+            own, mounted = (renderer.render(load, [0], camera)[0] for camera in (cfg.attach, cfg))
+            assert own.std() > 10.0, cfg.attach
+            assert np.array_equal(own, mounted), cfg.attach
+
+
 def test_a_camera_to_mount_must_exist() -> None:
     with pytest.raises(UnknownNameError, match="no camera 'yee'"):
         mount_cameras(mujoco.MjSpec.from_string(SCENE), [CameraCfg(name="yee")])
