@@ -176,6 +176,16 @@ def climb(*rungs: tuple[Tensor, Tensor]) -> Tensor:
     return total / len(rungs)
 
 
+def coming_to_grasp(distance: Tensor, gap: Tensor, width: float, widest: float = 0.084) -> Tensor:
+    """Return progress in [0, 1] towards holding a thing: come to it, and close the fingers once it is between.
+
+    ``distance`` ``[n]`` is that of the tool from the thing, ``gap`` ``[n]`` the one between the fingers.
+    """
+    closed = ((widest - gap) / (widest - width)).clamp(0.0, 1.0)
+    between = (distance < 0.5 * width).to(closed.dtype)
+    return 0.8 * (1.0 - torch.tanh(5.0 * distance)) + 0.2 * between * closed
+
+
 class Instructed:
     """Draws which of several choices an episode is about, and how it is said; a part of tasks with instructions."""
 

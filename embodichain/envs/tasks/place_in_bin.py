@@ -15,7 +15,7 @@ from embodichain.envs.primitives import DOWN, OPEN, grasp, move, sequence, unles
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.robots import Robot
 from embodichain.envs.task import ResetState, Scene
-from embodichain.envs.tasks.kit import Instructed, KitTask, climb, kit_cfg, pick, raised
+from embodichain.envs.tasks.kit import Instructed, KitTask, climb, coming_to_grasp, kit_cfg, pick, raised
 from embodichain.envs.terms import is_held
 from embodichain.errors import ConfigError
 
@@ -78,7 +78,7 @@ class PlaceInBin(KitTask):
         near, held = length(scene["to_cube"]), scene["held"] > 0
         gap, in_bin = scene["gripper"], scene["in_bin"] > 0
         progress = climb(
-            (held, 1.0 - torch.tanh(5.0 * near)),
+            (held, coming_to_grasp(near, gap, _WIDTH)),
             (held, 1.0 - torch.tanh(5.0 * length(scene["to_drop"]))),
             ((scene["over_bin"] > 0) & ((scene["to_drop"][:, 2].abs() < 0.075) | in_bin), gap / _RELEASED),
         )
