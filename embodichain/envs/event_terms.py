@@ -1,4 +1,4 @@
-"""The events that come with the package: physical parameters, actuators, delays, noise and pushes."""
+"""Events that change parameters of the model: friction, masses, joints, actuators and gravity."""
 
 import re
 from collections.abc import Sequence
@@ -9,11 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodichain.config.classes import NotNegative, Positive
 from embodichain.envs.curricula import PositiveRange, Range
-from embodichain.envs.env_cfg import DelaySteps, EventsCfg
-from embodichain.envs.randomization import EVENTS as EVENTS
-from embodichain.envs.randomization import Calibration, Distribution, Draw, EventTerm, Rows, World, register_event
+from embodichain.envs.env_cfg import EventsCfg
+from embodichain.envs.randomization import Distribution, Draw, EventTerm, Rows, World, register_event
 from embodichain.errors import ConfigError, nearest
 
 Names = str | list[str]
@@ -26,8 +24,7 @@ _OBJECTS = {
     "joints": mujoco.mjtObj.mjOBJ_JOINT,
     "actuators": mujoco.mjtObj.mjOBJ_ACTUATOR,
 }
-_AXES = ("x", "y", "z", "roll", "pitch", "yaw")
-_FREE = int(mujoco.mjtJoint.mjJNT_FREE)
+FREE = int(mujoco.mjtJoint.mjJNT_FREE)
 
 
 def names_of(model: mujoco.MjModel, kind: str) -> list[str]:
@@ -139,7 +136,7 @@ def _plain(part: Any) -> Any:
     return part.cpu().numpy() if isinstance(part, Tensor) else part
 
 
-def _ids(world: World, found: list[int]) -> Any:
+def ids_of(world: World, found: list[int]) -> Any:
     """Return an index: a slice where numbers follow each other, which needs no kernel of its own."""
     if found == list(range(found[0], found[-1] + 1)):
         return slice(found[0], found[-1] + 1)
@@ -170,7 +167,7 @@ class Friction(FieldTerm):
             where = np.isin(model.geom_bodyid, of)
         found = select(world, "geoms", geoms, where, "of these bodies" if bodies else "at all")
         column = ("sliding", "torsional", "rolling").index(kind)
-        super().__init__(world, (_ids(world, found), column), _values(locals()))
+        super().__init__(world, (ids_of(world, found), column), _values(locals()))
         self.require(float(self.extremes()[0].min()) >= 0, "friction must not be negative")
 
 
@@ -195,7 +192,7 @@ class Mass(FieldTerm):
         shared: bool = False,
     ) -> None:
         found = select(world, "bodies", bodies, world.model.body_mass > 0, "with mass")
-        super().__init__(world, (_ids(world, found),), _values(locals()))
+        super().__init__(world, (ids_of(world, found),), _values(locals()))
         self.require(float(self.extremes()[0].min()) > 0, "masses must be positive")
         self._inertia = world.tensor(np.array(world.model.body_inertia[found])) if inertia else None
         if not inertia:
@@ -228,7 +225,7 @@ class Inertia(FieldTerm):
     ) -> None:
         found = select(world, "bodies", bodies, world.model.body_mass > 0, "with mass")
         shared = False
-        super().__init__(world, (_ids(world, found),), _values(locals()))
+        super().__init__(world, (ids_of(world, found),), _values(locals()))
         self._per_axis = per_axis
         low, high = self.extremes()
         self.require(float(low.min()) > 0, "moments of inertia must be positive")
@@ -268,7 +265,7 @@ class CenterOfMass(EventTerm):
             names = ", ".join(names_of(world.model, "bodies")[index] for index in simple)
             told = 'whose mass MuJoCo takes for centred; write simple="false" at that <body> of the model'
             raise ConfigError(f"{world.key}.params.bodies: {names} are simple bodies, {told}")
-        self._index, self._ranges, self._distribution = (slice(None), _ids(world, found)), (x, y, z), distribution
+        self._index, self._ranges, self._distribution = (slice(None), ids_of(world, found)), (x, y, z), distribution
         self._nominal = world.tensor(np.array(world.model.body_ipos[found]))
 
     def apply(self, rows: Rows, draw: Draw) -> None:
@@ -294,10 +291,10 @@ class JointTerm(FieldTerm):
         shared: bool = False,
     ) -> None:
         model = world.model
-        found = select(world, "joints", joints, model.jnt_type != _FREE, "that are not free")
+        found = select(world, "joints", joints, model.jnt_type != FREE, "that are not free")
         if not self.of_joints:
             found = [dof for dof in np.arange(model.nv).tolist() if model.dof_jntid[dof] in found]
-        super().__init__(world, (_ids(world, found),), _values(locals()))
+        super().__init__(world, (ids_of(world, found),), _values(locals()))
         self.require(float(self.extremes()[0].min()) >= 0, f"{self.fields[0]} must not be negative")
 
 
@@ -354,7 +351,7 @@ class ActuatorGains(EventTerm):
         model = world.model
         affine = model.actuator_biastype == int(mujoco.mjtBias.mjBIAS_AFFINE)
         found = select(world, "actuators", actuators, affine, "that are position or velocity servos")
-        self._index, self._ranges = (slice(None), _ids(world, found)), (kp, kd)
+        self._index, self._ranges = (slice(None), ids_of(world, found)), (kp, kd)
         self._distribution, self._shared, self._count = distribution, shared, len(found)
         self._gain = world.tensor(np.array(model.actuator_gainprm[found]))
         self._bias = world.tensor(np.array(model.actuator_biasprm[found]))
@@ -396,7 +393,7 @@ class ActuatorStrength(EventTerm):
             if chosen:
                 place = None if shared else torch.tensor([found.index(i) for i in chosen], device=world.physics.device)
                 nominal = world.tensor(np.array(_field(model, field)[chosen]))
-                self._parts.append((field, (slice(None), _ids(world, chosen)), nominal, place))
+                self._parts.append((field, (slice(None), ids_of(world, chosen)), nominal, place))
         self.fields = tuple(field for field, *_ in self._parts)
 
     def apply(self, rows: Rows, draw: Draw) -> None:
@@ -453,167 +450,3 @@ class Gravity(EventTerm):
         parts = (torch.cos(angle), torch.sin(angle) * torch.cos(around), torch.sin(angle) * torch.sin(around))
         axes = self._axes
         target[:] = (size * (parts[0] * axes[0] + parts[1] * axes[1] + parts[2] * axes[2])).to(target.dtype)
-
-
-Velocities = dict[Literal["x", "y", "z", "roll", "pitch", "yaw"], Range]
-"""Ranges by direction; those that are not named are 0."""
-
-
-@register_event("push")
-class Push(EventTerm):
-    """A sudden change of the velocity of a body with a free joint, as if something had hit it."""
-
-    modes = ("interval", "reset", "step")
-    fields = ("qvel",)
-
-    def __init__(self, world: World, velocity_range: Velocities, body: str | None = None) -> None:
-        super().__init__(world)
-        model = world.model
-        free = np.isin(np.arange(model.nbody), model.jnt_bodyid[model.jnt_type == _FREE])
-        names = names_of(model, "bodies")
-        has = ", ".join(name for name, ok in zip(names, free, strict=True) if ok)
-        if not has:
-            told = "no body of the model has a free joint; use push_joints, or apply_force"
-            raise ConfigError(f"{world.key}.params.body: {told}")
-        found = find_names(world, "body", body, names, free, f"with a free joint: {has}")
-        if len(found) > 1:
-            raise ConfigError(f"{world.key}.params.body: several bodies have a free joint, name one of {has}")
-        self._dof = int(model.body_dofadr[found[0]])
-        given: dict[Any, Any] = velocity_range
-        self._ranges = [given.get(axis, (0.0, 0.0)) for axis in _AXES]
-
-    def apply(self, rows: Rows, draw: Draw) -> None:
-        hit = torch.cat([draw.values(bounds, 1) for bounds in self._ranges], dim=1)
-        qvel = rows["qvel"]
-        qvel[:, self._dof : self._dof + 6] += hit.to(qvel.dtype)
-
-
-@register_event("push_joints")
-class PushJoints(EventTerm):
-    """A sudden change of the velocity of joints."""
-
-    modes = ("interval", "reset", "step")
-    fields = ("qvel",)
-
-    def __init__(self, world: World, range: Range, joints: Names | None = None) -> None:
-        super().__init__(world)
-        model = world.model
-        found = select(world, "joints", joints, model.jnt_type != _FREE, "that are not free")
-        dofs = [dof for dof in np.arange(model.nv).tolist() if model.dof_jntid[dof] in found]
-        self._index, self._size, self._range = (slice(None), _ids(world, dofs)), len(dofs), range
-
-    def apply(self, rows: Rows, draw: Draw) -> None:
-        qvel = rows["qvel"]
-        qvel[self._index] += draw.values(self._range, self._size).to(qvel.dtype)
-
-
-@register_event("apply_force")
-class ApplyForce(EventTerm):
-    """A force and a torque on the centre of mass of bodies for some time, in the frame of the world."""
-
-    modes = ("interval", "reset")
-
-    def __init__(
-        self,
-        world: World,
-        bodies: Names,
-        force_range: dict[Literal["x", "y", "z"], Range] = {},  # noqa: B006 - it is not changed
-        torque_range: dict[Literal["x", "y", "z"], Range] = {},  # noqa: B006
-        duration_s: Positive = 0.2,
-    ) -> None:
-        super().__init__(world)
-        found = select(world, "bodies", bodies, world.model.body_mass > 0, "with mass")
-        self._index, self._count = (slice(None), _ids(world, found)), len(found)
-        given: list[dict[Any, Any]] = [force_range, torque_range]
-        self._ranges = [parts.get(axis, (0.0, 0.0)) for parts in given for axis in _AXES[:3]]
-        self._steps = max(1, round(duration_s / world.step_seconds))
-        self._applied = world.physics.applied_forces()
-        self.variables["force"] = world.zeros(len(found), 6, dtype=self._applied.dtype)
-        self.variables["until"] = world.zeros(dtype=torch.int64)
-
-    def begin(self, rows: Rows, draw: Draw) -> None:
-        rows["until"] = torch.zeros_like(rows["until"])
-
-    def apply(self, rows: Rows, draw: Draw) -> None:
-        force = torch.stack([draw.values(bounds, self._count) for bounds in self._ranges], dim=-1)
-        rows["force"] = force.to(self._applied.dtype)
-        rows["until"] = torch.zeros_like(rows["until"]) + self._steps if draw.step is None else draw.step + self._steps
-
-    def every_step(self, step: Tensor) -> None:
-        lasts = (step < self.variables["until"]).view(-1, 1, 1)
-        self._applied[self._index] = torch.where(lasts, self.variables["force"], 0.0)
-
-
-@register_event("action_delay")
-class ActionDelay(EventTerm):
-    """Actions reach the robot some steps late; until the first one does, it acts as if that had come at once."""
-
-    modes = ("reset",)
-
-    def __init__(self, world: World, steps: DelaySteps) -> None:
-        super().__init__(world)
-        self._steps, self._slots = steps, steps[1] + 1
-        self._rows = torch.arange(world.physics.num_envs, device=world.physics.device)
-        self.variables["delay"] = world.zeros(dtype=torch.int64)
-        self.variables["sent"] = world.zeros(self._slots, world.action_dim)
-
-    def apply(self, rows: Rows, draw: Draw) -> None:
-        rows["delay"] = draw.steps(self._steps)
-
-    def act(self, action: Tensor, step: Tensor, draw: Draw) -> Tensor:
-        sent = self.variables["sent"]
-        sent[self._rows, step % self._slots] = action.to(sent.dtype)
-        return sent[self._rows, (step - self.variables["delay"]).clamp_min(0) % self._slots]
-
-
-@register_event("action_noise")
-class ActionNoise(EventTerm):
-    """Noise on actions, new in every step, and an error of each action that lasts for the episode."""
-
-    modes = ("step", "reset")
-
-    def __init__(
-        self, world: World, std: NotNegative = 0.0, uniform: Range = (0.0, 0.0), bias: Range = (0.0, 0.0)
-    ) -> None:
-        super().__init__(world)
-        self._std, self._uniform, self._bias = std, uniform, bias
-        self._size = world.action_dim
-        self.variables["bias"] = world.zeros(world.action_dim)
-
-    def begin(self, rows: Rows, draw: Draw) -> None:
-        rows["bias"] = draw.values(self._bias, self._size).to(torch.float32)
-
-    def act(self, action: Tensor, step: Tensor, draw: Draw) -> Tensor:
-        size = action.shape[1]
-        noise = draw.values(self._uniform, size) + self._std * draw.normal(size) + self.variables["bias"]
-        return (action + noise).to(action.dtype).clamp(-1.0, 1.0)
-
-
-@register_event("joint_offset")
-class JointOffset(Calibration):
-    """Wrong calibration of the robot's joints: measured and commanded positions are off by a constant."""
-
-    modes = ("reset",)
-
-    def __init__(self, world: World, range: Range, distribution: Literal["uniform", "gaussian"] = "uniform") -> None:
-        super().__init__(world)
-        if world.robot is None:
-            raise ConfigError(f"{world.key}.func: joint_offset needs a task with a robot, whose joints are observed")
-        model, device = world.model, world.physics.device
-        columns = torch.arange(model.nq, device=device)[world.robot.qpos].tolist()
-        driven = model.jnt_qposadr[np.clip(model.actuator_trnid[:, 0], 0, model.njnt - 1)].tolist()
-        is_servo = (model.actuator_trntype == int(mujoco.mjtTrn.mjTRN_JOINT)) & (model.actuator_biasprm[:, 1] != 0)
-        pairs = [(i, columns.index(at)) for i, at in enumerate(driven) if is_servo[i] and at in columns]
-        self._servos, self._joints = (torch.tensor([p[i] for p in pairs], device=device).long() for i in (0, 1))
-        self._range, self._distribution, self._size = range, distribution, len(columns)
-        self.variables["offset"] = world.zeros(self._size)
-
-    def apply(self, rows: Rows, draw: Draw) -> None:
-        rows["offset"] = draw.values(self._range, self._size, self._distribution).to(torch.float32)
-
-    @property
-    def offset(self) -> Tensor:
-        return self.variables["offset"]
-
-    def correct(self, control: Tensor) -> Tensor:
-        return control.index_add(1, self._servos, self.offset[:, self._joints].to(control.dtype), alpha=-1)

@@ -9,7 +9,7 @@ A config names registered events (``env.events``). One's own is a function or a 
 ``fields`` are fields of the MuJoCo model, or ``qpos`` and ``qvel``. ``rows`` has the values ``[n, ...]``
 of some envs, which the event writes in place; everything it draws comes from ``draw``. Written once in torch, it runs
 on the CPU and, recorded in a CUDA graph, on a GPU: no ``.item()``, no shapes that depend on data. The events that come
-with the package are in ``event_terms.py``.
+with the package are in ``event_terms.py``, ``motion_events.py`` and ``visual_events.py``.
 """
 
 import math

@@ -15,7 +15,7 @@ from torch import Tensor
 from embodichain.config.classes import Fraction
 from embodichain.envs.curricula import Range
 from embodichain.envs.event_terms import Names, Operation, find_names, operate, select
-from embodichain.envs.randomization import EVENTS as EVENTS
+from embodichain.envs.motion_events import EVENTS as EVENTS
 from embodichain.envs.randomization import Draw, EventTerm, Rows, World, register_event
 from embodichain.envs.rendering import MATERIALS, MOUNTED, Material
 from embodichain.errors import ConfigError

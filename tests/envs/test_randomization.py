@@ -2,14 +2,16 @@
 
 import copy
 import inspect
+import math
 import re
 from pathlib import Path
 
 import mujoco
+import numpy as np
 import pytest
 import torch
 
-from embodichain.envs import event_terms
+from embodichain.envs import event_terms, motion_events
 from embodichain.envs.curricula import Range
 from embodichain.envs.randomization import EVENTS, register_event
 from embodichain.envs.registration import make_to_watch
@@ -361,6 +363,30 @@ def test_every_element_draws_its_own_value_unless_they_share_one():
 # --- pushes, delays and noise -----------------------------------------------------------------------------------------
 
 
+def test_a_body_begins_at_the_pose_that_is_drawn():
+    turns, pose = {"roll": 0.3, "pitch": -0.4, "yaw": 0.5}, {"x": 0.01, "y": -0.02, "z": 0.1}
+    ranges = {name: [value, value] for name, value in (turns | pose).items()}
+    plain = with_events(3)
+    moved = with_events(3, it={"func": "body_pose", "params": {"pose_range": ranges}})
+    placed = with_events(3, it={"func": "body_pose", "params": {"pose_range": ranges, "relative": False}})
+    entity = {"entity_cfg": {"uid": "cube"}, "position_range": [list(pose.values())] * 2}
+    entity |= {"rotation_range": [[math.degrees(angle) for angle in turns.values()]] * 2, "relative_position": False}
+    told = with_events(3, it={"func": "randomize_rigid_object_pose", "mode": "reset", "params": entity})
+    turn, both = np.zeros(4), np.zeros(4)
+    mujoco.mju_euler2Quat(turn, np.array(list(turns.values())), "XYZ")
+    for env in range(3):
+        before = plain.physics.qpos[env].numpy()
+        mujoco.mju_mulQuat(both, turn, before[3:7])
+        expected = np.concatenate((before[:3] + list(pose.values()), both, before[7:]))
+        np.testing.assert_allclose(moved.physics.qpos[env].numpy(), expected, atol=1e-12)
+        expected = np.concatenate((list(pose.values()), turn, before[7:]))
+        np.testing.assert_allclose(placed.physics.qpos[env].numpy(), expected, atol=1e-12)
+        np.testing.assert_allclose(told.physics.qpos[env].numpy(), expected, atol=1e-12)
+    heavy = {"entity_cfg": {"uid": "cube"}, "mass_range": [0.5, 0.5]}
+    env = with_events(2, it={"func": "randomize_rigid_object_mass", "mode": "reset", "params": heavy})
+    assert cube_field(env, "body_mass").tolist() == [0.5, 0.5]
+
+
 def test_pushes_change_the_velocity_when_they_are_due():
     push = {"func": "push", "mode": "interval", "interval_range_s": [0.1, 0.1], "params": {}}
     push["params"] = {"velocity_range": {"x": [0.5, 0.5], "yaw": [1.0, 1.0]}}
@@ -692,8 +718,9 @@ def test_the_page_of_the_documentation_says_what_is():
     for snippet in snippets:
         exec(compile(snippet, "docs/randomization.md", "exec"), {})
     told = {name: row for row in re.findall(r"^\| `.*$", page, flags=re.MULTILINE) for name in row.split("`")[1:2]}
-    found = {name: EVENTS[name] for name in EVENTS if EVENTS[name].__module__ == event_terms.__name__}
-    assert len(found) == 17
+    ours = (event_terms.__name__, motion_events.__name__)
+    found = {name: EVENTS[name] for name in EVENTS if EVENTS[name].__module__ in ours and "rigid_object" not in name}
+    assert len(found) == 18
     for name, event in found.items():
         parameters = list(inspect.signature(event).parameters)[1:]
         assert [parameter for parameter in parameters if f"`{parameter}`" not in told[name]] == [], name
