@@ -398,6 +398,9 @@ class ArmCfg(Config):
     """Stiffness of added servos as the natural frequency of the loaded joint, in radians per second."""
     gravity_compensation: bool | None = None
     """Whether the arm carries its own weight, as the controllers of real arms do; by default if it has servos."""
+    walks: bool = False
+    """Whether it is a robot with a free base that walks: ``joints`` are those of all legs (default: all that have a
+    limit), the ends of its legs are its feet, and there is no tool. Joints without a motor get servos."""
     fix_base: bool = False
     """Whether a robot with a free base is bolted down where its model has it."""
     collisions: Literal["scene", "own"] = "scene"

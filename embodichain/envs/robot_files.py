@@ -39,6 +39,7 @@ ASSETS = Path(__file__).parent / "assets"
 PREFIX = "robot/"
 _PACKAGE = "package://"
 _KEPT = 8  # adapted files that are kept
+_FOOT_LEVEL = 0.1  # ends of limbs that are higher than this above the lowest are hands, in metres
 _FASTEST_FINGER = 125.0  # natural frequency of a finger's servo at most, for steps of 4 ms
 _STUCK = 5.0  # times the critical damping, from which on a joint hardly follows
 _Entry = TypeVar("_Entry")
@@ -262,11 +263,19 @@ class _Adaptation:
             model = self._compile()
         if self.cfg.fix_base:
             model = self._fix_base(model)
-        if self.ours and self.cfg.tool is None and self.cfg.tool_site is None:
+        if self.cfg.walks and not self.ours:
+            arms = [(name, self._walker(model, cfg, home)) for name, cfg in self.part.arms.items()]
+        elif self.ours and self.cfg.tool is None and self.cfg.tool_site is None:
             arms = [(name, self._machine(model, cfg)) for name, cfg in self.part.arms.items()]
         else:
             arms = [(name, self._read(model, name, cfg, home)) for name, cfg in self.part.arms.items()]
-        if not self.ours:
+        if self.cfg.walks and not self.ours:
+            for name, parts in arms:
+                self._drive(model, parts, self.part.arms[name].replace(gravity_compensation=False))
+                self._add_feet(model, parts)
+            self._strip_world()
+            model = self._compile()
+        elif not self.ours:
             self._strip(model, [parts for _, parts in arms])
             for name, parts in arms:
                 self._drive(model, parts, self.part.arms[name])
@@ -324,6 +333,59 @@ class _Adaptation:
             )
         low, high = ([float(r[i]) for r in ranges] for i in (0, 1))
         return ArmParts(list(cfg.joints), low, high, "", init=list(cfg.init_qpos or [0.0] * count))
+
+    def _walker(self, model: mujoco.MjModel, cfg: ArmCfg, home: dict[str, float]) -> ArmParts:
+        """Return the parts of a robot that walks: its joints with their limits, and how it stands."""
+        if free_base(model) is None:
+            raise ConfigError(f"{self.key}.walks: expected a robot with a free base, and {self.file.name} has none")
+        turning = [model.joint(j).name for j in range(model.njnt) if int(model.jnt_type[j]) in (HINGE, SLIDE)]
+        joints = cfg.joints or [name for name in turning if model.jnt_limited[model.joint(name).id]]
+        unknown = [name for name in joints if name not in turning]
+        if unknown or not joints:
+            problem = f"no joint {unknown[0]!r}.{nearest(unknown[0], turning)}" if unknown else "expected some joints"
+            raise ConfigError(f"{self.key}.joints: {problem}")
+        free = [n for n in joints if not model.jnt_limited[model.joint(n).id] and n not in cfg.limits]
+        if free:
+            raise ConfigError(f"{self.key}.limits: expected those of {', '.join(free)}, which the model leaves out")
+        if cfg.init_qpos and len(cfg.init_qpos) != len(joints):
+            raise ConfigError(
+                f"{self.key}.init_qpos: expected {len(joints)} joints and 0 fingers, got {len(cfg.init_qpos)} numbers"
+            )
+        ranges = [cfg.limits.get(name, tuple(model.joint(name).range.tolist())) for name in joints]
+        low, high = ([float(r[i]) for r in ranges] for i in (0, 1))
+        start = [home.get(name, float(model.qpos0[model.joint(name).qposadr[0]])) for name in joints]
+        return ArmParts(joints, low, high, "", init=list(cfg.init_qpos or start))
+
+    def _add_feet(self, model: mujoco.MjModel, parts: ArmParts) -> None:
+        """Add a site ``foot_N``, as large as the foot, where each leg touches the ground as it stands."""
+        data = mujoco.MjData(model)
+        for name, at in zip(parts.joints, parts.init, strict=True):
+            data.qpos[model.joint(name).qposadr[0]] = at
+        mujoco.mj_kinematics(model, data)
+        moved = {int(model.joint(name).bodyid[0]) for name in parts.joints}
+        ends = [b for b in moved if not any(other in moved for other in below(model, b) if other != b)]
+        lowest: dict[int, tuple[float, int]] = {}
+        for end in ends:
+            for body in below(model, end):
+                first, count = int(model.body_geomadr[body]), int(model.body_geomnum[body])
+                for geom in range(first, first + count):
+                    if model.geom_contype[geom] or model.geom_conaffinity[geom]:
+                        bottom = float(data.geom_xpos[geom, 2] - model.geom_size[geom, 0])
+                        lowest[end] = min(lowest.get(end, (np.inf, geom)), (bottom, geom))
+        if not lowest:
+            raise ConfigError(f"{self.key}.walks: no leg of {self.file.name} can touch the ground")
+        reach = min(bottom for bottom, _ in lowest.values())
+        feet = [geom for bottom, geom in lowest.values() if bottom < reach + _FOOT_LEVEL]
+        for number, geom in enumerate(sorted(feet)):
+            body = self.spec.body(model.body(int(model.geom_bodyid[geom])).name)
+            body.add_site(name=f"foot_{number}", pos=model.geom_pos[geom], size=[float(model.geom_size[geom, 0])] * 3)
+
+    def _strip_world(self) -> None:
+        """Leave out the ground and the lights of a robot's own scene."""
+        for geom in list(self.spec.worldbody.geoms):
+            self.spec.delete(geom)
+        for light in list(self.spec.worldbody.lights):
+            self.spec.delete(light)
 
     def _read(self, model: mujoco.MjModel, name: str, cfg: ArmCfg, home: dict[str, float]) -> ArmParts:
         if self.ours and not cfg.init_qpos and cfg.init_tool is None:
@@ -524,7 +586,11 @@ class _Adaptation:
         grip = None
         if parts.fingers:
             grip = known_grip(model, parts) if plain else try_grip(model, parts, cfg, key)
-        down = _our_down(cfg) if self.ours else tuple(map(tuple, _point_down(model, parts, cfg, grip).tolist()))
+        down = (
+            _our_down(cfg)
+            if self.ours or self.cfg.walks
+            else tuple(map(tuple, _point_down(model, parts, cfg, grip).tolist()))
+        )
         added = tuple(joint for joint in self.added if joint in (*parts.joints, *parts.fingers))
         return ArmSpec(name, parts, grip, down, added, plain)
 

@@ -184,6 +184,48 @@ def test_wrong_settings_are_named():
         make("QuadrupedVelocityRL", env={"command": {"forward": [1.0, 0.0]}})
 
 
+def foreign_quadruped(folder, base: str = "<freejoint/>") -> str:
+    """Write a model as others do: its own ground and light, no names of actuators, no sites, high above the ground."""
+    leg = """<body name="leg{0}" pos="{1} {2} 0"><joint name="hip{0}" axis="0 1 0" range="-80 80"/>
+      <geom type="capsule" fromto="0 0 0 0 0 -.2" size=".02" mass=".5"/><body pos="0 0 -.2">
+      <joint name="knee{0}" axis="0 1 0" range="-150 -10"/>
+      <geom type="capsule" fromto="0 0 0 0 0 -.2" size=".02" mass=".2"/>
+      <geom type="sphere" size=".025" pos="0 0 -.2" mass=".05"/></body></body>"""
+    legs = "".join(leg.format(i, x, y) for i, (x, y) in enumerate(((0.2, 0.1), (0.2, -0.1), (-0.2, 0.1), (-0.2, -0.1))))
+    trunk = f'<body name="trunk" pos="0 0 2">{base}<geom type="box" size=".2 .08 .05" mass="6"/>{legs}</body>'
+    motors = "".join(f'<motor joint="{j}{i}" ctrlrange="-20 20"/>' for i in range(4) for j in ("hip", "knee"))
+    text = f'<mujoco><worldbody><geom type="plane" size="1 1 1"/><light pos="0 0 1"/>{trunk}</worldbody>'
+    file = folder / "dog.xml"
+    file.write_text(f"{text}<actuator>{motors}</actuator></mujoco>")
+    return str(file)
+
+
+def test_a_quadruped_of_a_users_own_stands_and_is_measured(tmp_path):
+    robot = {"mjcf": foreign_quadruped(tmp_path), "walks": True, "servos": True, "init_qpos": [0.6, -1.2] * 4}
+    with walker("QuadrupedVelocityRL", 3, robot=robot, env={"events": {"randomize_robot": None}}) as env:
+        assert env.action_manager.action_dim == 8
+        height = 0.4 * np.cos(0.6) + 0.025
+        assert float(env.physics.qpos[0, 2]) == pytest.approx(height, abs=1e-6)  # it stands on the ground
+        for _ in range(60):
+            obs, _, terminated, _, _ = env.step(torch.zeros(env.action_manager.shape))
+            assert not bool(terminated.any())
+        assert bool(env.task.read()["contact"].all())
+        assert obs["critic", "feet"].shape == (3, 4)
+        assert float(obs["critic", "height"].min()) > 0.7 * height
+        assert env.render([0], size=(60, 80)).shape == (1, 60, 80, 3)
+
+
+def test_what_cannot_walk_is_told(tmp_path):
+    fixed, free = foreign_quadruped(tmp_path, base=""), {"walks": True, "servos": True, "init_qpos": []}
+    with pytest.raises(ConfigError, match=r"robot\.walks: expected a robot with a free base, and dog\.xml has none"):
+        make("QuadrupedVelocityRL", robot={"mjcf": fixed, **free})
+    file = foreign_quadruped(tmp_path)
+    with pytest.raises(ConfigError, match=r"robot\.joints: no joint 'hip9'\. Did you mean 'hip"):
+        make("QuadrupedVelocityRL", robot={"mjcf": file, "joints": ["hip9"], **free})
+    with pytest.raises(ConfigError, match=r"robot\.init_qpos: expected 8 joints"):
+        make("QuadrupedVelocityRL", robot={"mjcf": file, **free, "init_qpos": [0.0]})
+
+
 def test_there_is_no_expert(task):
     with walker(task) as env:
         assert not env.has_expert

@@ -10,6 +10,7 @@ turning. Both are 1 where nothing has been measured yet, and after a fall.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import mujoco
@@ -28,6 +29,7 @@ from embodichain.envs.env_cfg import (
 )
 from embodichain.envs.physics import Physics
 from embodichain.envs.random import RandomStreams
+from embodichain.envs.rendering import camera_names
 from embodichain.envs.robots import Robot
 from embodichain.envs.task import ResetState, Scene, Task, present_bounds
 from embodichain.errors import ConfigError
@@ -46,7 +48,6 @@ class VelocityTask(Task):
 
     understands_commands = True
     scene_file = "ground.xml"
-    camera = "robot/track"
     outputs = ("site_xpos", "actuator_force")
     reward_weights = {
         "track_linear": 1.5,
@@ -62,7 +63,7 @@ class VelocityTask(Task):
         "posture": -0.25,
     }
     feet: ClassVar[tuple[str, ...]]
-    """The robot's feet: sites as high as the middle of the spheres or capsules of the same name."""
+    """The feet of our robot: sites in the middle of their spheres or capsules, as large as those."""
     swing: ClassVar[float]
     """Seconds in the air from which on a step is rewarded."""
     clearance: ClassVar[float]
@@ -77,11 +78,18 @@ class VelocityTask(Task):
         self._base, self._motion = int(model.jnt_qposadr[free[0]]), int(model.nq + model.jnt_dofadr[free[0]])
         first = int(model.nq) + int(torch.arange(int(model.nv))[robot.qvel][0])
         self._velocities = slice(first, first + robot.dofs)
-        names = ["robot/" + name for name in self.feet]
-        self._sites = torch.tensor([model.site(name).id for name in names], device=device)
-        radii = [float(model.geom(name).size[0]) for name in names]
-        self._touching = torch.tensor(radii, device=device) + self.clearance
+        sites = _feet(model, self.feet)
+        self._sites = torch.tensor(sites, device=device)
+        radii = model.site_size[sites, 0]
+        self._touching = torch.tensor(radii, dtype=torch.float32, device=device) + self.clearance
+        # Standing on the ground, whatever height the model has its base at
+        data = mujoco.MjData(model)
+        data.qpos[:] = self._home.cpu().numpy()
+        mujoco.mj_kinematics(model, data)
+        self._home[self._base + 2] -= float((data.site_xpos[sites, 2] - radii).min())
         self._height = float(self._home[self._base + 2])
+        cameras = camera_names(model)
+        self.camera = "robot/track" if "robot/track" in cameras else cameras[0] if cameras else None
         self._rest = robot.init_qpos.float()
         self._dt = float(model.opt.timestep) * self.substeps
         command = cfg.env.command or VelocityCommandCfg()
@@ -90,7 +98,7 @@ class VelocityTask(Task):
         self._num_commands = min((cfg.max_episode_steps or 1000) // self._interval + 2, _MOST_COMMANDS)
         self._ranges = (command.forward, command.sideways, command.turning)
         self._gravity = torch.tensor([0.0, 0.0, -1.0], device=device)
-        self._before = torch.zeros(physics.num_envs, len(names), 2, dtype=physics.qpos.dtype, device=device)
+        self._before = torch.zeros(physics.num_envs, len(sites), 2, dtype=physics.qpos.dtype, device=device)
         self._change = torch.zeros(physics.num_envs, device=device)
 
     def sample_start(self, env_ids: Tensor, streams: RandomStreams) -> ResetState:
@@ -107,7 +115,7 @@ class VelocityTask(Task):
             "clock": torch.zeros_like(env_ids),
             "offset": (offset * self._interval).long(),
             "action": commands.new_zeros(count, self.robot.num_joints, dtype=torch.float32),
-            "air": commands.new_zeros(count, len(self.feet), dtype=torch.float32),
+            "air": commands.new_zeros(count, len(self._sites), dtype=torch.float32),
             "errors": commands.new_zeros(count, 4, dtype=torch.float32),
         }
         return start
@@ -225,6 +233,16 @@ class VelocityTask(Task):
         back = torch.stack((w, torch.zeros_like(w), torch.zeros_like(w), -z), dim=1)  # against the heading
         back = back / back.norm(dim=1, keepdim=True).clamp_min(1e-6)
         return {"command": scene["position"] + _rotate_back(back, ahead.unsqueeze(1)).squeeze(1)}
+
+
+def _feet(model: mujoco.MjModel, names: Sequence[str]) -> list[int]:
+    """Return the sites of the feet: those of our robot, or those that were found in one that ``walks``."""
+    sites = {model.site(i).name: i for i in range(model.nsite)}
+    ours = [sites[f"robot/{name}"] for name in names if f"robot/{name}" in sites]
+    feet = ours or [i for name, i in sites.items() if name.startswith("robot/foot_")]
+    if not feet:
+        raise ConfigError("robot.walks: this robot has no feet; set it to true for a robot with legs and a free base")
+    return feet
 
 
 def _closeness(squared: Tensor) -> Tensor:
