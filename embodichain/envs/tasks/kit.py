@@ -176,6 +176,11 @@ def climb(*rungs: tuple[Tensor, Tensor]) -> Tensor:
     return total / len(rungs)
 
 
+def nearness(distance: Tensor) -> Tensor:
+    """Return 1 at no distance, 0 beyond 0.8 m: it falls evenly from afar, which shows a way back, and fast nearby."""
+    return 0.5 * (1.0 - distance / 0.8).clamp_min(0.0) + 0.5 * (1.0 - torch.tanh(10.0 * distance))
+
+
 def coming_to_grasp(distance: Tensor, gap: Tensor, width: float, widest: float = 0.084) -> Tensor:
     """Return progress in [0, 1] towards holding a thing: come to it, and close the fingers once it is between.
 
@@ -183,7 +188,7 @@ def coming_to_grasp(distance: Tensor, gap: Tensor, width: float, widest: float =
     """
     closed = ((widest - gap) / (widest - width)).clamp(0.0, 1.0)
     between = (distance < 0.5 * width).to(closed.dtype)
-    return 0.8 * (1.0 - torch.tanh(5.0 * distance)) + 0.2 * between * closed
+    return 0.8 * nearness(distance) + 0.2 * between * closed
 
 
 class Instructed:

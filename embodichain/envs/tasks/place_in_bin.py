@@ -15,7 +15,7 @@ from embodichain.envs.primitives import DOWN, OPEN, grasp, move, sequence, unles
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.robots import Robot
 from embodichain.envs.task import ResetState, Scene
-from embodichain.envs.tasks.kit import Instructed, KitTask, climb, coming_to_grasp, kit_cfg, pick, raised
+from embodichain.envs.tasks.kit import Instructed, KitTask, climb, coming_to_grasp, kit_cfg, nearness, pick, raised
 from embodichain.envs.terms import is_held
 from embodichain.errors import ConfigError
 
@@ -79,7 +79,7 @@ class PlaceInBin(KitTask):
         gap, in_bin = scene["gripper"], scene["in_bin"] > 0
         progress = climb(
             (held, coming_to_grasp(near, gap, _WIDTH)),
-            (held, 1.0 - torch.tanh(5.0 * length(scene["to_drop"]))),
+            (held, nearness(length(scene["to_drop"]))),
             ((scene["over_bin"] > 0) & ((scene["to_drop"][:, 2].abs() < 0.075) | in_bin), gap / _RELEASED),
         )
         return {"remaining": 1.0 - progress, "effort": mean_square(action), "success": scene["success"]}

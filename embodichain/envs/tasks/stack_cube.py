@@ -14,7 +14,7 @@ from embodichain.envs.primitives import DOWN, grasp, place, sequence, unless
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.robots import Robot
 from embodichain.envs.task import ResetState, Scene
-from embodichain.envs.tasks.kit import Instructed, KitTask, climb, coming_to_grasp, kit_cfg, pick, raised
+from embodichain.envs.tasks.kit import Instructed, KitTask, climb, coming_to_grasp, kit_cfg, nearness, pick, raised
 from embodichain.envs.terms import is_held
 from embodichain.errors import ConfigError, nearest
 
@@ -70,7 +70,7 @@ class StackCube(KitTask):
         gap = scene["gripper"]
         progress = climb(
             (held, coming_to_grasp(near, gap, _WIDTH)),
-            (held, 1.0 - torch.tanh(5.0 * length(scene["to_place"]))),
+            (held, nearness(length(scene["to_place"]))),
             (stacked, gap / _RELEASED),
         )
         return {"remaining": 1.0 - progress, "effort": mean_square(action), "success": scene["success"]}
