@@ -227,6 +227,9 @@ class DomainRandomization:
         self._later = [event for event in self._events if event.mode != "reset"]
         self._acting = [event for event in self._events if type(event.term).act is not EventTerm.act]
         self._lasting = [event for event in self._events if type(event.term).every_step is not EventTerm.every_step]
+        wrong = [event.name for event in self._events if isinstance(event.term, Calibration)]
+        if len(wrong) > 1:
+            raise ConfigError(f"{world.key}.{wrong[1]}: the robot's joints have one error, that of {wrong[0]}")
         self.calibration = next((term for term in self.terms if isinstance(term, Calibration)), None)
         """The error of the robot's joints, if there is one."""
         self._all = torch.arange(world.physics.num_envs, device=world.physics.device)

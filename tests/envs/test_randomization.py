@@ -704,6 +704,9 @@ def test_what_has_no_free_joint_and_what_has_no_robot_is_told():
         small("ReachRL", env={"events": {"x": {"func": "push", "params": {"velocity_range": {}}}}})
     with pytest.raises(ConfigError, match="joint_offset needs a task with a robot"):
         small("Ant-v5", env={"events": {"x": {"func": "joint_offset", "params": {"range": [0, 1]}}}})
+    offset = {"func": "joint_offset", "params": {"range": [0, 1]}}
+    with pytest.raises(ConfigError, match=r"env\.events\.y: the robot's joints have one error, that of x"):
+        small("ReachRL", env={"events": {"x": offset, "y": offset}})
     with pytest.raises(ConfigError, match=r"delay\.robot/qpo: no such observation\. Did you mean 'robot/qpos'"):
         small("ReachRL", env={"observations": {"delay": {"robot/qpo": [0, 1]}}})
 
