@@ -20,6 +20,7 @@ EXTRAS = {
     "export": ("onnx", "onnxscript", "onnxruntime"),
     "vla": ("transformers", "peft"),
     "peers": ("torchrl", "stable_baselines3"),
+    "robots": ("robosuite", "gymnasium_robotics"),
 }
 """What a test marked ``extra(NAME)`` imports."""
 

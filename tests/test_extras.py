@@ -44,7 +44,17 @@ def test_the_advice_for_a_wheel_names_what_the_wheel_needs(monkeypatch, tmp_path
 def test_the_distribution_is_the_one_we_build():
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
     assert project["name"] == DISTRIBUTION
-    assert set(project["optional-dependencies"]) == {"dev", "vla", "data", "ray", "track", "export", "gpu", "peers"}
+    assert set(project["optional-dependencies"]) == {
+        "dev",
+        "vla",
+        "data",
+        "ray",
+        "track",
+        "export",
+        "gpu",
+        "peers",
+        "robots",
+    }
 
 
 def test_mujoco_is_as_old_as_it_may_be():

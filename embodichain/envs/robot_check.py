@@ -14,7 +14,7 @@ import torch
 
 from embodichain.envs.env_cfg import ArmCfg, RobotCfg
 from embodichain.envs.rendering import CameraCfg
-from embodichain.envs.robot_files import ROBOTS, find_file, read_spec, split_robot
+from embodichain.envs.robot_files import ROBOTS, compile_robot, find_file, read_spec, split_robot
 from embodichain.envs.robot_model import (
     HINGE,
     actuators_of,
@@ -28,7 +28,7 @@ from embodichain.envs.robot_model import (
     servo_of,
 )
 from embodichain.envs.robots import Arm, Robot, add_robot
-from embodichain.errors import AssetError, UnknownNameError, nearest
+from embodichain.errors import UnknownNameError, nearest
 
 TURN = 6.2832
 """Limit that is suggested for a hinge that has none, in radians."""
@@ -103,10 +103,7 @@ def suggest(cfg: RobotCfg) -> tuple[RobotCfg, list[str]]:
         body.name = body.name or f"body_{i}"
     for joint in spec.joints:
         joint.name = joint.name or f"{joint.parent.name}_joint"
-    try:
-        model = spec.compile()
-    except ValueError as error:
-        raise AssetError(f"{cfg.mjcf} does not compile: {error}") from error
+    model = compile_robot(spec, Path(cfg.mjcf))
     if free_base(model) is not None and not cfg.fix_base:
         return cfg, []
     ends = find_chains(model)
@@ -273,7 +270,8 @@ def _floating_model(cfg: RobotCfg) -> mujoco.MjModel | None:
     if cfg.fix_base or cfg.arms:
         return None
     part = split_robot(cfg)[0]
-    model = read_spec(find_file(str(part.cfg.mjcf))).compile()
+    file = find_file(str(part.cfg.mjcf))
+    model = compile_robot(read_spec(file), file)
     return model if free_base(model) is not None else None
 
 

@@ -6,6 +6,7 @@ lights and props, holds joints that no arm uses, gets servos where they are want
 
 import importlib.util
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -241,6 +242,20 @@ def adapted(part: RobotPart) -> tuple[mujoco.MjSpec, RobotSpec]:
     return spec.copy(), found
 
 
+def compile_robot(spec: mujoco.MjSpec, file: Path) -> mujoco.MjModel:
+    """Compile a robot; meshes without a volume, which MuJoCo refuses, get the inertia of a shell."""
+    for _ in range(len(spec.meshes) + 1):
+        try:
+            return spec.compile()
+        except ValueError as error:
+            flat = re.search(r"mesh volume is too small: (\S+)", str(error))
+            mesh = spec.mesh(flat[1]) if flat else None
+            if mesh is None:
+                raise AssetError(f"{file} does not compile: {error}") from error
+            mesh.inertia = mujoco.mjtMeshInertia.mjMESH_INERTIA_SHELL
+    raise AssetError(f"{file} does not compile: its meshes have no volume")
+
+
 class _Adaptation:
     """Finds out what a robot file has, and changes what a scene needs different."""
 
@@ -289,10 +304,7 @@ class _Adaptation:
         return self.spec, RobotSpec(specs, held, tuple(self.locked), tuple(self.dropped), int(model.nu))
 
     def _compile(self) -> mujoco.MjModel:
-        try:
-            return self.spec.compile()
-        except ValueError as error:
-            raise AssetError(f"{self.file} does not compile: {error}") from error
+        return compile_robot(self.spec, self.file)
 
     def _name_parts(self) -> None:
         """Give a name to joints and actuators that have none."""

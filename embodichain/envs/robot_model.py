@@ -23,8 +23,9 @@ HINGE, SLIDE = int(mujoco.mjtJoint.mjJNT_HINGE), int(mujoco.mjtJoint.mjJNT_SLIDE
 FREE = int(mujoco.mjtJoint.mjJNT_FREE)
 _TOOL_WORDS = ("tcp", "tool", "pinch", "grasp", "grip", "eef", "end_effector", "ee", "attachment", "flange", "wrist")
 _SHORTEST_ARM = 3  # joints from which on a branch of a robot may be an arm of its own, and no finger
-_ABOVE_TABLE = 0.25  # metres
+_ABOVE_TABLE, _HIGH = 0.25, 0.6  # metres; joints that are higher than that are high enough
 _PLACES = ((0.6, 0.35), (0.5, 0.35), (0.5, 0.25), (0.4, 0.3), (0.3, 0.3))  # out and up, in reaches of the arm
+_AGILE, _LEVER = 0.08, 0.3  # metres per radian; metres that a radian of the tool's own rotation counts
 _SEARCHES, _STEPS = 24, 150  # of the posture to start from
 ADDED_SITE = "tool_frame"
 
@@ -487,12 +488,13 @@ def find_posture(
     if target is not None:
         return search.run(base.T @ (np.array(target) - pos))
     foot, reach = search.reach()
-    for out, up in _PLACES:
-        world = pos + base @ (foot + reach * np.array([out, 0.0, up]))
-        world[2] = max(world[2], _ABOVE_TABLE)  # of a robot that stands lower than the table
-        found = search.run(base.T @ (world - pos))
-        if found is not None:
-            return found
+    for stiffest in (_AGILE, 0.0):
+        for out, up in _PLACES:
+            world = pos + base @ (foot + reach * np.array([out, 0.0, up]))
+            world[2] = max(world[2], _ABOVE_TABLE)  # of a robot that stands lower than the table
+            found = search.run(base.T @ (world - pos), stiffest)
+            if found is not None:
+                return found
     return None
 
 
@@ -516,18 +518,28 @@ class _Search:
         self._tool(self.starts[0])
         return self.data.xanchor[first] * np.array([1.0, 1.0, 0.0]), far
 
-    def run(self, goal: np.ndarray) -> np.ndarray | None:
-        """Return the best of the postures found for a point in the frame of the base."""
+    def run(self, goal: np.ndarray, stiffest: float = 0.0) -> np.ndarray | None:
+        """Return the best of the postures found for a point in the frame of the base.
+
+        ``stiffest`` is the least that the tool moves in any direction, in metres per radian.
+        """
         best: tuple[float, np.ndarray] | None = None
         for start in self.starts:
             qpos = self._descend(start.copy(), goal)
-            position, frame, _ = self._tool(qpos)
-            if np.linalg.norm(goal - position) > 0.005 or frame @ self.parts.axis @ self.down < 0.999:
+            straight = np.append(qpos[:-1], self.starts[0][-1])  # the last joint often does nothing but turn the hand
+            qpos = straight if self._is_there(straight, goal) else qpos
+            if not self._is_there(qpos, goal):
+                continue
+            if stiffest and self._agility(qpos) < stiffest:
                 continue
             score = self._score(qpos)
             if best is None or score < best[0] - 1e-6:
                 best = score, qpos
         return None if best is None else best[1]
+
+    def _is_there(self, qpos: np.ndarray, goal: np.ndarray) -> bool:
+        position, frame, _ = self._tool(qpos)
+        return bool(np.linalg.norm(goal - position) < 0.005 and frame @ self.parts.axis @ self.down > 0.999)
 
     def _descend(self, qpos: np.ndarray, goal: np.ndarray) -> np.ndarray:
         jacobian = np.zeros((6, self.model.nv))
@@ -542,7 +554,9 @@ class _Search:
             mujoco.mj_jac(self.model, self.data, jacobian[:3], jacobian[3:], position, body)
             part = jacobian[:, self.dofs]
             step = part.T @ np.linalg.solve(part @ part.T + 0.003 * np.eye(6), np.clip(error, -0.2, 0.2))
-            qpos = np.clip(qpos + step, self.lower, self.upper)
+            before, qpos = qpos, np.clip(qpos + step, self.lower, self.upper)
+            if np.abs(qpos - before).max() < 1e-4:  # at rest, be it at its limits
+                break
         return qpos
 
     def _tool(self, qpos: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
@@ -551,9 +565,17 @@ class _Search:
         mujoco.mj_comPos(self.model, self.data)
         return site_frame(self.model, self.data, self.parts)
 
+    def _agility(self, qpos: np.ndarray) -> float:
+        """Return the smallest singular value of the tool's Jacobian, which fades where an arm is stretched."""
+        position, _, body = self._tool(qpos)
+        jacobian = np.zeros((6, self.model.nv))
+        mujoco.mj_jac(self.model, self.data, jacobian[:3], jacobian[3:], position, body)
+        jacobian[3:] *= _LEVER
+        return float(np.linalg.svd(jacobian[:, self.dofs], compute_uv=False)[-1])
+
     def _score(self, qpos: np.ndarray) -> float:
         """Return how bad a posture is: near its limits, wound up, or low above the table."""
         margin = float(np.min(np.minimum(qpos - self.lower, self.upper - qpos) / (self.upper - self.lower)))
-        height = float(np.mean(-(self.data.xanchor[self.ids[1:]] @ self.down)))
+        height = float(np.min(-(self.data.xanchor[self.ids[2:] or self.ids] @ self.down)))
         wound = float((np.abs(qpos - self.starts[0]) / (self.upper - self.lower)).sum())
-        return wound - 20.0 * min(margin, 0.1) - 5.0 * height
+        return wound - 20.0 * min(margin, 0.1) - 5.0 * min(height, _HIGH)

@@ -32,6 +32,7 @@ MOTORS = "".join(f'<motor joint="j{i}" ctrlrange="-1 1" gear="80"/>' for i in ra
 SERVOS = "".join(f'<position joint="j{i}" kp="800" dampratio="1"/>' for i in range(7))
 TENDON = '<tendon><fixed name="split"><joint joint="f1" coef="0.5"/><joint joint="f2" coef="0.5"/></fixed></tendon>'
 EQUAL = '<equality><joint joint1="f2" joint2="f1"/></equality>'
+POSE = [0.0, 0.3, 0.0, 1.5, 0.0, 1.3, 0.0]
 PULL = '<position name="squeeze" tendon="split" kp="2000" dampratio="1" ctrlrange="0 0.04" forcerange="-40 40"/>'
 
 
@@ -104,7 +105,7 @@ def test_kinematics_and_all_actions_of_a_found_arm(save):
         ({"ee_delta": EndEffectorTermCfg()}, 4),
         ({"ee_delta": EndEffectorTermCfg(rotation_scale=0.1)}, 7),
     ):
-        model, robot, _ = built("reach_scene.xml", mjcf=path)
+        model, robot, _ = built("reach_scene.xml", mjcf=path, init_qpos=POSE)
         terms = RobotActionManager(ActionsCfg(**term), robot, 1, "cpu")
         assert terms.action_dim == dim
         data = mujoco.MjData(model)
@@ -179,7 +180,7 @@ def test_joints_without_a_drive_get_servos(save):
 )
 def test_grippers(save, fingers, drives, more, closed, opened):
     """Which end is open is found by trying; controls may be in any unit."""
-    _, robot, _ = built(mjcf=save(arm(fingers=fingers, drives=SERVOS + drives, more=more)))
+    _, robot, _ = built(mjcf=save(arm(fingers=fingers, drives=SERVOS + drives, more=more)), init_qpos=POSE)
     one = robot.arms[""]
     assert one.grip_closed.tolist() == pytest.approx(closed, abs=1e-6)
     assert one.grip_open.tolist() == pytest.approx(opened, abs=1e-6)
@@ -220,7 +221,7 @@ def test_a_body_stands_for_a_missing_site(save):
 def test_our_tool_on_their_flange(save):
     """A gripper of this package continues the axis of a foreign flange, whatever its name."""
     path = save(arm(site='<site name="plate" pos="0 0 0.02"/>', fingers="", drives=SERVOS, more=""))
-    model, robot, _ = built(mjcf=path, tool="gripper", flange="plate")
+    model, robot, _ = built(mjcf=path, tool="gripper", flange="plate", init_qpos=POSE)
     assert robot.num_fingers == 2
     data = mujoco.MjData(model)
     data.qpos[:] = robot.home(torch.tensor(model.qpos0)).numpy()
@@ -326,7 +327,10 @@ def test_two_arms_of_one_model_are_driven_arm_by_arm(save):
     """Two arms of one file: each has its part of the action, and moves nothing of the other's."""
     drives = SERVOS + SERVOS.replace('joint="j', 'joint="other_j')
     text = arm(world=SECOND.replace('name="other_base"', 'name="other_base" pos="0 1 0"'), drives=drives, more="")
-    arms = {"left": {"tool_site": "grip", "gripper": []}, "right": {"tool_site": "other_grip", "gripper": []}}
+    arms = {
+        "left": {"tool_site": "grip", "gripper": [], "init_qpos": POSE},
+        "right": {"tool_site": "other_grip", "gripper": [], "init_qpos": POSE},
+    }
     model, robot, _ = built("reach_scene.xml", mjcf=save(text), arms=arms)
     assert list(robot.arms) == ["left", "right"]
     terms = RobotActionManager(ActionsCfg(delta_qpos=JointTermCfg(scale=0.1)), robot, 1, "cpu")
@@ -350,13 +354,13 @@ def test_two_arm_tasks(task, dim):
     """The expert solves it; nothing is solved by standing still or at random, and the expert earns the most."""
     returns = {}
     for who in ("expert", "still", "random"):
-        with make(task, num_envs=8, seed=3) as env:
+        with make(task, num_envs=4, seed=3) as env:
             assert env.action_space.shape == (dim,)
             assert env.observation_space["robot"]["ee_pos"].shape == (6,)
-            generator, solved = torch.Generator().manual_seed(0), torch.zeros(8, dtype=torch.bool)
-            ended, total = torch.zeros(8, dtype=torch.bool), torch.zeros(8)
+            generator, solved = torch.Generator().manual_seed(0), torch.zeros(4, dtype=torch.bool)
+            ended, total = torch.zeros(4, dtype=torch.bool), torch.zeros(4)
             for _ in range(env.max_episode_steps):
-                drawn = (2.0 * torch.rand(8, dim, generator=generator) - 1.0) * (who == "random")
+                drawn = (2.0 * torch.rand(4, dim, generator=generator) - 1.0) * (who == "random")
                 action = env.expert_action() if who == "expert" else drawn
                 _, reward, terminated, truncated, info = env.step(action)
                 total += reward * ~ended
