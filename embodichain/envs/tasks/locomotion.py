@@ -56,11 +56,11 @@ class VelocityTask(Task):
         "vertical": -1.0,
         "rolling": -0.03,
         "tilt": -2.0,
-        "torque": -4e-4,
-        "action_rate": -0.03,
-        "air_time": 3.0,
+        "torque": -2e-4,
+        "action_rate": -0.02,
+        "air_time": 1.0,
         "slip": -0.1,
-        "posture": -0.25,
+        "posture": -0.1,
     }
     feet: ClassVar[tuple[str, ...]]
     """The feet of our robot: sites in the middle of their spheres or capsules, as large as those."""
@@ -274,7 +274,7 @@ class QuadrupedVelocity(VelocityTask):
     """Walk on four legs with a commanded velocity (forwards, sideways, turning) without falling."""
 
     feet = ("fl_foot", "fr_foot", "rl_foot", "rr_foot")
-    swing = 0.2
+    swing = 0.15
     clearance = 0.004
 
     @staticmethod
@@ -286,7 +286,7 @@ class QuadrupedVelocity(VelocityTask):
 class BipedVelocity(VelocityTask):
     """Walk on two legs with a commanded velocity (forwards, sideways, turning) without falling."""
 
-    reward_weights = {**VelocityTask.reward_weights, "torque": -1e-5, "action_rate": -0.02, "vertical": -0.5}
+    reward_weights = {**VelocityTask.reward_weights, "torque": -1e-5, "vertical": -0.5}
     feet = ("left_foot", "right_foot")
     swing = 0.3
     clearance = 0.015
