@@ -134,3 +134,24 @@ def test_a_sparse_reward_is_success_alone(task):
     with make(cfg) as env:
         _, reward, *_, info = env.step(torch.zeros(env.action_manager.shape))
         assert torch.equal(reward, info["metrics"]["success"])
+
+
+@pytest.mark.parametrize(
+    ("task", "cabinet", "language"),
+    [
+        ("OpenDoorRL", {"hinge": "right", "pose": {"y": [-0.1, 0.05]}}, None),
+        ("OpenDrawerRL", {"drawers": 1, "handle": {"radius": 0.012}, "travel": 0.12}, None),
+        ("CloseDrawerRL", {"drawers": 2, "size": [0.24, 0.25, 0.13]}, None),
+        ("OpenDrawerLanguageRL", {"drawers": 2, "colors": ["yellow", "red"]}, {"colors": ["yellow", "red"]}),
+    ],
+)
+def test_experts_cope_with_other_furniture(task, cabinet, language):
+    changes = {"language": language} if language else {}
+    with make(task, num_envs=12, seed=2, env={"scene": {"fixtures": {"cabinet": cabinet}}, **changes}) as env:
+        assert success_rate(env) >= 0.9
+
+
+def test_a_scene_without_the_fixture_of_the_task_says_so():
+    for task, name in (("OpenDoorRL", "cabinet"), ("InsertPegRL", "block"), ("PressButtonRL", "panel")):
+        with pytest.raises(ConfigError, match=rf"env.scene.fixtures.{name}: {task} needs .*, got nothing"):
+            make(task, num_envs=1, env={"scene": {"fixtures": {name: None}}})

@@ -78,7 +78,7 @@ class FixtureTask(KitTask):
         """Measure the target as ``part_pos``, ``part_opening`` and ``part_speed``, and the way to it."""
         scene = super().read(env_ids)
         names = ("pos", "opening", "speed") if f"{self.parts[0]}_opening" in scene else ("pos",)
-        if len(self.parts) == 1:
+        if len(self.parts) == 1 and self._instructed is None:
             scene |= {f"part_{name}": scene[f"{self.parts[0]}_{name}"] for name in names}
         else:
             choice = self.variable("choice", env_ids)

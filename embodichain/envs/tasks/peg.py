@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from embodichain.envs.actions import RobotActionManager
-from embodichain.envs.env_cfg import GymCfg, PoseRangeCfg, RobotCfg, SceneCfg
+from embodichain.envs.env_cfg import GymCfg, PoseRangeCfg, RobotCfg, SceneCfg, ViewCfg
 from embodichain.envs.fixtures import HoleCfg, PegCfg, turn
 from embodichain.envs.kinematics import length, mean_square
 from embodichain.envs.physics import Physics
@@ -40,7 +40,8 @@ class InsertPeg(FixtureTask):
     @staticmethod
     def default_cfg() -> GymCfg:
         area = PoseRangeCfg(x=(0.42, 0.58), y=(-0.15, 0.15), yaw=(-0.4, 0.4))
-        scene = SceneCfg(fixtures={"block": HoleCfg(pose=area), "peg": PegCfg()})
+        view = ViewCfg(pos=(0.95, -0.45, 0.45), lookat=(0.47, 0.0, 0.12), fovy=38.0)
+        scene = SceneCfg(fixtures={"block": HoleCfg(pose=area), "peg": PegCfg()}, cameras={"side": view})
         grip = PegCfg().radius - _SQUEEZE
         robot = RobotCfg(tool="gripper", init_qpos=[-0.2449, -0.0699, 1.9673, -0.3266, -1.5708, -0.2449, grip, grip])
         return fixture_task_cfg("InsertPegRL", scene, robot, steps=150, threshold=0.005)
