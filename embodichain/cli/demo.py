@@ -8,7 +8,8 @@ from pathlib import Path
 from rich.console import Console
 
 from embodichain.cli.options import loading, parse_options
-from embodichain.cli.play import choose_policy, print_files, print_summary, watch_episodes
+from embodichain.cli.play import choose_policy, watch_episodes
+from embodichain.cli.summary import print_files, print_summary
 
 _TASK = "PushCubeRL"
 

@@ -1,15 +1,24 @@
 """``embodichain eval RUN``: let the policy of a run act and measure how well it does."""
 
-import json
-from collections.abc import Sequence
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
+from rich.console import Console
 
 from embodichain.cli.options import Trust, loading, parse_options
+from embodichain.cli.summary import print_files, print_summary
 from embodichain.utils.console import check_counts
+
+if TYPE_CHECKING:
+    from embodichain.agents.rl.models import Policy
+    from embodichain.envs.vec_env import VecEnv
 
 
 @dataclass(frozen=True)
@@ -35,45 +44,69 @@ class EvalArgs:
     trust: Trust = ()
 
 
+@dataclass(frozen=True)
+class LoadedRun:
+    """A trained policy and the environments that it is shown in."""
+
+    checkpoint: Path
+    step: int
+    policy: Policy
+    env: VecEnv
+
+
+@contextmanager
+def opened_run(
+    run: Path,
+    which: Literal["best", "latest"],
+    trusted_modules: Sequence[str],
+    episodes: int,
+    num_envs: int | None,
+    seed: int,
+    video: bool,
+) -> Iterator[LoadedRun]:
+    """Load the policy of a run, and make the environments that the run's evaluations use."""
+    from embodichain.agents.rl.checkpoint import (
+        check_parts,
+        find_checkpoint,
+        load_checkpoint,
+        load_policy,
+        reading_checkpoint,
+    )
+    from embodichain.agents.rl.config import TrainCfg, complete
+    from embodichain.agents.rl.train import make_eval_env
+
+    folder = find_checkpoint(run, which).resolve()
+    state = load_checkpoint(folder)
+    check_parts(state, folder, "config", "trainer")
+    cfg = complete(TrainCfg.from_dict(state["config"], source=str(folder)), trusted_modules, str(folder))
+    settings = cfg.trainer.replace(num_eval_episodes=episodes, eval_video=video)
+    with reading_checkpoint(str(folder)):
+        step = int(state["trainer"]["global_step"])
+    count = min(num_envs or settings.num_eval_envs, episodes)
+    with make_eval_env(cfg.replace(trainer=settings), trusted_modules, num_envs=count, seed=seed) as env:
+        policy = load_policy(folder, env, settings.device, trusted_modules=trusted_modules)
+        yield LoadedRun(folder, step, policy, env)
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     args = parse_options(EvalArgs, argv, "embodichain eval")
-
     with loading():
-        from embodichain.agents.rl.checkpoint import (
-            check_parts,
-            find_checkpoint,
-            load_checkpoint,
-            load_policy,
-            reading_checkpoint,
-        )
-        from embodichain.agents.rl.config import TrainCfg, complete
         from embodichain.agents.rl.evaluation import evaluate
-        from embodichain.agents.rl.train import make_eval_env
         from embodichain.config import save_config
 
     check_counts({"--episodes": args.episodes, "--num-envs": args.num_envs})
-    folder = find_checkpoint(args.run, args.checkpoint).resolve()
-    state = load_checkpoint(folder)
-    check_parts(state, folder, "config", "trainer")
-    cfg = complete(TrainCfg.from_dict(state["config"], source=str(folder)), args.trust, str(folder))
-    settings = cfg.trainer.replace(num_eval_episodes=args.episodes, eval_video=args.video)
-    num_envs = min(args.num_envs or settings.num_eval_envs, args.episodes)
-    with reading_checkpoint(str(folder)):
-        step = int(state["trainer"]["global_step"])
-    film = folder.parent.parent / "videos" / f"eval_step_{step:012d}.mp4" if args.video else None
-    with make_eval_env(cfg.replace(trainer=settings), args.trust, num_envs=num_envs, seed=args.seed) as env:
-        policy = load_policy(folder, env, settings.device, trusted_modules=args.trust)
-        result = evaluate(policy, env, args.episodes, args.seed, film, deterministic=not args.stochastic)
-    summary = asdict(result.summary)
-    print(f"{folder}: {result}")
-    print(json.dumps(summary))
-    for file in result.files:
-        print(file)
-    if result.problem is not None:
-        print(f"no video: {result.problem}")
+    asked = (args.run, args.checkpoint, args.trust, args.episodes, args.num_envs, args.seed, args.video)
+    began = time.perf_counter()
+    with opened_run(*asked) as run:
+        film = run.checkpoint.parent.parent / "videos" / f"eval_step_{run.step:012d}.mp4" if args.video else None
+        result = evaluate(run.policy, run.env, args.episodes, args.seed, film, deterministic=not args.stochastic)
+    console = Console()
+    title = f"{args.run}, {args.checkpoint} checkpoint (step {run.step:,})"
+    print_summary(console, title, result.episodes, time.perf_counter() - began)
+    print_files(console, result.files, result.problem)
     if args.output is not None:
-        episodes = [asdict(episode) for episode in result.episodes]
-        figures = {"checkpoint": str(folder), "step": step, "seed": args.seed, **summary, "each": episodes}
-        print(save_config(figures, args.output))
+        summary, episodes = asdict(result.summary), [asdict(episode) for episode in result.episodes]
+        figures = {"checkpoint": str(run.checkpoint), "step": run.step, "seed": args.seed, **summary, "each": episodes}
+        console.print(f"wrote {save_config(figures, args.output)}", markup=False, highlight=False, soft_wrap=True)
     return 0

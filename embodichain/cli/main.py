@@ -25,6 +25,7 @@ COMMANDS = {
     "eval": "see how well the policy of a run does",
     "export": "write the policy of a run as an ONNX file",
     "demo": "see the main job in small, on the CPU",
+    "completion": "print a script that completes commands and options in bash or zsh",
 }
 """Commands and what they do; the module of each has its name."""
 OTHER_NAMES = {"train-rl": "train"}
@@ -73,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def usage() -> str:
     """Return the help text."""
-    lines = "\n".join(f"  {name:<8} {summary}" for name, summary in COMMANDS.items())
+    lines = "\n".join(f"  {name:<10} {summary}" for name, summary in COMMANDS.items())
     return f"""usage: embodichain [--help] [--version] [--traceback] COMMAND ...
 
 Train embodied agents from live simulation.

@@ -1,10 +1,11 @@
-"""``embodichain play ID``: roll the expert (or no skill at all) in an environment and show what happens."""
+"""``embodichain play ID``: let an expert, a trained policy or chance act in an environment, and show what happens."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -12,13 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Column, Table
 
+from embodichain.cli.eval import opened_run
 from embodichain.cli.options import Trust, loading, parse_options
-from embodichain.errors import EnvContractError
+from embodichain.cli.summary import print_files, print_summary
+from embodichain.errors import ConfigError, EnvContractError
 from embodichain.utils.console import check_counts
 
 if TYPE_CHECKING:
+    from embodichain.agents.rl.evaluation import PolicyActor
     from embodichain.envs.recording import ActionSource, EpisodeRecorder, EpisodeResult
     from embodichain.envs.vec_env import VecEnv
 
@@ -30,8 +33,8 @@ _DEFAULT_NUM_ENVS = 20
 class PlayArgs:
     """Roll a policy in an environment; print how it did and, if asked, film it."""
 
-    id: Annotated[str, tyro.conf.Positional]
-    """Name of the environment: a task of this package or any Gymnasium id."""
+    id: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="ID|RUN")]
+    """Name of the environment, a task of this package or any Gymnasium id; or folder of a run, whose policy acts."""
     episodes: int = 20
     """Number of episodes."""
     num_envs: int | None = None
@@ -48,8 +51,10 @@ class PlayArgs:
     """Speed of the video; 0.5 is slow motion."""
     seed: int = 0
     """Seed of the episodes and of random actions."""
-    policy: PolicyName = "expert"
-    """Who acts: the task's scripted expert, uniformly random actions, or none at all."""
+    policy: PolicyName | None = None
+    """Who acts: the task's scripted expert (the default), uniformly random actions, or none at all."""
+    checkpoint: Literal["best", "latest"] = "best"
+    """Of a run: which of its checkpoints."""
     config: Path | None = None
     """File with settings of the environment (a gym_config.json)."""
     trust: Trust = ()
@@ -70,23 +75,40 @@ def main(argv: Sequence[str]) -> int:
     if num_envs is None:  # one env is filmed, so it should run all the episodes of the video
         filmed = 1 if args.video is None else args.video_episodes
         num_envs = max(1, min(args.episodes // filmed, _DEFAULT_NUM_ENVS))
-    source = args.id if args.config is None else args.config
-    overrides: dict[str, Any] = {"id": args.id, "num_envs": num_envs, "seed": args.seed}
-    with (
-        make_to_watch(source, args.trust, video=args.video is not None, **overrides) as env,
-        contextlib.ExitStack() as stack,
-    ):
-        act = choose_policy(env, args.policy, args.seed)
+    with contextlib.ExitStack() as stack:
+        act: ActionSource
+        if os.path.isdir(args.id):
+            env, act = stack.enter_context(_acting_run(args, num_envs))
+        else:
+            source = args.id if args.config is None else args.config
+            overrides: dict[str, Any] = {"id": args.id, "num_envs": num_envs, "seed": args.seed}
+            env = stack.enter_context(make_to_watch(source, args.trust, video=args.video is not None, **overrides))
+            act = choose_policy(env, args.policy or "expert", args.seed)
         recorder = None
         if args.video is not None:
             recorder = EpisodeRecorder(env, args.video, args.video_episodes, args.camera, args.size, args.speed)
             stack.callback(recorder.close)
         episodes, seconds = watch_episodes(env, act, args.episodes, args.seed, console, recorder)
         files = recorder.finish() if recorder is not None else []
-    print_summary(console, f"{args.id}, {args.policy}", episodes, seconds)
+    who = f"{args.checkpoint} checkpoint" if os.path.isdir(args.id) else args.policy or "expert"
+    print_summary(console, f"{args.id}, {who}", episodes, seconds)
     if recorder is not None:
         print_files(console, files, recorder.problem)
     return 0
+
+
+@contextlib.contextmanager
+def _acting_run(args: PlayArgs, num_envs: int) -> Iterator[tuple[VecEnv, PolicyActor]]:
+    """Return environments of a run and its policy; ``ConfigError`` for options that are those of an environment."""
+    from embodichain.agents.rl.evaluation import PolicyActor
+    from embodichain.envs.wrappers import chunked
+
+    if args.policy is not None or args.config is not None:
+        raise ConfigError("--policy and --config: expected neither, as the policy of a run acts in its own environment")
+    asked = (Path(args.id), args.checkpoint, args.trust, args.episodes, num_envs, args.seed, args.video is not None)
+    with opened_run(*asked) as run:
+        env = chunked(run.env, run.policy.chunk_size)
+        yield env, PolicyActor(run.policy, env)
 
 
 def choose_policy(env: VecEnv, name: PolicyName, seed: int) -> ActionSource:
@@ -108,6 +130,7 @@ def watch_episodes(
     env: VecEnv, act: ActionSource, count: int, seed: int, console: Console, recorder: EpisodeRecorder | None
 ) -> tuple[list[EpisodeResult], float]:
     """Roll ``count`` episodes under a progress bar; return them and the seconds they took."""
+    from embodichain.agents.rl.evaluation import PolicyActor
     from embodichain.envs.recording import roll
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -118,31 +141,8 @@ def watch_episodes(
         for step in roll(env, act, count, seed):
             episodes += step.ended
             progress.update(bar, advance=len(step.ended))
+            if isinstance(act, PolicyActor):
+                act.reset([episode.env for episode in step.ended])  # a recurrent policy begins anew
             if recorder is not None:
                 recorder.watch(step)
     return episodes, time.perf_counter() - start
-
-
-def print_summary(console: Console, title: str, episodes: Sequence[EpisodeResult], seconds: float) -> None:
-    """Print the averages as a small table."""
-    from embodichain.envs.recording import Summary
-
-    summary = Summary.of(episodes)
-    rate = "not reported" if summary.success_rate is None else f"{summary.success_rate:.1%}"
-    table = Table("", Column(justify="right"), title=title, title_justify="left", show_header=False)
-    table.add_row("episodes", str(summary.episodes))
-    table.add_row("success rate", rate, style="bold")
-    table.add_row("mean return", f"{summary.mean_return:.2f} ± {summary.std_return:.2f}")
-    table.add_row("mean length", f"{summary.mean_length:.1f} steps")
-    table.add_row("wall time", f"{seconds:.1f} s")
-    console.print(table)
-
-
-def print_files(console: Console, files: Sequence[Path], problem: str | None) -> None:
-    """Say where the files are, and what would give a video if there is none."""
-    if problem is not None:
-        console.print(f"No video: {problem}", style="yellow", markup=False, highlight=False, soft_wrap=True)
-        if not files:
-            console.print("There is no trajectory plot either: the observations hold no positions.", style="yellow")
-    for file in files:
-        console.print(f"wrote {file}", markup=False, highlight=False, soft_wrap=True)

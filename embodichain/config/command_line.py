@@ -41,6 +41,8 @@ _T = TypeVar("_T")
 _FLAG = re.compile(r"^--([A-Za-z_][\w.-]*)")
 _WORD = re.compile(r"^--?[A-Za-z]")
 _VALUE = re.compile(r"[-+]?[0-9.]+(e[-+]?[0-9]+)?|true|false|null", re.IGNORECASE)
+_WRONG_VALUE = re.compile(r"Error parsing (\S+): .*?\b(INT|FLOAT|int|float)\b.*?('[^']*')")
+_KINDS = {"INT": "an integer", "int": "an integer", "FLOAT": "a number", "float": "a number"}
 _FAR = 10**6
 """Bounds beyond this are those of memory and of number formats."""
 _Path = tuple[str | int, ...]
@@ -295,7 +297,9 @@ def plain_text(boxed: str) -> str:
     lines = [line.strip(" │╭╮╰╯") for line in boxed.splitlines()]
     rules = [i for i, line in enumerate(lines) if line and set(line[-3:]) <= set("-─")]
     first, last = (rules[0] + 1, rules[1]) if len(rules) > 1 else (0, len(lines))
-    return " ".join(" ".join(lines[first:last]).split())
+    text = " ".join(" ".join(lines[first:last]).split())
+    wrong = _WRONG_VALUE.match(text)
+    return f"{wrong[1]}: expected {_KINDS[wrong[2]]}, got {wrong[3]}" if wrong else text
 
 
 def _unknown(word: str, flags: Mapping[str, Flag]) -> str:

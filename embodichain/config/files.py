@@ -136,7 +136,8 @@ def find_config(name: str, folder: Path) -> Path:
             if file == beside and beside != folder / name:
                 _LOG.warning("%s: no such file, taking %s", name, file.absolute())
             return file
-    raise ConfigError(f"no such file (looked for {', '.join(str(file.absolute()) for file in places)})", name)
+    looked = dict.fromkeys(str(file.absolute()) for file in places)
+    raise ConfigError(f"no such file (looked for {', '.join(looked)})", name)
 
 
 def save_config(cfg: Any, path: str | os.PathLike[str]) -> Path:

@@ -13,6 +13,7 @@ from typing import IO, Self, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Column
 
 from embodichain.errors import ConfigError
 
@@ -20,6 +21,7 @@ _DUMPS = {"RAY_DEDUP_LOGS_SKIP_REGEX": "^(Raylet is terminated|The node with nod
 """Ray's switch for lines that are not to be printed: up to 40 when a node or a worker dies, which the log reports."""
 _LINE_SECONDS = 10.0
 _SPEED_WINDOW = 20
+_BAR, _SHORTEST_BAR = 24, 6
 
 
 def check_counts(counts: Mapping[str, int | None], *problems: str) -> None:
@@ -113,8 +115,11 @@ class ProgressView:
 
     def __enter__(self) -> Self:
         if self.console.is_terminal:
-            columns = TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[text]}")
-            self._bar = Progress(*columns, console=self.console, transient=True)
+            text = TextColumn("{task.fields[text]}", table_column=Column(no_wrap=True))
+            self._width = BarColumn(bar_width=_BAR)
+            self._bar = Progress(
+                TextColumn("{task.description}"), self._width, text, console=self.console, transient=True
+            )
             self._task = self._bar.add_task(self._name, total=1.0, text="")
             with printing(self.console):
                 self._bar.start()
@@ -131,10 +136,18 @@ class ProgressView:
         parts = [f"{_short(step)} steps"]
         parts += [] if mean_return is None else [f"return {mean_return:.2f}"]
         parts += [] if success is None else [f"success {success:.0%}"]
-        text = " | ".join([*parts, *self._speed()])
+        parts += self._speed()
         if self._bar is not None:
+            for least in ("steps/s", "return"):  # on a narrow terminal
+                if len(" | ".join(parts)) + _SHORTEST_BAR + 3 > self.console.width:
+                    parts = [part for part in parts if least not in part]
+        text = " | ".join(parts)
+        if self._bar is not None:
+            room = self.console.width - len(text) - 3  # for the name and the bar: what is said comes first
+            name = self._name[: max(0, room - _SHORTEST_BAR)]
+            self._width.bar_width = max(_SHORTEST_BAR, min(_BAR, room - len(name)))
             with printing(self.console):
-                self._bar.update(self._task, completed=done, text=text)
+                self._bar.update(self._task, description=name, completed=done, text=text)
         elif time.monotonic() - self._last_line > _LINE_SECONDS:
             self._last_line = time.monotonic()
             self.print(f"{self._name}: {text}")

@@ -226,10 +226,10 @@ def load_policy(
     which: Literal["best", "latest"] = "best",
     trusted_modules: Collection[str] = (),
 ) -> Policy:
-    """Return the trained policy of a run or checkpoint, in evaluation mode.
+    """Return the trained policy of a run or checkpoint, in evaluation mode and without gradients.
 
     It is built for the spaces of ``env`` where one is given, else for those it was trained with. A policy class of the
-    user's own needs its module among ``trusted_modules``.
+    user's own needs its module among ``trusted_modules``. To train it further, call ``policy.requires_grad_()``.
     """
     folder = find_checkpoint(path, which)
     state = load_checkpoint(folder)
@@ -244,7 +244,7 @@ def load_policy(
         action_space = env.action_space if env is not None else space_from_data(spaces["action"])
         policy = build_policy(state["config"]["policy"], observation_space, action_space, device)
         load_weights(policy, state["policy"], str(folder))
-    return policy.eval()
+    return policy.eval().requires_grad_(False)
 
 
 def _read_document(file: Path) -> dict[str, Any]:

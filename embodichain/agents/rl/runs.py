@@ -78,16 +78,26 @@ class RunFolder:
         self.checkpoints = path / CHECKPOINTS
         self.metrics = path / "metrics.jsonl"
         self.lock = RunLock(path)
+        self.is_new = False
+        """Whether this process made the folder."""
+        self.has_new_parent = False
+        """Whether it made the one above, too."""
+        self.is_named = True
+        """Whether the user chose its name."""
 
     @classmethod
     def create(cls, cfg: TrainCfg) -> RunFolder:
         """Make the folder of a new run and lock it; ``TrainingStateError`` if there is a checkpoint in it already."""
         name, number = f"{cfg.trainer.exp_name}_{time.strftime('%Y%m%d-%H%M%S')}", 1
         path = Path(cfg.trainer.run_dir or Path(cfg.trainer.output_dir) / name)
+        has_new_parent = cfg.trainer.run_dir is None and not os.path.lexists(path.parent)
         while cfg.trainer.run_dir is None and not _is_new(path):  # a run of this name was started in the same second
             number += 1
             path = path.with_name(f"{name}-{number}")
         folder = cls(path)
+        folder.has_new_parent = has_new_parent
+        folder.is_named = cfg.trainer.run_dir is not None
+        folder.is_new = not folder.is_named or not os.path.lexists(path)
         folder.lock.acquire()
         try:
             if list_checkpoints(folder.checkpoints, damaged=True):
@@ -99,6 +109,17 @@ class RunFolder:
             folder.lock.release()
             raise
         return folder
+
+    def discard(self) -> None:
+        """Remove the folder of a run that failed before it had learned anything, if this process made it for that."""
+        steps = [checkpoint_step(checkpoint) for checkpoint in list_checkpoints(self.checkpoints, damaged=True)]
+        kept = 0 if self.is_named else 1  # the first checkpoint holds nothing but what the config and the seed say
+        is_used = len(steps) >= kept + 1 or any(steps) or (self.metrics.is_file() and _has_line(self.metrics))
+        if self.is_new and not is_used and not (self.path / "failure").exists():
+            shutil.rmtree(self.path, ignore_errors=True)
+            if self.has_new_parent:
+                with contextlib.suppress(OSError):  # another run may be in it by now
+                    self.path.parent.rmdir()
 
     def begin(self, cfg: TrainCfg) -> None:
         """Write the config of a new run, and remove what one without a checkpoint has left.

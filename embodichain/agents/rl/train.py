@@ -181,17 +181,19 @@ def opened_trainer(
     console = console if ranks.is_first else MessageConsole(quiet=True)
     with ExitStack() as stack:
         stack.callback(folder.lock.release)
-        trainer = build_trainer(cfg, folder, trusted_modules, console, ranks, resumed=state is not None)
-        stack.callback(trainer.env.close)
-        stack.callback(trainer.collector.close)
-        if trainer.eval_env is not None:
-            stack.callback(trainer.eval_env.close)
         try:
+            trainer = build_trainer(cfg, folder, trusted_modules, console, ranks, resumed=state is not None)
+            stack.callback(trainer.env.close)
+            stack.callback(trainer.collector.close)
+            if trainer.eval_env is not None:
+                stack.callback(trainer.eval_env.close)
             if state is not None:
                 trainer.restore(state)
             yield trainer
-        except (EmbodiChainError, KeyboardInterrupt) as error:
-            if "--resume" not in str(error):
+        except BaseException as error:
+            if ranks.is_first:
+                folder.discard()
+            if isinstance(error, EmbodiChainError | KeyboardInterrupt) and "--resume" not in str(error):
                 with suppress(EmbodiChainError):
                     find_checkpoint(folder.path)
                     error.add_note(f"continue with: {resume_command(folder.path, trusted_modules)}")

@@ -138,7 +138,7 @@ class Trainer:
         self.view = ProgressView(settings.exp_name, console)
         self.counters = Counters()
         self.evaluation: Evaluation | None = None
-        self._video_problem: str | None = None
+        self._told_video_problem = False
         self._update_threads = settings.update_threads or update_threads(self.policy, algorithm.cfg.batch_size)
         self._saved_at = -1
         self._resumed_at: int | None = None
@@ -289,10 +289,8 @@ class Trainer:
                 self.log.write(self.global_step, result.scalars() | {"time/total_seconds": self._update_clock()})
                 for file in result.files:
                     self.log.video(self.global_step, file)
-                new = result.problem is not None and result.problem != self._video_problem
-                problem = f" (no video: {result.problem})" if new else ""
-                self._video_problem = result.problem
-                self.view.print(f"step {self.global_step}: evaluation {result}{problem}")
+                self.view.print(f"step {self.global_step}: evaluation {result}")
+                self._tell_video_problem(result.problem)
                 is_best = now.best_score is None or result.score > now.best_score
                 now.best_score = result.score if is_best else now.best_score
         is_best = self.ranks.from_first(is_best)
@@ -301,6 +299,13 @@ class Trainer:
             self._saved_at = -1  # what was saved at this step does not know of it
         if is_best:
             self.save_checkpoint(best=True)
+
+    def _tell_video_problem(self, problem: str | None) -> None:
+        """Say once in a run why evaluations are not filmed, in what a person can act on: the reason and the remedy."""
+        if problem is not None and not self._told_video_problem:
+            self._told_video_problem = True
+            first, *_, last = (problem.splitlines() or [""]) * 2
+            self.view.print(f"no video: {first if first == last else f'{first} {last}'}")
 
     def save_checkpoint(self, best: bool = False) -> None:
         """Write a checkpoint of everything the next iteration depends on, on all ranks."""

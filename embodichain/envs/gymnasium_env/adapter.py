@@ -22,6 +22,7 @@ from embodichain.envs.gymnasium_env.construct import (
     RowwiseSyncVectorEnv,
     SubEnvStates,
     env_limit,
+    env_name,
     resolve_spec,
     single_env,
     time_limit,
@@ -136,6 +137,14 @@ class GymnasiumVecEnv(VecEnv):
             # Only the adapter resets, by mask, each episode from its own seed; and its encoder copies anyway.
             vector_env = AsyncVectorEnv(makers, copy=False, autoreset_mode=AutoresetMode.DISABLED)
         return cls(vector_env, device=device, max_episode_steps=max_episode_steps, seed=seed)
+
+    @property
+    def name(self) -> str:
+        base = self.vector_env.unwrapped
+        spec = getattr(base, "spec", None)
+        if isinstance(base, SyncVectorEnv):
+            return env_name(base.envs[0])
+        return type(base).__name__ if spec is None else str(spec.id)
 
     def reset(self, seed: int | Tensor | None = None, env_ids: EnvIds = None) -> tuple[TensorDict, dict[str, Any]]:
         ids = self.resolve_ids(env_ids).cpu().numpy()

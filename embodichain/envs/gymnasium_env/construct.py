@@ -6,7 +6,7 @@ import contextlib
 import copy
 import difflib
 import importlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import gymnasium as gym
@@ -37,17 +37,58 @@ class RowwiseSyncVectorEnv(SyncVectorEnv):
         self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
         if not self._is_array or options is None or "reset_mask" not in options or isinstance(seed, int):
-            return super().reset(seed=seed, options=options)
+            with self._declared_shapes("reset"):
+                return super().reset(seed=seed, options=options)
         rest = {name: value for name, value in options.items() if name != "reset_mask"}
         ids = np.flatnonzero(options["reset_mask"])
         infos: dict[str, Any] = {}
         batch: Any = self._observations
         for env in ids.tolist():
             self._env_obs[env], info = self.envs[env].reset(seed=None if seed is None else seed[env], options=rest)
-            batch[env] = self._env_obs[env]
+            with self._declared_shapes("reset"):
+                batch[env] = self._env_obs[env]
             infos = self._add_info(infos, info, env)
         self._terminations[ids] = self._truncations[ids] = self._autoreset_envs[ids] = False
         return batch, infos
+
+    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        with self._declared_shapes("step"):
+            return super().step(actions)
+
+    def __repr__(self) -> str:
+        return f"{env_name(self.envs[0])} ({self.num_envs} envs)"  # what its user knows it by
+
+    @contextlib.contextmanager
+    def _declared_shapes(self, call: str) -> Iterator[None]:
+        """Raise ``EnvContractError`` where an observation that was just returned has another shape than declared."""
+        try:
+            yield
+        except ValueError as error:
+            for observation in self._env_obs:
+                if problem := _mismatch(self.single_observation_space, observation):
+                    raise EnvContractError(
+                        f"{env_name(self.envs[0])}: {call}() returned {problem}. Correct the observation or the space"
+                    ) from error
+            raise
+
+
+def env_name(env: gym.Env) -> str:
+    """Return what the user of an env knows it by: its id, or else its class."""
+    return type(env.unwrapped).__name__ if env.spec is None else str(env.spec.id)
+
+
+def _mismatch(space: gym.Space[Any], observation: Any, path: str = "observation") -> str | None:
+    """Return how an observation differs from what its space declares; ``None`` if in nothing that shows."""
+    if isinstance(space, gym.spaces.Dict):
+        missing = [key for key in space.spaces if not isinstance(observation, Mapping) or key not in observation]
+        if missing:
+            return f"{path} without the key {missing[0]!r}, but observation_space has it"
+        below = (_mismatch(part, observation[key], f"{path}[{key!r}]") for key, part in space.spaces.items())
+        return next((problem for problem in below if problem), None)
+    got = np.shape(observation)
+    if isinstance(space, gym.spaces.Box) and observation is not None and got != space.shape:
+        return f"{path} of shape {got}, but observation_space declares {space.shape}"
+    return None
 
 
 class SubEnvStates:

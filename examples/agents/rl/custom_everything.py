@@ -1,8 +1,8 @@
-"""A policy, an algorithm and an environment of your own, in one file.
-
+"""A policy, an algorithm and an environment of your own, in one file. Run it as a script, or:
 embodichain train examples/agents/rl/custom_everything.json --trust custom_everything
 """
 
+import sys
 from typing import Any
 
 import gymnasium as gym
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from embodichain.agents.rl.algo import BaseAlgorithm, compute_gae, register_algo
 from embodichain.agents.rl.models import Policy, register_policy
+from embodichain.agents.rl.train import train_from_config
 from embodichain.agents.rl.utils import AlgorithmCfg, flatten_dict_observation
 
 
@@ -93,3 +94,6 @@ class A2C(BaseAlgorithm):
 
 register_policy("linear", LinearPolicy)
 register_algo("a2c", A2C)
+if __name__ == "__main__":
+    sys.modules["custom_everything"] = sys.modules["__main__"]  # the module that the config asks for
+    print(train_from_config(__file__.replace(".py", ".json"), sys.argv[1:], ["custom_everything"]).evaluation)

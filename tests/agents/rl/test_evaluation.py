@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from typing import Any
@@ -122,7 +123,7 @@ def test_command_reports_the_best_checkpoint(tmp_path, capsys):
     figures = load_config(tmp_path / "figures.json")
     assert figures["episodes"] == len(figures["each"]) == 5
     assert figures["mean_return"] == pytest.approx(sum(e["total_reward"] for e in figures["each"]) / 5)
-    assert "over 5 episodes" in capsys.readouterr().out
+    assert re.search(r"episodes\s+│\s+5 ", capsys.readouterr().out)
     again = tmp_path / "again.json"
     eval_command([str(tmp_path / "run"), "--episodes", "5", "--output", str(again)])
     assert load_config(again) == figures

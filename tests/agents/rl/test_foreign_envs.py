@@ -62,7 +62,7 @@ def test_minimal_env_is_trained_with_the_default_config(tmp_path):
     assert done.stderr.count("no video") == 1, done.stderr
     shown = command(tmp_path, "eval", "run", "--episodes", "2", "--video", "--trust", "point_mass")
     assert shown.returncode == 0, shown.stderr
-    assert "no video: " in shown.stdout
+    assert "No video: " in shown.stdout
 
 
 def test_example_of_everything_trains_with_a_video_asked_for(tmp_path):

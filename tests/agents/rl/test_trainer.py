@@ -163,7 +163,7 @@ def test_wandb_is_asked_for_only_by_flag(tmp_path):
     if available("wandb"):
         pytest.skip("wandb is installed")
     config = write_config(tmp_path / "c.json", tmp_path / "run", trainer={"use_wandb": True})
-    with pytest.raises(MissingExtraError, match=r"embodichain-agents\[track\]"):
+    with pytest.raises(MissingExtraError, match=r"wandb is not installed.*\[track\]"):
         train_from_config(config)
 
 

@@ -201,6 +201,9 @@ class FeatureEncoder(nn.Module):
             for entry in self.images
         )
         self.public_dim = self.vector_dim - self.privileged_dim + cfg.feature_dim * len(self.images)
+        if not self.public_dim:
+            hidden_too = ", as all of it is in critic_obs" if self.privileged_dim else f": its space is {obs_space}"
+            raise ConfigError(f"the observation holds no numbers for the policy to see{hidden_too}", "policy")
         self._order: Tensor | None = None  # of a flat tensor's columns, where it is another one
         flat = [entry for entry in given if not entry.is_image]
         self._flat_dim = sum(entry.size for entry in flat)
