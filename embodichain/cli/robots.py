@@ -69,9 +69,9 @@ Args = (
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     args: Any = parse_options(Args, argv, "embodichain robots")  # type: ignore[arg-type]
-    from embodichain.extras import import_trusted
+    from embodichain.extras import config_folders, import_trusted
 
-    import_trusted(args.trust)
+    import_trusted(args.trust, config_folders())
     console = Console()
     return _list(console) if isinstance(args, ListArgs) else _check(console, args)
 

@@ -81,6 +81,7 @@ def test_every_command_knows_the_task_of_a_trusted_module(project, capfd):
     assert main(["play", project.id]) == 2
     assert "--trust MODULE" in capfd.readouterr().err
     assert project.id in run("envs", "list", "--trust", project.name)
+    run("robots", "list", "--trust", project.name)
     assert "the contract is kept" in run("envs", "check", "--trust", project.name, project.id, "--num_envs", "2")
     assert "mean length" in run("play", "--trust", project.name, project.id, "--episodes", "2")
     small = ["--gym_config.num_envs", "2", "--buffer_size", "2", "--duration", "0.1", "--chunk-size", "2"]
