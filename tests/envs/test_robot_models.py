@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
+
 import mujoco
 import numpy as np
 import pytest
@@ -11,7 +15,8 @@ from embodichain.cli.main import main
 from embodichain.envs.actions import RobotActionManager
 from embodichain.envs.env_cfg import ActionsCfg, EffortTermCfg, EndEffectorTermCfg, JointTermCfg, RobotCfg
 from embodichain.envs.kinematics import rotation_error
-from embodichain.envs.registration import make
+from embodichain.envs.registration import load_gym_config, make
+from embodichain.envs.robots import ROBOTS as ROBOTS_BY_NAME
 from embodichain.envs.robots import Arm, Robot, build_model, describe
 from embodichain.errors import ConfigError
 
@@ -184,3 +189,24 @@ def test_a_quadruped_is_recognised_and_no_arm(capsys):
         make({"id": "ReachRL", "robot": {"mjcf": f"{ASSETS}/robots/baxter/robot.xml"}})
     with pytest.raises(ConfigError, match=r"no limits: Actuator1, Actuator3"):
         make({"id": "ReachRL", "robot": {"mjcf": f"{ASSETS}/robots/kinova3/robot.xml"}})
+
+
+def test_the_page_of_the_documentation_says_what_is():
+    """Its Python runs from top to bottom, its settings are those there are, and its config is one."""
+    page = (Path(__file__).parents[2] / "docs/robots.md").read_text(encoding="utf-8")
+    names: dict[str, object] = {}
+    try:
+        for snippet in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL):
+            exec(compile(snippet, "docs/robots.md", "exec"), names)
+    finally:
+        ROBOTS_BY_NAME.pop("ur5e", None)
+    assert Robot(
+        build_model("reach_scene.xml", RobotCfg.from_dict(names["baxter"])), RobotCfg.from_dict(names["baxter"])
+    )
+    told = set(
+        re.findall(r"`(\w+)`", " ".join(row.split("|")[1] for row in re.findall(r"^\| `.*$", page, re.MULTILINE)))
+    )
+    fields = set(RobotCfg().to_dict()) - {"uid", "arms", "servo_frequency"}
+    assert fields <= told
+    config = json.loads(re.findall(r"```json\n(.*?)```", page, flags=re.DOTALL)[0])
+    assert load_gym_config(config).robot.servos is True
