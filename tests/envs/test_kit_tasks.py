@@ -53,7 +53,7 @@ def test_what_remains_shrinks_along_the_experts_way(task):
         best, running = torch.full((8,), 3.0), torch.ones(8, dtype=torch.bool)
         for step in range(env.max_episode_steps):
             _, _, terminated, _, info = env.step(env.expert_action())
-            remaining = -info["rewards"]["remaining"] / 2.0
+            remaining = -2.0 * info["rewards"]["remaining"]
             assert bool((remaining[running] < best[running] + 0.15).all())  # lifting may cost a little
             best = torch.where(running, torch.minimum(best, remaining), best)
             running &= ~terminated

@@ -33,7 +33,7 @@ class PlaceInBin(KitTask):
 
     needs: ClassVar[tuple[str, ...]] = ("cube", "bin")
     needs_fingers = True
-    reward_weights = {"remaining": -2.0, "effort": -0.01, "success": 20.0}
+    reward_weights = {"remaining": -0.5, "effort": -0.005, "success": 5.0}
 
     def __init__(self, cfg: GymCfg, physics: Physics, robot: Robot) -> None:
         super().__init__(cfg, physics, robot)

@@ -37,7 +37,7 @@ class StackCube(KitTask):
 
     needs: ClassVar[tuple[str, ...]] = ("red", "green")
     needs_fingers = True
-    reward_weights = {"remaining": -2.0, "effort": -0.01, "success": 20.0}
+    reward_weights = {"remaining": -0.5, "effort": -0.005, "success": 5.0}
 
     @staticmethod
     def default_cfg() -> GymCfg:
