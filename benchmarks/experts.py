@@ -10,7 +10,6 @@ last step is a success.
 
 from __future__ import annotations
 
-import inspect
 import json
 import platform
 from dataclasses import dataclass
@@ -45,7 +44,9 @@ pictures and writes this page, too.
 _SUCCESS = {
     "CartPoleRL": "the pole stands and the cart is on its rail, at the end",
     "CloseDrawerRL": "the drawer is shut to within {threshold}",
+    "HandOverRL": "the taker alone holds the stick still, within {threshold} of the goal",
     "InsertPegRL": "the peg is in the hole to within {threshold} of its depth; a dropped peg ends the episode",
+    "LiftBarRL": "both arms hold the bar level and still, within {threshold} of the goal",
     "OpenDoorRL": "the door is open to within {threshold} rad of where it should be",
     "OpenDrawerLanguageRL": "the drawer that is meant is open to within {threshold} of its travel",
     "OpenDrawerRL": "the drawer is open to within {threshold} of its travel",
@@ -134,7 +135,7 @@ def _entry(spec: EnvSpec, measured: dict[str, Any] | None) -> str:
     weights = {**spec.task.reward_weights, **{n: t.weight for n, t in cfg.env.rewards.terms.items() if t is not None}}
     reward = ", ".join(f"`{name}` {weight:g}" for name, weight in weights.items())
     threshold = cfg.env.success_threshold
-    told = _SUCCESS.get(spec.id) or " ".join((inspect.getdoc(spec.task.success) or "").split()).rstrip(".")
+    told = _SUCCESS.get(spec.id) or " ".join((spec.task.success.__doc__ or "").split()).rstrip(".")
     success = told.format(threshold=f"{100 * threshold:g} cm" if " rad" not in told else f"{threshold:g}")
     lines = [f"## {spec.id}", "", f"![{spec.id}](images/tasks/{spec.id}.jpg)", "", _sentence(spec), ""]
     paragraphs = [" ".join(part.split()) for part in (spec.task.__doc__ or "").split("\n\n")[1:] if part.strip()]
