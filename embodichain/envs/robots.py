@@ -12,16 +12,18 @@ from torch import Tensor
 
 from embodichain.envs.env_cfg import RobotCfg
 from embodichain.envs.kinematics import SerialChain
+from embodichain.envs.postures import base_pose
 from embodichain.envs.rendering import CameraCfg, mount_cameras
+from embodichain.envs.robot_adaptation import ArmSpec, adapted, servo_scale
+from embodichain.envs.robot_adaptation import describe as describe
 from embodichain.envs.robot_files import ASSETS as ASSETS
 from embodichain.envs.robot_files import ROBOTS as ROBOTS
 from embodichain.envs.robot_files import TOOLS as TOOLS
-from embodichain.envs.robot_files import ArmSpec, adapted, servo_scale, split_robot
-from embodichain.envs.robot_files import describe as describe
 from embodichain.envs.robot_files import read_spec as read_spec
 from embodichain.envs.robot_files import register_robot as register_robot
 from embodichain.envs.robot_files import register_tool as register_tool
-from embodichain.envs.robot_model import base_pose, motor_of, servo_of
+from embodichain.envs.robot_files import split_robot
+from embodichain.envs.robot_model import motor_of, servo_of
 from embodichain.errors import AssetError
 
 

@@ -1,0 +1,175 @@
+"""Postures that episodes start from: of the config, of a keyframe, or one in which the tool points down.
+
+The last is searched by damped least squares from many postures: in front of the base, over the table, far from the
+limits of the joints, and where the tool can move in all directions.
+"""
+
+from collections.abc import Sequence
+
+import mujoco
+import numpy as np
+
+from embodichain.envs.env_cfg import ArmCfg
+from embodichain.envs.robot_model import HINGE, ArmParts, site_frame
+from embodichain.errors import ConfigError
+
+_ABOVE_TABLE, _HIGH = 0.25, 0.6  # metres; joints that are higher than that are high enough
+_PLACES = ((0.6, 0.35), (0.5, 0.35), (0.5, 0.25), (0.4, 0.3), (0.3, 0.3))  # out and up, in reaches of the arm
+_AGILE, _LEVER = 0.08, 0.3  # metres per radian; metres that a radian of the tool's own rotation counts
+_SEARCHES, _STEPS = 24, 150  # of the posture to start from
+
+
+def base_pose(cfg: ArmCfg) -> tuple[np.ndarray, np.ndarray]:
+    """Return where the base of a robot stands: position and quaternion."""
+    pos = np.array(cfg.pos if cfg.pos is not None else (0.0, 0.0, 0.0))
+    if cfg.quat is not None:
+        quat = np.array(cfg.quat) / np.linalg.norm(cfg.quat)
+    else:
+        half = 0.5 * (cfg.yaw or 0.0)
+        quat = np.array([np.cos(half), 0.0, 0.0, np.sin(half)])
+    return pos, quat
+
+
+def find_start(model: mujoco.MjModel, cfg: ArmCfg, key: str, parts: ArmParts, home: np.ndarray | None) -> None:
+    """Find the joint positions that an episode starts from; ``home`` are the positions of a keyframe."""
+    data = mujoco.MjData(model)
+    if home is not None:
+        data.qpos[:] = home
+    count, fingers = len(parts.joints), len(parts.fingers)
+    if cfg.init_qpos:
+        if len(cfg.init_qpos) not in (count, count + fingers):
+            raise ConfigError(
+                f"{key}.init_qpos: expected {count} joints and {fingers} fingers, got {len(cfg.init_qpos)} numbers"
+            )
+        parts.init, parts.init_from = [float(q) for q in cfg.init_qpos[:count]], "init_qpos"
+        parts.init_fingers = [float(q) for q in cfg.init_qpos[count:]]
+        return
+    addresses = [int(model.joint(name).qposadr[0]) for name in parts.joints]
+    if home is not None and cfg.init_tool is None:
+        parts.init, parts.init_from = [float(home[a]) for a in addresses], "a keyframe of the model"
+        return
+    if parts.site is None or count < 2:
+        reference = np.clip(model.qpos0[addresses], parts.lower, parts.upper)
+        parts.init, parts.init_from = reference.tolist(), "the model's own posture"
+        return
+    pos, quat = base_pose(cfg)
+    found = find_posture(model, data, parts, cfg.init_tool, pos, quat)
+    if found is not None:
+        parts.init, parts.init_from = [round(float(q), 4) for q in found], "a search: the tool points down"
+        return
+    if cfg.init_tool is not None:
+        raise ConfigError(f"{key}.init_tool: the arm does not reach {list(cfg.init_tool)} with the tool pointing down")
+    middle = 0.5 * (np.array(parts.lower) + np.array(parts.upper))
+    parts.init, parts.init_from = [round(float(q), 4) for q in middle], "the middle of the limits"
+
+
+def find_posture(
+    model: mujoco.MjModel,
+    data: mujoco.MjData,
+    parts: ArmParts,
+    target: Sequence[float] | None,
+    pos: np.ndarray,
+    quat: np.ndarray,
+) -> np.ndarray | None:
+    """Return joint positions that bring the tool to a point of the world, pointing down, or ``None``.
+
+    Without a target: in front of the first hinge and above the table, as far out as that is possible.
+    """
+    rotation = np.empty(9)
+    mujoco.mju_quat2Mat(rotation, quat)
+    base = rotation.reshape(3, 3)
+    search = _Search(model, data, parts, base.T @ np.array([0.0, 0.0, -1.0]))
+    if target is not None:
+        return search.run(base.T @ (np.array(target) - pos))
+    foot, reach = search.reach()
+    for stiffest in (_AGILE, 0.0):
+        for out, up in _PLACES:
+            world = pos + base @ (foot + reach * np.array([out, 0.0, up]))
+            world[2] = max(world[2], _ABOVE_TABLE)  # of a robot that stands lower than the table
+            found = search.run(base.T @ (world - pos), stiffest)
+            if found is not None:
+                return found
+    return None
+
+
+class _Search:
+    """Looks for joint positions by damped least squares, from the middle of the limits and from drawn ones."""
+
+    def __init__(self, model: mujoco.MjModel, data: mujoco.MjData, parts: ArmParts, down: np.ndarray) -> None:
+        self.model, self.data, self.parts, self.down = model, data, parts, down
+        self.lower, self.upper = np.array(parts.lower), np.array(parts.upper)
+        self.ids = [model.joint(name).id for name in parts.joints]
+        self.addresses = [int(model.jnt_qposadr[j]) for j in self.ids]
+        self.dofs = [int(model.jnt_dofadr[j]) for j in self.ids]
+        narrow = np.clip(self.lower, -np.pi, None), np.clip(self.upper, None, np.pi)
+        drawn = np.random.default_rng(0).uniform(*narrow, size=(_SEARCHES, len(self.ids)))
+        self.starts = [0.5 * (narrow[0] + narrow[1]), *drawn]
+
+    def reach(self) -> tuple[np.ndarray, float]:
+        """Return the foot of the first hinge, and how far from it the tool can be."""
+        first = next((j for j in self.ids if int(self.model.jnt_type[j]) == HINGE), self.ids[0])
+        far = max(float(np.linalg.norm(self._tool(start)[0] - self.data.xanchor[first])) for start in self.starts)
+        self._tool(self.starts[0])
+        return self.data.xanchor[first] * np.array([1.0, 1.0, 0.0]), far
+
+    def run(self, goal: np.ndarray, stiffest: float = 0.0) -> np.ndarray | None:
+        """Return the best of the postures found for a point in the frame of the base.
+
+        ``stiffest`` is the least that the tool moves in any direction, in metres per radian.
+        """
+        best: tuple[float, np.ndarray] | None = None
+        for start in self.starts:
+            qpos = self._descend(start.copy(), goal)
+            straight = np.append(qpos[:-1], self.starts[0][-1])  # the last joint often does nothing but turn the hand
+            qpos = straight if self._is_there(straight, goal) else qpos
+            if not self._is_there(qpos, goal):
+                continue
+            if stiffest and self._agility(qpos) < stiffest:
+                continue
+            score = self._score(qpos)
+            if best is None or score < best[0] - 1e-6:
+                best = score, qpos
+        return None if best is None else best[1]
+
+    def _is_there(self, qpos: np.ndarray, goal: np.ndarray) -> bool:
+        position, frame, _ = self._tool(qpos)
+        return bool(np.linalg.norm(goal - position) < 0.005 and frame @ self.parts.axis @ self.down > 0.999)
+
+    def _descend(self, qpos: np.ndarray, goal: np.ndarray) -> np.ndarray:
+        jacobian = np.zeros((6, self.model.nv))
+        for _ in range(_STEPS):
+            position, frame, body = self._tool(qpos)
+            points = frame @ self.parts.axis
+            error = np.concatenate((goal - position, np.cross(points, self.down)))
+            if np.abs(error).max() < 1e-4 and points @ self.down > 0:
+                break
+            if points @ self.down < 0:  # upside down, where the cross product fades
+                error[3:] *= 2.0 / max(0.1, float(np.linalg.norm(error[3:])))
+            mujoco.mj_jac(self.model, self.data, jacobian[:3], jacobian[3:], position, body)
+            part = jacobian[:, self.dofs]
+            step = part.T @ np.linalg.solve(part @ part.T + 0.003 * np.eye(6), np.clip(error, -0.2, 0.2))
+            before, qpos = qpos, np.clip(qpos + step, self.lower, self.upper)
+            if np.abs(qpos - before).max() < 1e-4:  # at rest, be it at its limits
+                break
+        return qpos
+
+    def _tool(self, qpos: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+        self.data.qpos[self.addresses] = qpos
+        mujoco.mj_kinematics(self.model, self.data)
+        mujoco.mj_comPos(self.model, self.data)
+        return site_frame(self.model, self.data, self.parts)
+
+    def _agility(self, qpos: np.ndarray) -> float:
+        """Return the smallest singular value of the tool's Jacobian, which fades where an arm is stretched."""
+        position, _, body = self._tool(qpos)
+        jacobian = np.zeros((6, self.model.nv))
+        mujoco.mj_jac(self.model, self.data, jacobian[:3], jacobian[3:], position, body)
+        jacobian[3:] *= _LEVER
+        return float(np.linalg.svd(jacobian[:, self.dofs], compute_uv=False)[-1])
+
+    def _score(self, qpos: np.ndarray) -> float:
+        """Return how bad a posture is: near its limits, wound up, or low above the table."""
+        margin = float(np.min(np.minimum(qpos - self.lower, self.upper - qpos) / (self.upper - self.lower)))
+        height = float(np.min(-(self.data.xanchor[self.ids[2:] or self.ids] @ self.down)))
+        wound = float((np.abs(qpos - self.starts[0]) / (self.upper - self.lower)).sum())
+        return wound - 20.0 * min(margin, 0.1) - 5.0 * min(height, _HIGH)
