@@ -124,11 +124,10 @@ def _check(console: Console, args: CheckArgs) -> int:
 
 def _config(args: CheckArgs) -> RobotCfg:
     """Return the config that the options make."""
-    from embodichain.envs.robot_check import robot_config
-    from embodichain.envs.robot_files import find_file
+    from embodichain.envs.robot_check import as_written, robot_config
 
     cfg = robot_config(args.file)
-    tool = str(find_file(args.tool)) if args.tool is not None and args.tool.endswith(".xml") else args.tool
+    tool = as_written(args.tool) if args.tool is not None and args.tool.endswith(".xml") else args.tool
     given = {
         "joints": None if args.joints is None else list(args.joints),
         "tool": tool,

@@ -91,7 +91,13 @@ def robot_config(name: str) -> RobotCfg:
         raise UnknownNameError(
             f"expected the path of an MJCF file or a registered robot, got {name!r}.{nearest(name, ROBOTS)}"
         )
-    return RobotCfg(uid=Path(name).parent.name or "robot", mjcf=str(find_file(name)))
+    return RobotCfg(uid=Path(name).parent.name or "robot", mjcf=as_written(name))
+
+
+def as_written(name: str) -> str:
+    """Return the absolute path of a file, for a config that is used anywhere; a file of a package keeps its address."""
+    path = find_file(name)
+    return name if name.startswith("package://") else str(path)
 
 
 def suggest(cfg: RobotCfg) -> tuple[RobotCfg, list[str]]:
