@@ -222,7 +222,7 @@ def fixture_cfg(given: Any) -> Fixture | None:
     if given is None or type(given) in _KINDS.values():
         return given
     kind = given.get("kind") if isinstance(given, Mapping) else None
-    if kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise ConfigError(f"kind: unknown kind of fixture {kind!r}.{nearest(str(kind), _KINDS)}")
     return _KINDS[kind].from_dict(given)
 
