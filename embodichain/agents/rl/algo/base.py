@@ -1,11 +1,14 @@
-"""What algorithms have in common: ``BaseAlgorithm`` for all, ``MinibatchAlgorithm`` for those of gradient steps."""
+"""What algorithms have in common (``BaseAlgorithm`` for all, ``MinibatchAlgorithm`` for those of gradient steps), and
+algorithms by name."""
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import gymnasium as gym
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
@@ -21,7 +24,7 @@ from embodichain.agents.rl.buffer.rollout_buffer import (
 from embodichain.agents.rl.collector.base import StepCallback
 from embodichain.agents.rl.collector.sync_collector import RolloutStart, SyncCollector
 from embodichain.agents.rl.models.policy import Policy
-from embodichain.agents.rl.utils import AlgorithmCfg, MinibatchCfg
+from embodichain.agents.rl.utils import AlgorithmCfg, MinibatchCfg, Registry
 from embodichain.agents.rl.utils.distributed import Ranks, SharedStatistics
 from embodichain.agents.rl.utils.tensordicts import Observation
 from embodichain.envs.vec_env import VecEnv
@@ -30,6 +33,20 @@ from embodichain.errors import ConfigError, RolloutError
 _LOG = logging.getLogger(__name__)
 CPU_ROWS = 2048
 """Transitions per backward pass and CPU thread: what a network of usual width makes of them stays in the cache."""
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A trained policy that another one learns from, and what a run remembers of it."""
+
+    policy: Policy
+    """In evaluation mode, built for the spaces that it was trained with."""
+    observation_space: gym.Space[Any] | int
+    action_space: gym.Space[Any] | int
+    source: str
+    """Folder of its checkpoint."""
+    actions: Any = None
+    """How its environment turned actions into motions, where that is known: ``env.actions`` of its config."""
 
 
 class BaseAlgorithm(ABC):
@@ -75,6 +92,15 @@ class BaseAlgorithm(ABC):
 
     def check_num_envs(self, num_envs: int) -> None:  # noqa: B027 - by default any number will do
         """Raise ``ConfigError`` if the algorithm cannot work with this number of envs."""
+
+    @property
+    def teacher_source(self) -> str | None:
+        """Run or checkpoint of the policy that it learns from, which ``teach`` hands over; ``None``: there is none."""
+        return None
+
+    def teach(self, teacher: Teacher, env: VecEnv | None = None, actions: Any = None) -> None:
+        """Learn from this teacher; ``ConfigError`` lists what does not fit ``env`` and its ``env.actions``."""
+        raise ConfigError(f"teacher: {type(self).__name__} learns from none", "algorithm.cfg")
 
     def join(self, ranks: Ranks) -> None:
         """Train together with other processes, where a subclass can; all copies of the policy begin as the first."""
@@ -268,3 +294,24 @@ class MinibatchAlgorithm(BaseAlgorithm):
             self.optimizer.learning_rate = self.cfg.learning_rate
         if self.graphs is not None:  # Adam's moments are in other memory now
             self.graphs.forget()
+
+
+ALGORITHMS = Registry[BaseAlgorithm](
+    "algorithm",
+    BaseAlgorithm,
+    ppo="embodichain.agents.rl.algo.ppo:PPO",
+    grpo="embodichain.agents.rl.algo.grpo:GRPO",
+    distill="embodichain.agents.rl.algo.distillation:Distillation",
+)
+register_algo, get_algo_class, get_registered_algo_names = ALGORITHMS.register, ALGORITHMS.get, ALGORITHMS.names
+
+
+def build_algo(
+    name: str, cfg_kwargs: Mapping[str, Any], policy: Policy, device: torch.device | str | None = None
+) -> BaseAlgorithm:
+    """Build an algorithm by name from its settings; ``device`` stands in for a setting that is not there."""
+    algo_cls = get_algo_class(name)
+    settings = dict(cfg_kwargs)
+    if device is not None:
+        settings.setdefault("device", str(device))
+    return algo_cls(algo_cls.cfg_type.from_dict(settings, source="algorithm"), policy)
