@@ -80,6 +80,7 @@ def train(algorithm: MinibatchAlgorithm, updates: int = 3) -> list[dict[str, flo
     metrics = []
     for seed in range(updates):
         torch.manual_seed(seed)
+        algorithm.progress = seed / updates
         metrics.append(algorithm.update(make_rollout(algorithm.policy, seed)))
     return metrics
 
@@ -109,6 +110,10 @@ PPO_CASES: list[dict[str, Any]] = [
     {"target_kl": 1e-3},
     {"mixed_precision": "bf16"},
     {"mixed_precision": "tf32"},
+    {"clip_coef_high": 0.3, "kl_coef": 0.1, "weight_decay": 0.1},
+    {"clip_coef": 0.02, "clip_coef_final": 0.2, "ent_coef": 0.0, "ent_coef_final": 0.1, "clip_value_loss": True},
+    {"value_learning_rate": 1e-2, "lr_warmup": 4, "weight_decay": 0.1},
+    {"value_learning_rate": 1e-2, "lr_schedule": "adaptive", "desired_kl": 1e-3, "lr_warmup": 1},
 ]
 
 
@@ -132,7 +137,16 @@ def test_ppo_with_memory_learns_the_same() -> None:
     assert_same_weights(replayed, ordinary)
 
 
-@pytest.mark.parametrize("settings", [{}, {"kl_coef": 0.05}, {"advantage": "trajectory", "ent_coef": 0.01}], ids=str)
+GRPO_CASES: list[dict[str, Any]] = [
+    {},
+    {"kl_coef": 0.05},
+    {"advantage": "trajectory", "ent_coef": 0.01},
+    {"baseline": "leave_one_out", "lr_schedule": "adaptive", "desired_kl": 1e-3},
+    {"clip_coef": 0.02, "clip_coef_high": 0.05, "clip_coef_final": 0.2, "ent_coef_final": 0.1},
+]
+
+
+@pytest.mark.parametrize("settings", GRPO_CASES, ids=str)
 def test_grpo_learns_the_same_from_minibatches_that_are_filled_up(settings: dict[str, Any]) -> None:
     made = [
         GRPO(

@@ -82,8 +82,25 @@ CASES: dict[str, dict[str, Any]] = {
         "flow": {"num_steps": 2},
         "cfg": {"batch_size": 64, "log_prob_per": "denoising_step"},
     },
+    "ppo, fine-tuned": {
+        "normalize_value": True,
+        "cfg": {
+            "batch_size": 10,
+            "value_learning_rate": 1e-2,
+            "weight_decay": 0.1,
+            "lr_warmup": 2,
+            "lr_schedule": "adaptive",
+            "kl_coef": 0.2,
+            "clip_coef_high": 0.3,
+            "clip_coef_final": 0.1,
+        },
+    },
     "grpo": {"name": "actor_only", "normalize_obs": True, "cfg": {"batch_size": 7, "kl_coef": 0.1}},
     "grpo with memory": {"name": "actor_only", **RECURRENT, "cfg": {"batch_size": 12, "sequence_length": 4}},
+    "grpo, others as the baseline": {
+        "name": "actor_only",
+        "cfg": {"batch_size": 7, "baseline": "leave_one_out", "lr_schedule": "adaptive", "target_kl": 0.05},
+    },
     "grpo without anything to learn on rank 1": {"name": "actor_only", "cfg": {"batch_size": 7}},
     "distill": {"actor_obs": ["robot"], "normalize_obs": True, "cfg": {"batch_size": 7, "teacher": "there"}},
 }

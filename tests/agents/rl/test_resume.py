@@ -30,8 +30,18 @@ ITERATIONS = 8
 MEMORY = {"memory": {"type": "gru", "hidden_size": 8}}
 NOISY = {"gym_config": {"env": {"observations": {"noise": {"robot/qpos": 0.01}}}}}
 LINEAR = {"cfg": {"lr_schedule": "linear", "target_kl": 0.05}}
+TUNED = {
+    "value_learning_rate": 3e-3,
+    "weight_decay": 0.1,
+    "lr_warmup": 6,
+    "kl_coef": 0.1,
+    "clip_coef_high": 0.3,
+    "clip_coef_final": 0.1,
+    "ent_coef": 0.01,
+    "ent_coef_final": 0.0,
+}
 CASES = {
-    "ppo": {"algorithm": LINEAR},
+    "ppo, fine-tuned": {"algorithm": {"cfg": LINEAR["cfg"] | TUNED}},
     "ppo with memory and noise": {"policy": MEMORY, "trainer": NOISY},
     "ppo with gSDE": {"policy": {"distribution": {"std": "gsde", "sde_sample_freq": 3, "init_log_std": -1.0}}},
     "ppo with an LSTM": {"policy": {"memory": {"type": "lstm", "hidden_size": 8}}},

@@ -1,14 +1,13 @@
-"""What algorithms have in common (``BaseAlgorithm`` for all, ``MinibatchAlgorithm`` for those of gradient steps), and
-algorithms by name."""
+"""What algorithms have in common: ``BaseAlgorithm`` for all, ``MinibatchAlgorithm`` for those of gradient steps,
+``ClippedAlgorithm`` for those that clip probability ratios."""
 
+import copy
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
-import gymnasium as gym
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
@@ -19,34 +18,22 @@ from embodichain.agents.rl.buffer.rollout_buffer import (
     Minibatches,
     RolloutBuffer,
     check_rollout,
+    evaluate_rollout,
     flatten_time_major,
 )
 from embodichain.agents.rl.collector.base import StepCallback
 from embodichain.agents.rl.collector.sync_collector import RolloutStart, SyncCollector
 from embodichain.agents.rl.models.policy import Policy
-from embodichain.agents.rl.utils import AlgorithmCfg, MinibatchCfg, Registry
+from embodichain.agents.rl.utils import AlgorithmCfg, ClippedCfg, MinibatchCfg
 from embodichain.agents.rl.utils.distributed import Ranks, SharedStatistics
+from embodichain.agents.rl.utils.ratios import Number, kl_estimate, log_ratio, per_decision
 from embodichain.agents.rl.utils.tensordicts import Observation
 from embodichain.envs.vec_env import VecEnv
-from embodichain.errors import ConfigError, RolloutError
+from embodichain.errors import CheckpointError, ConfigError, RolloutError
 
 _LOG = logging.getLogger(__name__)
 CPU_ROWS = 2048
 """Transitions per backward pass and CPU thread: what a network of usual width makes of them stays in the cache."""
-
-
-@dataclass(frozen=True)
-class Teacher:
-    """A trained policy that another one learns from, and what a run remembers of it."""
-
-    policy: Policy
-    """In evaluation mode, built for the spaces that it was trained with."""
-    observation_space: gym.Space[Any] | int
-    action_space: gym.Space[Any] | int
-    source: str
-    """Folder of its checkpoint."""
-    actions: Any = None
-    """How its environment turned actions into motions, where that is known: ``env.actions`` of its config."""
 
 
 class BaseAlgorithm(ABC):
@@ -92,15 +79,6 @@ class BaseAlgorithm(ABC):
 
     def check_num_envs(self, num_envs: int) -> None:  # noqa: B027 - by default any number will do
         """Raise ``ConfigError`` if the algorithm cannot work with this number of envs."""
-
-    @property
-    def teacher_source(self) -> str | None:
-        """Run or checkpoint of the policy that it learns from, which ``teach`` hands over; ``None``: there is none."""
-        return None
-
-    def teach(self, teacher: Teacher, env: VecEnv | None = None, actions: Any = None) -> None:
-        """Learn from this teacher; ``ConfigError`` lists what does not fit ``env`` and its ``env.actions``."""
-        raise ConfigError(f"teacher: {type(self).__name__} learns from none", "algorithm.cfg")
 
     def join(self, ranks: Ranks) -> None:
         """Train together with other processes, where a subclass can; all copies of the policy begin as the first."""
@@ -163,9 +141,15 @@ class BaseAlgorithm(ABC):
     def _finish_update(self, rollout: TensorDictBase) -> None:
         """Let the policy's running statistics see the rollout, and count the update."""
         with torch.no_grad():
-            for part in flatten_time_major(rollout.select("observation")).split(EVALUATED_ROWS):
-                self.policy.update_normalizer(part["observation"])
+            if not self._keeps_statistics:
+                for part in flatten_time_major(rollout.select("observation")).split(EVALUATED_ROWS):
+                    self.policy.update_normalizer(part["observation"])
             self.policy.version += 1
+
+    @property
+    def _keeps_statistics(self) -> bool:
+        """Whether the policy's running statistics stay as they are for now."""
+        return False
 
 
 class MinibatchAlgorithm(BaseAlgorithm):
@@ -181,7 +165,13 @@ class MinibatchAlgorithm(BaseAlgorithm):
 
     def __init__(self, cfg: MinibatchCfg, policy: Policy) -> None:
         super().__init__(cfg, policy)
-        self.optimizer = PolicyOptimizer(policy, cfg.learning_rate, cfg.max_grad_norm, cfg.mixed_precision)
+        self.updates = 0
+        """How many there were, those before a resume included."""
+        self.policy_begins = 0
+        """Updates in which the critic alone learns, at the beginning."""
+        self.optimizer = PolicyOptimizer(
+            policy, cfg.learning_rate, cfg.max_grad_norm, cfg.mixed_precision, cfg.weight_decay, self._value_rate()
+        )
         self.graphs: GraphedSteps | None = None
         """Replays epochs of ``_step`` on a GPU."""
         if self.device.type == "cuda" and cfg.cuda_graphs:
@@ -199,6 +189,42 @@ class MinibatchAlgorithm(BaseAlgorithm):
         if self.graphs is not None:
             _LOG.info("gradient steps are not recorded as CUDA graphs, as gradients are added up over ranks in each")
             self.graphs = None
+
+    def _value_rate(self) -> float | None:
+        """Return the step size of what values alone depend on, where it has one of its own."""
+        return None
+
+    def _schedule_rate(self) -> None:
+        """Set the step size of an update; an adaptive one stays what it has become."""
+        cfg, past = self.cfg, self.updates - self.policy_begins
+        rate = cfg.learning_rate * (1.0 - self.progress) if cfg.lr_schedule == "linear" else cfg.learning_rate
+        if 0 <= past < cfg.lr_warmup:
+            self.optimizer.learning_rate = rate * ((past + 1) / cfg.lr_warmup)
+        elif cfg.lr_schedule == "linear":
+            self.optimizer.learning_rate = rate
+
+    @property
+    def _only_critic(self) -> bool:
+        """Whether the critic alone learns in this update."""
+        return self.updates < self.policy_begins
+
+    @property
+    def _keeps_statistics(self) -> bool:
+        return self._only_critic  # other ones would change how the policy acts
+
+    def _finish_update(self, rollout: TensorDictBase) -> None:
+        super()._finish_update(rollout)
+        self.updates += 1
+
+    def _run_epoch(self, minibatches: Minibatches, meter: Meter) -> None:
+        """Do the gradient steps of one pass over the data, replayed as CUDA graphs where there are any."""
+        with self._gradient_steps(), self.policy.only_critic_learns() if self._only_critic else nullcontext():
+            if self.graphs is not None and not self._only_critic:
+                sums, steps = self.graphs.run_epoch(minibatches)
+                meter.add(sums, steps=steps)
+            else:
+                for chosen, share in self._shuffled(minibatches):
+                    self._step(minibatches.gather(chosen), meter, share)
 
     @contextmanager
     def _gradient_steps(self) -> Iterator[None]:
@@ -229,7 +255,8 @@ class MinibatchAlgorithm(BaseAlgorithm):
 
     def _rate_settings(self) -> dict[str, Any]:
         """Return the settings that Adam's step size follows from, apart from what a schedule has made of it."""
-        return {name: value for name, value in self.cfg.to_dict().items() if name in ("learning_rate", "lr_schedule")}
+        warmup = {"lr_warmup": self.cfg.lr_warmup} if self.cfg.lr_warmup else {}
+        return {"learning_rate": self.cfg.learning_rate, "lr_schedule": self.cfg.lr_schedule, **warmup}
 
     def _minibatches(self, data: TensorDictBase, rollout: TensorDictBase, valid: Tensor | None = None) -> Minibatches:
         """Cut ``data`` into as many minibatches as those of all ranks would be cut into together."""
@@ -284,10 +311,12 @@ class MinibatchAlgorithm(BaseAlgorithm):
             yield chosen if chosen.numel() else chosen.new_zeros(1), share
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"optimizer": self.optimizer.state_dict(), "rate": self._rate_settings()}
+        own = {"optimizer": self.optimizer.state_dict(), "rate": self._rate_settings(), "updates": self.updates}
+        return super().state_dict() | own
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
+        self.updates = state.get("updates", self.policy_begins + self.cfg.lr_warmup)
         self.optimizer.load_state_dict(state["optimizer"])
         own = self._rate_settings()
         if state.get("rate", own) != own:  # another step size or schedule was chosen: what the old one came to is over
@@ -296,22 +325,102 @@ class MinibatchAlgorithm(BaseAlgorithm):
             self.graphs.forget()
 
 
-ALGORITHMS = Registry[BaseAlgorithm](
-    "algorithm",
-    BaseAlgorithm,
-    ppo="embodichain.agents.rl.algo.ppo:PPO",
-    grpo="embodichain.agents.rl.algo.grpo:GRPO",
-    distill="embodichain.agents.rl.algo.distillation:Distillation",
-)
-register_algo, get_algo_class, get_registered_algo_names = ALGORITHMS.register, ALGORITHMS.get, ALGORITHMS.names
+class ClippedAlgorithm(MinibatchAlgorithm):
+    """An algorithm that clips probability ratios, keeps the policy near a reference and follows schedules.
+
+    ``update`` of a subclass prepares the data, lets ``_add_reference`` add to them, and calls ``_learn``.
+    """
+
+    cfg: ClippedCfg
+
+    def __init__(self, cfg: ClippedCfg, policy: Policy) -> None:
+        super().__init__(cfg, policy)
+        self.reference = _frozen_copy(policy) if cfg.kl_coef > 0.0 else None
+        """The policy as it was at first, which the trained one is kept near; what is not trained, they share."""
+        high = cfg.clip_coef if cfg.clip_coef_high is None else cfg.clip_coef_high
+        self.clip = self._coefficient(cfg.clip_coef, cfg.clip_coef_final)
+        """The ratio counts down to 1 less this."""
+        self.clip_high = self._coefficient(high, cfg.clip_coef_final)
+        """The ratio counts up to 1 and this."""
+        self.ent_coef = self._coefficient(cfg.ent_coef, cfg.ent_coef_final)
+        """Weight of the entropy bonus."""
+
+    def _coefficient(self, first: float, final: float | None) -> Number:
+        """Return a coefficient: a tensor if it has a schedule, as CUDA graphs never look at a number again."""
+        return first if final is None else torch.tensor(first, device=self.device)
+
+    def _schedule_coefficients(self) -> dict[str, float]:
+        """Set the coefficients that follow the progress of the training; return them."""
+        cfg, scheduled = self.cfg, {}
+        if isinstance(self.ent_coef, Tensor) and cfg.ent_coef_final is not None:
+            scheduled["ent_coef"] = _between(cfg.ent_coef, cfg.ent_coef_final, self.progress)
+            self.ent_coef.fill_(scheduled["ent_coef"])
+        if isinstance(self.clip, Tensor) and isinstance(self.clip_high, Tensor) and cfg.clip_coef_final is not None:
+            scheduled["clip_coef"] = clip = _between(cfg.clip_coef, cfg.clip_coef_final, self.progress)
+            self.clip.fill_(clip)
+            self.clip_high.fill_(clip if cfg.clip_coef_high is None else cfg.clip_coef_high * (clip / cfg.clip_coef))
+        return scheduled
+
+    def join(self, ranks: Ranks) -> None:
+        super().join(ranks)
+        if self.reference is not None:
+            ranks.copy_first(self.reference)
+
+    def _add_reference(self, data: TensorDictBase, rollout: TensorDictBase) -> None:
+        """Let the data know the log-probabilities that the reference gives to what was decided, if there is one."""
+        if self.reference is not None:
+            with torch.no_grad(), self.optimizer.matmul_precision(), self.optimizer.autocast():
+                data["reference_log_prob"] = evaluate_rollout(self.reference, rollout)[0].float()
+
+    def _reference_kl(self, log_prob: Tensor, batch: TensorDictBase) -> Tensor | None:
+        """Return ``KL(pi || pi_ref) = E[pi_ref / pi - 1 - log(pi_ref / pi)]`` ``[rows]``, estimates of 0 or more."""
+        if self.reference is None:
+            return None
+        log_r = log_ratio(batch["reference_log_prob"], log_prob, batch, self.cfg.log_prob_per)
+        return per_decision(kl_estimate(log_r), batch)
+
+    def _learn(self, minibatches: Minibatches) -> dict[str, float]:
+        """Do the epochs of an update, as schedules and ``target_kl`` want them; return measures."""
+        cfg, meter = self.cfg, Meter()
+        self._schedule_rate()
+        scheduled = self._schedule_coefficients()
+        adapts = cfg.lr_schedule == "adaptive" and self.updates >= self.policy_begins + cfg.lr_warmup
+        for _ in range(cfg.n_epochs if len(minibatches) else 0):
+            self._run_epoch(minibatches, meter)
+            epoch_kl = meter.end_epoch("approx_kl")
+            if adapts:
+                self.optimizer.adapt_learning_rate(epoch_kl, cfg.desired_kl, cfg.lr_bounds)
+            if cfg.target_kl is not None and float(epoch_kl) > cfg.target_kl:  # this alone waits for a GPU
+                break
+        return meter.means() | self.optimizer.rates() | {"epochs": float(meter.epochs)} | scheduled
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        if self.reference is None:
+            return state
+        shared = {parameter.data_ptr() for parameter in self.policy.parameters()}
+        held = self.reference.state_dict()
+        return state | {"reference": {name: held[name] for name in held if held[name].data_ptr() not in shared}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        if self.cfg.lr_schedule == "adaptive":  # its bounds may have been set otherwise since
+            low, high = self.cfg.lr_bounds
+            self.optimizer.learning_rate = min(max(self.optimizer.learning_rate, low), high)
+        if self.reference is not None:
+            if "reference" not in state:
+                raise CheckpointError(
+                    f"algorithm.cfg.kl_coef is {self.cfg.kl_coef}, but the run was trained without a reference policy, "
+                    "which the checkpoint would have to hold: resume it with --algorithm.cfg.kl_coef 0"
+                )
+            self.reference.load_state_dict(self.reference.state_dict() | state["reference"])
 
 
-def build_algo(
-    name: str, cfg_kwargs: Mapping[str, Any], policy: Policy, device: torch.device | str | None = None
-) -> BaseAlgorithm:
-    """Build an algorithm by name from its settings; ``device`` stands in for a setting that is not there."""
-    algo_cls = get_algo_class(name)
-    settings = dict(cfg_kwargs)
-    if device is not None:
-        settings.setdefault("device", str(device))
-    return algo_cls(algo_cls.cfg_type.from_dict(settings, source="algorithm"), policy)
+def _frozen_copy(policy: Policy) -> Policy:
+    """Return a copy that does not learn; parameters that are not trained are no copies."""
+    untrained: dict[int, Any] = {id(p): p for p in policy.parameters() if not p.requires_grad}
+    return copy.deepcopy(policy, untrained).eval().requires_grad_(False)
+
+
+def _between(first: float, final: float, progress: float) -> float:
+    return first + (final - first) * progress

@@ -10,6 +10,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from embodichain.agents.rl.buffer.rollout_buffer import Minibatches, shaped
+from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils import Precision
 from embodichain.agents.rl.utils.tensordicts import sorted_leaves
 from embodichain.errors import CheckpointError
@@ -61,33 +62,81 @@ class Meter:
 class PolicyOptimizer:
     """Adam with a bound on the gradient's norm, and mixed precision where it is wanted.
 
-    On a GPU the step size is a tensor: a schedule changes it without a wait, and a CUDA graph can contain the step.
+    ``weight_decay`` is decoupled from the gradient, as in AdamW. What values of the policy alone depend on may have a
+    step size of its own, ``value_rate``: it always is the same multiple of the other one.
+
+    On a GPU step sizes are tensors: a schedule changes them without a wait, and a CUDA graph can contain the step.
     """
 
     def __init__(
-        self, policy: nn.Module, learning_rate: float, max_grad_norm: float, precision: Precision = "off"
+        self,
+        policy: nn.Module,
+        learning_rate: float,
+        max_grad_norm: float,
+        precision: Precision = "off",
+        weight_decay: float = 0.0,
+        value_rate: float | None = None,
     ) -> None:
-        self.parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+        trained = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
+        self.parameters = list(trained.values())
         self.max_grad_norm = max_grad_norm
+        self._host_rate = learning_rate
+        self._first_rates = learning_rate, learning_rate if value_rate is None else value_rate
         self.precision: Precision = precision
         self.device_type = self.parameters[0].device.type
         device, on_gpu = self.parameters[0].device, self.device_type == "cuda"
         self._rate: Tensor | None = torch.tensor(learning_rate, device=device) if on_gpu else None
-        rate = learning_rate if self._rate is None else self._rate
-        self.adam = torch.optim.Adam(self.parameters, lr=rate, eps=1e-5, fused=True, capturable=on_gpu)
+        self._value_rate: Tensor | None = None
+        if on_gpu and value_rate is not None:
+            self._value_rate = torch.tensor(value_rate, device=device)
+        self._is_of_value: list[bool] = []  # of each group
+        groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
+        for name, parameter in trained.items():
+            is_of_value = value_rate is not None and isinstance(policy, Policy) and policy.in_critic(name)
+            groups.setdefault((is_of_value, weight_decay if _decays(name, parameter) else 0.0), []).append(parameter)
+        entries: list[dict[str, Any]] = []
+        for (is_of_value, decay), members in groups.items():
+            self._is_of_value.append(is_of_value)
+            entries.append({"params": members, "lr": self._first_rates[is_of_value], "weight_decay": decay})
+        self.adam = torch.optim.Adam(
+            entries, eps=1e-5, fused=True, capturable=on_gpu, decoupled_weight_decay=weight_decay > 0.0
+        )
+        self._point_to_rates()
         self.scaler = torch.amp.GradScaler(self.device_type, enabled=precision == "fp16")
 
     @property
     def learning_rate(self) -> float:
         """Adam's present step size."""
-        return float(self.adam.param_groups[0]["lr"])
+        return self._host_rate if self._rate is None else float(self._rate)
 
     @learning_rate.setter
     def learning_rate(self, value: float) -> None:
         if self._rate is None:
-            self.adam.param_groups[0]["lr"] = value
+            self._host_rate = value
+            self._point_to_rates()
         else:
             self._rate.fill_(value)
+            self._follow_rate()
+
+    def rates(self) -> dict[str, float]:
+        """Return the present step sizes by name; on a GPU this waits."""
+        own, first = self.learning_rate, self._first_rates
+        has_two = any(self._is_of_value)
+        return {"learning_rate": own} | ({"value_learning_rate": first[1] * (own / first[0])} if has_two else {})
+
+    def _point_to_rates(self) -> None:
+        """Let each group have its step size: a number, or on a GPU one of two tensors."""
+        first = self._first_rates
+        rates: tuple[Any, Any] = self._rate, self._value_rate
+        if self._rate is None:
+            rates = self._host_rate, first[1] * (self._host_rate / first[0])
+        for group, is_of_value in zip(self.adam.param_groups, self._is_of_value, strict=True):
+            group["lr"] = rates[is_of_value]
+
+    def _follow_rate(self) -> None:
+        """Let the values' step size on a GPU be the same multiple of the other one as at first."""
+        if self._rate is not None and self._value_rate is not None:
+            self._value_rate.copy_(self._rate / self._first_rates[0] * self._first_rates[1])
 
     def adapt_learning_rate(self, kl: Tensor, desired_kl: float, bounds: tuple[float, float]) -> None:
         """Lower the step size after an epoch that moved the policy too far, raise it after one that hardly did.
@@ -96,6 +145,7 @@ class PolicyOptimizer:
         """
         if self._rate is not None:
             self._rate.copy_(adapted_rate(self._rate, kl, desired_kl, bounds))
+            self._follow_rate()
             return
         rate = self.learning_rate
         if float(kl) > 2.0 * desired_kl:
@@ -144,26 +194,38 @@ class PolicyOptimizer:
         return norm
 
     def state_dict(self) -> dict[str, Any]:
-        """Return Adam's moments and step size, and the loss scale; the same data whatever the device."""
-        adam = self.adam.state_dict()
-        adam["param_groups"] = [{**group, "lr": float(group["lr"])} for group in adam["param_groups"]]
-        return {"adam": adam, "scaler": self.scaler.state_dict()}
+        """Return Adam's moments and step size, and the loss scale; the same data whatever the device and the groups."""
+        moments = {i: self.adam.state[p] for i, p in enumerate(self.parameters) if p in self.adam.state}
+        group = {**self.adam.state_dict()["param_groups"][0], "lr": self.learning_rate}
+        group |= {"params": list(range(len(self.parameters)))}
+        return {"adam": {"state": moments, "param_groups": [group]}, "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what ``state_dict`` returned."""
-        own = {name: self.adam.param_groups[0][name] for name in ("fused", "capturable")}
-        self.adam.load_state_dict(state["adam"])
+        [saved], own = state["adam"]["param_groups"], self.adam.state_dict()  # settings of groups are the config's
+        if len(saved["params"]) != len(self.parameters):
+            there, here = len(saved["params"]), len(self.parameters)
+            raise CheckpointError(
+                f"Adam's state is that of {there} trained parameters, and here {here} are trained: train the same parts"
+            )
+        index = {id(parameter): i for i, parameter in enumerate(self.parameters)}
+        order = [index[id(parameter)] for group in self.adam.param_groups for parameter in group["params"]]
+        moments = state["adam"]["state"]
+        own["state"] = {place: moments[i] for place, i in enumerate(order) if i in moments}
+        self.adam.load_state_dict(own)
         self.scaler.load_state_dict(state["scaler"])
-        for group in self.adam.param_groups:
-            group.update(own)  # these belong to the device, not to the training
+        self._point_to_rates()  # Adam has copies of tensors now
+        self.learning_rate = saved["lr"]
         for parameter, values in self.adam.state.items():
             shapes = {name: value.shape for name, value in values.items()}
             if shapes != {"step": (), "exp_avg": parameter.shape, "exp_avg_sq": parameter.shape}:
                 raise CheckpointError(f"Adam's state of a parameter {list(parameter.shape)} has the shapes {shapes}")
             values["step"] = values["step"].to(self.parameters[0].device, torch.float32)
-        if self._rate is not None:
-            self._rate.fill_(self.learning_rate)
-            self.adam.param_groups[0]["lr"] = self._rate
+
+
+def _decays(name: str, parameter: Tensor) -> bool:
+    """Tell whether weight decay is for this parameter: no bias, scale of a norm or logarithm of a deviation."""
+    return parameter.ndim > 1 and not name.endswith("log_std")
 
 
 def adapted_rate(rate: Tensor, kl: Tensor, desired_kl: float, bounds: tuple[float, float]) -> Tensor:

@@ -1,8 +1,7 @@
 """Group relative policy optimisation: no critic; envs that begin in the same state are each other's baseline."""
 
-import copy
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import AfterValidator, Field
@@ -10,12 +9,9 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from embodichain.agents.rl.algo.advantages import Proximal, compute_gae, reward_and_discount
-from embodichain.agents.rl.algo.base import MinibatchAlgorithm
-from embodichain.agents.rl.algo.gradient_steps import Meter
-from embodichain.agents.rl.buffer.rollout_buffer import evaluate_rollout
+from embodichain.agents.rl.algo.base import ClippedAlgorithm
 from embodichain.agents.rl.models.policy import Policy
-from embodichain.agents.rl.utils import AlgorithmCfg, MinibatchCfg
-from embodichain.agents.rl.utils.distributed import Ranks
+from embodichain.agents.rl.utils import AlgorithmCfg, ClippedCfg
 from embodichain.agents.rl.utils.ratios import (
     clipped_gain,
     decision_entropy,
@@ -28,7 +24,7 @@ from embodichain.agents.rl.utils.ratios import (
 from embodichain.agents.rl.utils.tensordicts import Observation
 from embodichain.config.classes import NotNegative, Positive, configclass
 from embodichain.envs.vec_env import VecEnv
-from embodichain.errors import CheckpointError, ConfigError
+from embodichain.errors import ConfigError
 
 KEYS = ("observation", "action", "reward", "done", "sample_log_prob")
 LOSS_KEYS = ("observation", "action", "sample_log_prob", "advantage", "num_actions", "decision")
@@ -42,7 +38,7 @@ def _needs_common_start(reset: bool) -> bool:
 
 
 @configclass
-class GRPOCfg(MinibatchCfg):
+class GRPOCfg(ClippedCfg):
     """Configuration for GRPO."""
 
     kl_coef: NotNegative = 0.0
@@ -58,9 +54,14 @@ class GRPOCfg(MinibatchCfg):
     advantage: Literal["step", "trajectory"] = "step"
     """Compare, in a group, the returns that follow each step, or those of whole trajectories. The unit is the spread
     in the whole group either way, so a step that decides little counts little."""
+    baseline: Literal["mean", "leave_one_out"] = "mean"
+    """What returns are compared with: the mean of the group, or that of its other members."""
+    normalize_advantage: bool = True
+    """Whether advantages are divided by the spread of returns in the group; without, groups that differ more count
+    more."""
 
 
-class GRPO(MinibatchAlgorithm):
+class GRPO(ClippedAlgorithm):
     """GRPO on rollouts ``[num_envs, num_steps]``; envs ``k * group_size ... (k + 1) * group_size - 1`` are a group."""
 
     cfg_type: ClassVar[type[AlgorithmCfg]] = GRPOCfg
@@ -70,15 +71,7 @@ class GRPO(MinibatchAlgorithm):
 
     def __init__(self, cfg: GRPOCfg, policy: Policy) -> None:
         super().__init__(cfg, policy)
-        self.reference = copy.deepcopy(policy).eval().requires_grad_(False) if cfg.kl_coef > 0.0 else None
-        """The policy as it was at first, which the trained one is kept near."""
         self.start_rollout = GroupReset(cfg.group_size)
-
-    def join(self, ranks: Ranks) -> None:
-        """Train the policy together with other processes; a group is always of one rank."""
-        super().join(ranks)
-        if self.reference is not None:
-            ranks.copy_first(self.reference)
 
     def check_num_envs(self, num_envs: int) -> None:
         check_groups(num_envs, self.cfg.group_size)
@@ -94,7 +87,7 @@ class GRPO(MinibatchAlgorithm):
         nothing = torch.zeros_like(reward)
         rollout["return"] = compute_gae(reward, nothing, nothing, done, done, gamma, 1.0)[1]
 
-        # A_t = (R_t - mean R_t) / (std R + eps) over a group; a group without any spread of returns teaches nothing
+        # A_t = (R_t - mean R_t) / (std R + eps) over a group; one without any spread of returns is left out
         valid = until_first_done(done) if cfg.truncate_at_first_done else torch.ones_like(done)
         rollout["advantage"], spread = group_advantage(rollout["return"], valid, cfg)
         valid = valid & spread.repeat_interleave(cfg.group_size).unsqueeze(1)
@@ -102,28 +95,15 @@ class GRPO(MinibatchAlgorithm):
         # What the loss needs; for rollouts older than the policy also log-probabilities of the present one
         data = rollout.select(*LOSS_KEYS, strict=False)
         data["valid"] = valid
-        if self.reference is not None:
-            with self.optimizer.matmul_precision(), self.optimizer.autocast():
-                data["reference_log_prob"] = evaluate_rollout(self.reference, rollout)[0].float()
+        self._add_reference(data, rollout)
         proximal = None
         if cfg.correction == "decoupled":
             proximal = Proximal.of(self.policy, rollout, cfg.batch_size)  # as precisely as it was collected
             proximal.decouple(data, cfg.max_importance_weight, cfg.log_prob_per)
 
         # Epochs of gradient steps on shuffled minibatches
-        minibatches, meter = self._minibatches(data, rollout, valid), Meter()
-        for _ in range(cfg.n_epochs if len(minibatches) else 0):
-            with self._gradient_steps():
-                if self.graphs is not None:
-                    sums, steps = self.graphs.run_epoch(minibatches)
-                    meter.add(sums, steps=steps)
-                else:
-                    for chosen, share in self._shuffled(minibatches):
-                        self._step(minibatches.gather(chosen), meter, share)
-            meter.end_epoch("approx_kl")
-
+        metrics = self._learn(self._minibatches(data, rollout, valid))
         skipped, used = self.ranks.sum(torch.stack([(~spread).sum(), valid.sum()])).tolist()
-        metrics = meter.means() | {"learning_rate": self.optimizer.learning_rate}
         metrics |= {} if proximal is None else proximal.measures(self.ranks)
         self._finish_update(rollout)
         return metrics | {"skipped_groups": float(skipped), "transitions_used": float(used)}
@@ -138,37 +118,23 @@ class GRPO(MinibatchAlgorithm):
         # ratio = pi(a|s) / pi_old(a|s)
         log_r = log_ratio(log_prob, batch["sample_log_prob"], batch, cfg.log_prob_per)
 
-        # L_policy = -E min(ratio A, clip(ratio, 1 - c, 1 + c) A)
-        gained = clipped_gain(log_r, like(advantage, log_r), cfg.clip_coef)
+        # L_policy = -E min(ratio A, clip(ratio, 1 - c, 1 + c_high) A)
+        gained = clipped_gain(log_r, like(advantage, log_r), self.clip, self.clip_high)
         policy_loss = -(per_decision(gained, batch) * weight).sum()
         mean_entropy = (decision_entropy(entropy, batch, cfg.log_prob_per) * weight).sum()
-        loss = policy_loss - cfg.ent_coef * mean_entropy
+        loss = policy_loss - self.ent_coef * mean_entropy
         measures = {"policy_loss": policy_loss, "entropy": mean_entropy}
 
-        # KL(pi || pi_ref) = E[pi_ref / pi - 1 - log(pi_ref / pi)], an estimate that is never negative
-        if self.reference is not None:
-            reference_r = log_ratio(batch["reference_log_prob"], log_prob, batch, cfg.log_prob_per)
-            reference_kl = (per_decision(kl_estimate(reference_r), batch) * weight).sum()
-            loss = loss + cfg.kl_coef * reference_kl
-            measures["reference_kl"] = reference_kl
+        # + c_kl KL(pi || pi_ref)
+        reference_kl = self._reference_kl(log_prob, batch)
+        if reference_kl is not None:
+            measures["reference_kl"] = (reference_kl * weight).sum()
+            loss = loss + cfg.kl_coef * measures["reference_kl"]
         with torch.no_grad():
+            outside = per_decision(is_clipped(log_r, self.clip, self.clip_high), batch)
             measures["approx_kl"] = (per_decision(kl_estimate(log_r), batch) * weight).sum()
-            measures["clip_fraction"] = (per_decision(is_clipped(log_r, cfg.clip_coef), batch) * weight).sum()
+            measures["clip_fraction"] = (outside * weight).sum()
         return loss, measures
-
-    def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
-        return state if self.reference is None else state | {"reference": self.reference.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        if self.reference is not None:
-            if "reference" not in state:
-                raise CheckpointError(
-                    f"algorithm.cfg.kl_coef is {self.cfg.kl_coef}, but the run was trained without a reference policy, "
-                    "which the checkpoint would have to hold: resume it with --algorithm.cfg.kl_coef 0"
-                )
-            self.reference.load_state_dict(state["reference"])
 
 
 def check_groups(num_envs: int, group_size: int) -> None:
@@ -205,15 +171,20 @@ def group_advantage(returns: Tensor, valid: Tensor, cfg: GRPOCfg) -> tuple[Tenso
     ``A_t = (R_t - mean R_t) / (std R + eps)`` for the valid members of a group: of each step's return, or, the same for
     all steps, of the trajectory's. The mean is that of a step, the baseline of whoever got there. The standard
     deviation is that of all steps of the group: one for each step would give those at the end of a rollout, where
-    hardly any reward is left to differ, and those that few reach, the weight of the others.
+    hardly any reward is left to differ, and those that few reach, the weight of the others. Without
+    ``normalize_advantage`` nothing is divided by; ``leave_one_out`` compares with the mean of the other members.
     """
     grouped = returns.unflatten(0, (-1, cfg.group_size))
     weight = valid.unflatten(0, (-1, cfg.group_size)).float()
     if cfg.advantage == "trajectory":  # the return of a whole trajectory counts however short it was
         grouped, weight = grouped[..., :1], torch.ones_like(weight[..., :1])
-    mean = (grouped * weight).sum(1, keepdim=True) / weight.sum(1, keepdim=True).clamp(min=1.0)
+    count = weight.sum(1, keepdim=True)
+    mean = (grouped * weight).sum(1, keepdim=True) / count.clamp(min=1.0)
     squares = (grouped - mean).square() * weight
     std = (squares.sum((1, 2), keepdim=True) / weight.sum((1, 2), keepdim=True)).sqrt()
     differs = std > 1e-6 * (1.0 + mean.abs().amax(2, keepdim=True))  # less than that is rounding
-    advantage = torch.where(differs, (grouped - mean) / (std + cfg.eps), 0.0)
+    deviation = grouped - mean
+    if cfg.baseline == "leave_one_out":  # R - (n mean - R) / (n - 1) = (R - mean) n / (n - 1)
+        deviation = deviation * (count / (count - 1.0).clamp(min=1.0))
+    advantage = torch.where(differs, deviation / (std + cfg.eps) if cfg.normalize_advantage else deviation, 0.0)
     return advantage.expand(-1, -1, valid.shape[1]).flatten(0, 1) * valid, differs.flatten()

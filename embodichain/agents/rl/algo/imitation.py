@@ -108,8 +108,9 @@ class Imitation:
 class _ValuePPO(PPO):
     """PPO for a value head alone: the observations of its rollouts do not change how the policy sees them."""
 
-    def _finish_update(self, rollout: TensorDictBase) -> None:
-        self.policy.version += 1
+    @property
+    def _keeps_statistics(self) -> bool:
+        return True
 
 
 def warm_up_value(
@@ -121,6 +122,8 @@ def warm_up_value(
     ``env`` takes the policy's chunks. Returns the explained variance before each update: 1 is a perfect value.
     """
     with only_trained(policy, head):
-        algorithm = _ValuePPO(cfg.replace(cuda_graphs=False), policy)  # too few updates to be worth recording
+        algorithm = _ValuePPO(
+            cfg.replace(cuda_graphs=False, kl_coef=0.0, lr_warmup=0), policy
+        )  # too few updates to record
         collector = SyncCollector(env, policy, algorithm.device, return_discount=algorithm.return_discount)
         return [algorithm.update(collector.collect(num_steps))["explained_variance"] for _ in range(rollouts)]

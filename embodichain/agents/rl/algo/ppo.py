@@ -1,6 +1,5 @@
 """Proximal policy optimisation: ``update`` loops over minibatches, ``_loss`` has the equations of a gradient step."""
 
-from contextlib import nullcontext
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -15,11 +14,10 @@ from embodichain.agents.rl.algo.advantages import (
     compute_vtrace,
     reward_and_discount,
 )
-from embodichain.agents.rl.algo.base import MinibatchAlgorithm
-from embodichain.agents.rl.algo.gradient_steps import Meter
+from embodichain.agents.rl.algo.base import ClippedAlgorithm
 from embodichain.agents.rl.buffer.rollout_buffer import ROLLOUT_KEYS
 from embodichain.agents.rl.models.policy import Policy
-from embodichain.agents.rl.utils import AlgorithmCfg, MinibatchCfg
+from embodichain.agents.rl.utils import AlgorithmCfg, ClippedCfg
 from embodichain.agents.rl.utils.distributed import Ranks
 from embodichain.agents.rl.utils.ratios import (
     clipped_gain,
@@ -40,7 +38,7 @@ LOSS_KEYS = ("observation", "action", "sample_log_prob", "value", "advantage", "
 
 
 @configclass
-class PPOCfg(MinibatchCfg):
+class PPOCfg(ClippedCfg):
     """Configuration for the PPO algorithm."""
 
     vf_coef: NotNegative = 0.5
@@ -53,16 +51,9 @@ class PPOCfg(MinibatchCfg):
     """Normalised rewards are clipped to this size."""
     clip_value_loss: bool = False
     """Whether values, too, may leave the old ones by clip_coef only."""
-    lr_schedule: Literal["constant", "linear", "adaptive"] = "constant"
-    """Step size: constant, falling to zero over the training, or adapted after each epoch to keep desired_kl."""
-    desired_kl: Positive = 0.01
-    """For the adaptive schedule: the change of the policy per epoch, as KL divergence, to aim at."""
-    lr_min: Positive | None = None
-    """For the adaptive schedule: the least step size; default: 1e-5, or a tenth of learning_rate if that is less."""
-    lr_max: Positive | None = None
-    """For the adaptive schedule: the largest step size; default: 1e-2, or learning_rate if that is more."""
-    target_kl: Positive | None = None
-    """The remaining epochs are left out once an epoch's mean KL divergence exceeds this."""
+    value_learning_rate: Positive | None = None
+    """Step size for what values alone depend on, the critic; schedules move it by the factor of the policy's. Default:
+    learning_rate."""
     advantage_estimator: Literal["gae", "vtrace"] = "gae"
     """Generalised advantage estimation, or V-trace, which corrects it for rollouts older than the policy."""
     vtrace_clip: tuple[Positive, Positive] = (1.0, 1.0)
@@ -71,23 +62,8 @@ class PPOCfg(MinibatchCfg):
     """Updates at the beginning in which the critic alone learns: a policy that was imitated or distilled acts well and
     judges badly, and advantages from values that know nothing would undo it."""
 
-    def __post_init__(self) -> None:
-        rate, problems = self.learning_rate, []
-        if self.lr_min is not None and self.lr_min > rate:
-            problems.append(f"lr_min: expected at most learning_rate, {rate}, got {self.lr_min}")
-        if self.lr_max is not None and self.lr_max < rate:
-            problems.append(f"lr_max: expected at least learning_rate, {rate}, got {self.lr_max}")
-        if problems and self.lr_schedule == "adaptive":
-            raise ConfigError(problems, type(self).__name__)
 
-    @property
-    def lr_bounds(self) -> tuple[float, float]:
-        """Least and largest step size of the adaptive schedule; they enclose ``learning_rate``."""
-        low = min(1e-5, self.learning_rate / 10.0) if self.lr_min is None else self.lr_min
-        return low, max(1e-2, self.learning_rate) if self.lr_max is None else self.lr_max
-
-
-class PPO(MinibatchAlgorithm):
+class PPO(ClippedAlgorithm):
     """PPO on rollouts ``[num_envs, num_steps]``: GAE on the time axis, then clipped updates on minibatches."""
 
     cfg_type: ClassVar[type[AlgorithmCfg]] = PPOCfg
@@ -95,14 +71,19 @@ class PPO(MinibatchAlgorithm):
     needs_critic = True
 
     def __init__(self, cfg: PPOCfg, policy: Policy) -> None:
+        if not policy.critic_parts:
+            why = f"as values of {type(policy).__name__} have no part of their own"
+            given = (("value_warmup", 0, cfg.value_warmup), ("value_learning_rate", None, cfg.value_learning_rate))
+            problems = [f"{name}: expected {usual}, {why}; got {got}" for name, usual, got in given if got]
+            if problems:
+                raise ConfigError(problems, "algorithm.cfg")
         super().__init__(cfg, policy)
-        if cfg.value_warmup and not policy.critic_parts:
-            problem = f"expected 0, as values of {type(policy).__name__} have no part of their own"
-            raise ConfigError(f"value_warmup: {problem}; got {cfg.value_warmup}", "algorithm.cfg")
-        self.updates = 0
-        """How many there were, those before a resume included."""
+        self.policy_begins = cfg.value_warmup
         self.return_discount = cfg.gamma if cfg.normalize_reward else None
         self.reward_normalizer = RewardNormalizer(cfg.reward_clip, self.device) if cfg.normalize_reward else None
+
+    def _value_rate(self) -> float | None:
+        return self.cfg.value_learning_rate
 
     def update(self, rollout: TensorDictBase | None = None) -> dict[str, float]:
         """Improve the policy by a rollout; adds ``advantage`` and ``return``, and a correction renews its values."""
@@ -134,36 +115,15 @@ class PPO(MinibatchAlgorithm):
             data["advantage"] = (rollout["advantage"] - mean) / (std + 1e-8)
         if proximal is not None and cfg.correction == "decoupled":
             proximal.decouple(data, cfg.max_importance_weight, cfg.log_prob_per)
+        self._add_reference(data, rollout)
 
         # Epochs of gradient steps on shuffled minibatches
-        if cfg.lr_schedule == "linear":
-            self.optimizer.learning_rate = cfg.learning_rate * (1.0 - self.progress)
-        minibatches, meter = self._minibatches(data, rollout), Meter()
-        for _ in range(cfg.n_epochs):
-            with self._gradient_steps(), self.policy.only_critic_learns() if self._warms_up else nullcontext():
-                if self.graphs is not None and not self._warms_up:
-                    sums, steps = self.graphs.run_epoch(minibatches)
-                    meter.add(sums, steps=steps)
-                else:
-                    for chosen, share in self._shuffled(minibatches):
-                        self._step(minibatches.gather(chosen), meter, share)
-            epoch_kl = meter.end_epoch("approx_kl")
-            if cfg.lr_schedule == "adaptive" and not self._warms_up:
-                self.optimizer.adapt_learning_rate(epoch_kl, cfg.desired_kl, cfg.lr_bounds)
-            if cfg.target_kl is not None and float(epoch_kl) > cfg.target_kl:  # this alone waits for a GPU
-                break
-
-        metrics = meter.means() | {"learning_rate": self.optimizer.learning_rate, "epochs": float(meter.epochs)}
+        metrics = self._learn(self._minibatches(data, rollout))
         metrics["explained_variance"] = explained_variance(rollout["value"], rollout["return"], self.ranks)
         if self.reward_normalizer is not None:
             metrics["reward_std"] = float(self.reward_normalizer.std)
         self._finish_update(rollout)
-        self.updates += 1
         return metrics if proximal is None else metrics | proximal.measures(self.ranks)
-
-    @property
-    def _warms_up(self) -> bool:
-        return self.updates < self.cfg.value_warmup
 
     def _loss(self, batch: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
         cfg = self.cfg
@@ -173,19 +133,25 @@ class PPO(MinibatchAlgorithm):
         mean_entropy = decision_entropy(entropy, batch, cfg.log_prob_per).mean()
         auxiliary = self.policy.take_auxiliary_loss()
         extra = {} if auxiliary is None else {"auxiliary_loss": auxiliary}
-        if log_prob.ndim == batch.batch_dims == 1 and kernels_work(value.device):
+        reference_kl = self._reference_kl(log_prob, batch)
+        if reference_kl is not None:
+            extra["reference_kl"] = reference_kl = reference_kl.mean()
+        clip, clip_high, ent_coef = self.clip, self.clip_high, self.ent_coef
+        is_plain = not isinstance(clip, Tensor) and clip == clip_high  # the kernel knows one clip, which stays
+        if is_plain and log_prob.ndim == batch.batch_dims == 1 and kernels_work(value.device):
             from embodichain.agents.rl.algo.kernels import clipped_loss
 
             coefficients = (cfg.clip_coef, cfg.vf_coef, cfg.clip_value_loss)
             loss, parts = clipped_loss(log_prob, value, batch, self.policy.value_scale, coefficients)
-            loss = loss - cfg.ent_coef * mean_entropy
+            loss = loss - ent_coef * mean_entropy
+            loss = loss if reference_kl is None else loss + cfg.kl_coef * reference_kl
             return loss if auxiliary is None else loss + auxiliary, parts | {"entropy": mean_entropy} | extra
 
         # ratio = pi(a|s) / pi_old(a|s)
         log_r = log_ratio(log_prob, batch["sample_log_prob"], batch, cfg.log_prob_per)
 
-        # L_policy = -E min(ratio A, clip(ratio, 1 - c, 1 + c) A)
-        policy_loss = -per_decision(clipped_gain(log_r, like(advantage, log_r), cfg.clip_coef), batch).mean()
+        # L_policy = -E min(ratio A, clip(ratio, 1 - c, 1 + c_high) A)
+        policy_loss = -per_decision(clipped_gain(log_r, like(advantage, log_r), clip, clip_high), batch).mean()
 
         # L_value = E (V - R)^2; with clipping the larger of it and that of V_old + clip(V - V_old, -c, c)
         scale = self.policy.value_scale
@@ -193,16 +159,17 @@ class PPO(MinibatchAlgorithm):
             value, old_value, return_ = value / scale, old_value / scale, return_ / scale
         squared_error = (value - return_).square()
         if cfg.clip_value_loss:
-            clipped_value = old_value + (value - old_value).clamp(-cfg.clip_coef, cfg.clip_coef)
+            clipped_value = old_value + (value - old_value).clamp(-clip, clip)
             squared_error = torch.max(squared_error, (clipped_value - return_).square())
         value_loss = squared_error.mean()
 
-        # L = L_policy + c_value L_value - c_entropy H (+ a loss of the policy's own)
-        loss = policy_loss + cfg.vf_coef * value_loss - cfg.ent_coef * mean_entropy
+        # L = L_policy + c_value L_value - c_entropy H (+ c_kl KL(pi || pi_ref)) (+ a loss of the policy's own)
+        loss = policy_loss + cfg.vf_coef * value_loss - ent_coef * mean_entropy
+        loss = loss if reference_kl is None else loss + cfg.kl_coef * reference_kl
         loss = loss if auxiliary is None else loss + auxiliary
         with torch.no_grad():
             approx_kl = per_decision(kl_estimate(log_r), batch).mean()
-            clip_fraction = per_decision(is_clipped(log_r, cfg.clip_coef), batch).mean()
+            clip_fraction = per_decision(is_clipped(log_r, clip, clip_high), batch).mean()
         return loss, {
             "policy_loss": policy_loss,
             "value_loss": value_loss,
@@ -213,15 +180,11 @@ class PPO(MinibatchAlgorithm):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        state, rewards = super().state_dict() | {"updates": self.updates}, self.reward_normalizer
+        state, rewards = super().state_dict(), self.reward_normalizer
         return state if rewards is None else state | {"reward_normalizer": rewards.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self.updates = state.get("updates", self.cfg.value_warmup)
-        if self.cfg.lr_schedule == "adaptive":  # its bounds may have been set otherwise since
-            low, high = self.cfg.lr_bounds
-            self.optimizer.learning_rate = min(max(self.optimizer.learning_rate, low), high)
         if self.reward_normalizer is not None and "reward_normalizer" in state:
             self.reward_normalizer.load_state_dict(state["reward_normalizer"])
 

@@ -63,6 +63,7 @@ class ChunkPolicy(Policy):
     """Observation -> encoder -> head with a decision, and a critic on the encoder's features."""
 
     has_decision = True
+    critic_parts = ("critic",)
     cfg_type: ClassVar[type[ChunkPolicyCfg]]
     """Class of the policy's block."""
 

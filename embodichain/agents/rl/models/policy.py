@@ -186,7 +186,7 @@ class Policy(nn.Module, ABC):
     @contextmanager
     def only_critic_learns(self) -> Iterator[None]:
         """Let gradients reach ``critic_parts`` alone inside the block: actions stay as they are."""
-        frozen = [p for name, p in self.named_parameters() if p.requires_grad and not self._in_critic(name)]
+        frozen = [p for name, p in self.named_parameters() if p.requires_grad and not self.in_critic(name)]
         try:
             for parameter in frozen:
                 parameter.requires_grad_(False)
@@ -195,7 +195,8 @@ class Policy(nn.Module, ABC):
             for parameter in frozen:
                 parameter.requires_grad_(True)
 
-    def _in_critic(self, name: str) -> bool:
+    def in_critic(self, name: str) -> bool:
+        """Tell whether a parameter or buffer of this name belongs to ``critic_parts``."""
         return any(name == part or name.startswith(f"{part}.") for part in self.critic_parts)
 
     def update_normalizer(self, obs: Observation) -> None:

@@ -93,6 +93,8 @@ class VLAPolicy(Policy):
             raise ConfigError(problems, "policy")
         self.model: Any = model
         self.has_decision = bool(getattr(model, "has_decision", False))
+        if isinstance(getattr(model, "to_value", None), nn.Module):
+            self.critic_parts = ("model.to_value",)
         self.freeze_normalizer = freeze_normalizer
         """Whether updates leave the statistics of proprioception as they are; ``None``: if they are frozen already."""
         self.device = torch.device(device)

@@ -16,6 +16,8 @@ from embodichain.agents.rl.utils import Level
 
 MAX_LOG_RATIO = 20.0
 """Bound of the logarithm of a ratio: beyond 88 the ratio is infinite, and times an advantage of zero not a number."""
+Number = float | Tensor
+"""A number that stays, or one on the device, ``[]``, that changes."""
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
@@ -23,12 +25,13 @@ def bounded(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(max=MAX_LOG_RATIO)
 
 
-def clipped_gain(log_ratio: Tensor, gain: Tensor, clip: float) -> Tensor:
-    """Return ``min(r A, clip(r, 1 - c, 1 + c) A)`` of ``log r`` and advantages A that broadcast against it.
+def clipped_gain(log_ratio: Tensor, gain: Tensor, clip: Number, high: Number | None = None) -> Tensor:
+    """Return ``min(r A, clip(r, 1 - c, 1 + h) A)`` of ``log r`` and advantages A that broadcast against it.
 
+    ``h`` is ``c`` unless ``high`` is given; tensors ``[]`` stand for bounds that change while a CUDA graph is replayed.
     Bounding the logarithm takes half the operations of the formula, and no ratio becomes infinite.
     """
-    (least, most), gains = _log_bounds(clip), gain >= 0.0
+    (least, most), gains = _log_bounds(clip, high), gain >= 0.0
     low, high = torch.where(gains, -math.inf, least), torch.where(gains, most, MAX_LOG_RATIO)
     return log_ratio.clamp(low, high).exp() * gain
 
@@ -39,14 +42,19 @@ def kl_estimate(log_ratio: Tensor) -> Tensor:
     return (log_r.expm1() - log_r).clamp(min=0.0)  # r - 1 would be rounding alone where r is close to 1
 
 
-def is_clipped(log_ratio: Tensor, clip: float) -> Tensor:
-    """Tell where a ratio lies outside ``[1 - c, 1 + c]``, as 1 or 0."""
-    least, most = _log_bounds(clip)
+def is_clipped(log_ratio: Tensor, clip: Number, high: Number | None = None) -> Tensor:
+    """Tell where a ratio lies outside ``[1 - c, 1 + h]``, as 1 or 0; ``h`` is ``c`` unless ``high`` is given."""
+    least, most = _log_bounds(clip, high)
     return ((log_ratio < least) | (log_ratio > most)).float()
 
 
-def _log_bounds(clip: float) -> tuple[float, float]:
-    return math.log(1.0 - clip) if clip < 1.0 else -math.inf, math.log(1.0 + clip)
+def _log_bounds(clip: Number, high: Number | None) -> tuple[Number, Number]:
+    high = clip if high is None else high
+    if isinstance(clip, Tensor):
+        least: Number = torch.log1p(-clip.clamp(max=1.0))
+    else:
+        least = math.log(1.0 - clip) if clip < 1.0 else -math.inf
+    return least, torch.log1p(high) if isinstance(high, Tensor) else math.log(1.0 + high)
 
 
 def log_ratio(log_prob: Tensor, old_log_prob: Tensor, batch: TensorDictBase, level: Level) -> Tensor:
