@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
@@ -46,10 +46,16 @@ class _AliasFinder(MetaPathFinder, Loader):
             vars(module).update({name: value for name, value in vars(part).items() if not name.startswith("_")})
 
 
-def reach_submodules(package: str) -> Callable[[str], ModuleType]:
-    """Return a ``__getattr__`` for a package that imports a module of it when it is first asked for."""
+def reach_submodules(package: str, **names: Sequence[str]) -> Callable[[str], Any]:
+    """Return a ``__getattr__`` for a package that imports a module of it when it is first asked for.
 
-    def import_submodule(name: str) -> ModuleType:
+    ``names`` are those of the package's names that its modules define, by module.
+    """
+    homes = {name: module for module, members in names.items() for name in members}
+
+    def reach(name: str) -> Any:
+        if name in homes:
+            return getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
         wanted = f"{package}.{name}"
         try:
             if not name.startswith("_"):
@@ -59,7 +65,7 @@ def reach_submodules(package: str) -> Callable[[str], ModuleType]:
                 raise
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
-    return import_submodule
+    return reach
 
 
 sys.meta_path.append(_AliasFinder())

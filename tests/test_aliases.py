@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from embodichain import ALIASES
+from embodichain.errors import ConfigError
 
 
 @pytest.mark.parametrize(("former", "present"), [(a, b[0]) for a, b in ALIASES.items() if len(b) == 1])
@@ -69,6 +70,38 @@ assert not hasattr(embodichain, "no_such_module")
 def test_packages_reach_their_modules_without_importing_each():
     done = subprocess.run([sys.executable, "-c", SUBMODULES], timeout=100, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+ON_DEMAND = """
+import sys
+from embodichain.agents.rl.train import build_trainer
+from embodichain.agents.rl import algo, models
+from embodichain.envs.registration import make
+make("CartPoleRL", num_envs=1).close()
+assert algo.get_algo_class("ppo") is algo.PPO
+assert models.get_policy_class("actor_critic") is models.ActorCritic
+others = "models.vla", "models.flow", "models.tokens", "grpo", "distillation", "_events", "event_terms", "mujoco_suite"
+loaded = [name for name in sys.modules if name.startswith("embodichain.") and any(other in name for other in others)]
+assert not loaded, loaded
+for package in (algo, models):
+    assert [name for name in package.__all__ if not hasattr(package, name)] == []
+assert models.get_policy_class("vla") is models.VLAPolicy
+assert algo.get_algo_class("distill") is algo.Distillation
+"""
+
+
+def test_a_run_imports_only_the_policy_and_the_algorithm_that_it_names():
+    done = subprocess.run([sys.executable, "-c", ON_DEMAND], timeout=100, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_names_of_the_package_are_taken_before_their_classes_are_imported():
+    from embodichain.agents.rl.models import ActorCritic, ActorOnly, get_policy_class, register_policy
+
+    assert register_policy("actor_only", ActorOnly) is ActorOnly  # the same once more
+    with pytest.raises(ConfigError, match="the policy name 'Actor_Only' is taken by ActorOnly"):
+        register_policy("Actor_Only", ActorCritic)
+    assert get_policy_class("actor_only") is ActorOnly
 
 
 def test_other_missing_modules_stay_missing():

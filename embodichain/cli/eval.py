@@ -17,7 +17,7 @@ from embodichain.cli.summary import print_files, print_summary
 from embodichain.utils.console import check_counts
 
 if TYPE_CHECKING:
-    from embodichain.agents.rl.models import Policy
+    from embodichain.agents.rl.models.policy import Policy
     from embodichain.envs.vec_env import VecEnv
 
 

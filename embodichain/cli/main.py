@@ -5,7 +5,7 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from embodichain import __version__
 from embodichain.errors import EmbodiChainError, UnknownNameError, nearest
@@ -27,7 +27,8 @@ COMMANDS = {
     "demo": "see the main job in small, on the CPU",
     "completion": "print a script that completes commands and options in bash or zsh",
 }
-"""Commands and what they do; the module of each has its name."""
+"""Commands and what they do; the module of each has its name, and its ``main`` takes the words after it. It returns the
+exit code, or what is left to do once the words are understood, which is called then and returns the code."""
 OTHER_NAMES = {"train-rl": "train"}
 """Names of commands that guides of this framework use as well."""
 
@@ -49,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = OTHER_NAMES.get(words[0], words[0])
         if command not in COMMANDS:
             raise UnknownNameError(f"unknown command {command!r}.{nearest(command, list(COMMANDS))}")
-        code: int = importlib.import_module(f"embodichain.cli.{command}").main(words[1:])
+        done: int | Callable[[], int] = importlib.import_module(f"embodichain.cli.{command}").main(words[1:])
+        code = done if isinstance(done, int) else done()
         sys.stdout.flush()
         return code
     except KeyboardInterrupt as interruption:

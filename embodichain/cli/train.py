@@ -2,14 +2,15 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from embodichain.agents.rl.arguments import parse_args
 from embodichain.config.files import find_shipped, load_config
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the command and return its exit code; the first line is printed before what takes seconds to import."""
+def main(argv: Sequence[str]) -> Callable[[], int]:
+    """Return the training, ready to be called; the first line is printed before what takes seconds to import."""
     args = parse_args(argv)
     if args.config is not None and args.config.suffix in (".json", ".yaml", ".yml"):
         load_config(find_shipped(args.config))  # what is no config is told at once
@@ -18,4 +19,4 @@ def main(argv: Sequence[str]) -> int:
         print(f"{args.resume or args.config}: loading torch and MuJoCo ...", file=sys.stderr, flush=True)
     from embodichain.agents.rl.train import main as train
 
-    return train(argv)
+    return partial(train, argv)

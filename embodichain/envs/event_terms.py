@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from embodichain.envs.curricula import PositiveRange, Range
-from embodichain.envs.env_cfg import EventsCfg
-from embodichain.envs.randomization import Distribution, Draw, EventTerm, Rows, World, register_event
+from embodichain.envs.randomization import Distribution, Draw, EventTerm, Rows, World
 from embodichain.errors import ConfigError, nearest
 
 Names = str | list[str]
@@ -143,7 +142,6 @@ def ids_of(world: World, found: list[int]) -> Any:
     return torch.tensor(found, device=world.physics.device)
 
 
-@register_event("friction")
 class Friction(FieldTerm):
     """Friction of geoms: sliding, torsional or rolling."""
 
@@ -175,7 +173,6 @@ def _values(given: dict[str, Any]) -> dict[str, Any]:
     return {name: given[name] for name in ("range", "operation", "distribution", "shared")}
 
 
-@register_event("mass")
 class Mass(FieldTerm):
     """Mass of bodies; their inertia follows in proportion."""
 
@@ -208,7 +205,6 @@ class Mass(FieldTerm):
             inertia[self._index] = (self._inertia * factor.unsqueeze(-1)).to(inertia.dtype)
 
 
-@register_event("inertia")
 class Inertia(FieldTerm):
     """Moments of inertia of bodies about their principal axes."""
 
@@ -243,7 +239,6 @@ class Inertia(FieldTerm):
         return draw.values(self.range, self._nominal.shape[0], self._distribution).unsqueeze(-1)
 
 
-@register_event("center_of_mass")
 class CenterOfMass(EventTerm):
     """Displacement of the centre of mass of bodies, in metres, in the frame of the body."""
 
@@ -298,41 +293,30 @@ class JointTerm(FieldTerm):
         self.require(float(self.extremes()[0].min()) >= 0, f"{self.fields[0]} must not be negative")
 
 
-@register_event("joint_damping")
 class JointDamping(JointTerm):
     """Damping of joints, in N m s/rad or N s/m."""
 
     fields = ("dof_damping",)
 
 
-@register_event("joint_friction")
 class JointFriction(JointTerm):
     """Friction loss of joints (dry friction), in N m or N."""
 
     fields = ("dof_frictionloss",)
 
 
-def spare_rows(events: EventsCfg, model: mujoco.MjModel) -> int:
-    """Return how many constraints events may add to a model: the friction of joints that have none."""
-    adds = any(term is not None and term.func == "joint_friction" for term in events.terms.values())
-    return int(np.count_nonzero(model.dof_frictionloss == 0)) if adds else 0
-
-
-@register_event("joint_armature")
 class JointArmature(JointTerm):
     """Armature of joints: inertia of the rotor as the joint feels it."""
 
     fields = ("dof_armature",)
 
 
-@register_event("joint_stiffness")
 class JointStiffness(JointTerm):
     """Stiffness of springs at joints."""
 
     fields, of_joints = ("jnt_stiffness",), True
 
 
-@register_event("actuator_gains")
 class ActuatorGains(EventTerm):
     """Gains of servos: ``kp`` scales stiffness, gain and bias alike, ``kd`` the damping of the servo."""
 
@@ -369,7 +353,6 @@ class ActuatorGains(EventTerm):
             rows[name][self._index] = values.to(rows[name].dtype)
 
 
-@register_event("actuator_strength")
 class ActuatorStrength(EventTerm):
     """What actuators can do at most: the force range, or the gain of a motor that has none."""
 
@@ -408,7 +391,6 @@ class ActuatorStrength(EventTerm):
             rows[field][index] = new.to(rows[field].dtype)
 
 
-@register_event("gravity")
 class Gravity(EventTerm):
     """Gravity: its magnitude, and an angle by which it leans to a direction that is drawn."""
 

@@ -11,8 +11,7 @@ from embodichain.config.classes import Config, NotNegative, Number, Positive, co
 from embodichain.envs.curricula import Range
 from embodichain.envs.env_cfg import DelaySteps
 from embodichain.envs.event_terms import FREE, Mass, Names, find_names, ids_of, names_of, select
-from embodichain.envs.randomization import EVENTS as EVENTS
-from embodichain.envs.randomization import Calibration, Draw, EventTerm, Rows, World, register_event
+from embodichain.envs.randomization import Calibration, Draw, EventTerm, Rows, World
 from embodichain.errors import ConfigError
 
 _AXES = ("x", "y", "z", "roll", "pitch", "yaw")
@@ -36,7 +35,6 @@ def free_body(world: World, chosen: str | None) -> int:
     return found[0]
 
 
-@register_event("body_pose")
 class BodyPose(EventTerm):
     """Where a body with a free joint begins: displaced from where the task puts it, or anywhere."""
 
@@ -84,7 +82,6 @@ Corners = tuple[tuple[Number, Number, Number], tuple[Number, Number, Number]]
 """Least and greatest coordinates."""
 
 
-@register_event("randomize_rigid_object_pose")
 class RigidObjectPose(BodyPose):
     """``body_pose`` as configs of DexForce's EmbodiChain write it; angles are in degrees."""
 
@@ -101,7 +98,6 @@ class RigidObjectPose(BodyPose):
         super().__init__(world, pairs, entity_cfg.uid, relative_position)
 
 
-@register_event("randomize_rigid_object_mass")
 class RigidObjectMass(Mass):
     """``mass`` as configs of DexForce's EmbodiChain write it, in kg."""
 
@@ -109,7 +105,6 @@ class RigidObjectMass(Mass):
         super().__init__(world, mass_range, bodies=entity_cfg.uid, operation="add" if relative else "abs")
 
 
-@register_event("push")
 class Push(EventTerm):
     """A sudden change of the velocity of a body with a free joint, as if something had hit it."""
 
@@ -128,7 +123,6 @@ class Push(EventTerm):
         qvel[:, self._dof : self._dof + 6] += hit.to(qvel.dtype)
 
 
-@register_event("push_joints")
 class PushJoints(EventTerm):
     """A sudden change of the velocity of joints."""
 
@@ -147,7 +141,6 @@ class PushJoints(EventTerm):
         qvel[self._index] += draw.values(self._range, self._size).to(qvel.dtype)
 
 
-@register_event("apply_force")
 class ApplyForce(EventTerm):
     """A force and a torque on the centre of mass of bodies for some time, in the frame of the world."""
 
@@ -184,7 +177,6 @@ class ApplyForce(EventTerm):
         self._applied[self._index] = torch.where(lasts, self.variables["force"], 0.0)
 
 
-@register_event("action_delay")
 class ActionDelay(EventTerm):
     """Actions reach the robot some steps late; until the first one does, it acts as if that had come at once."""
 
@@ -206,7 +198,6 @@ class ActionDelay(EventTerm):
         return sent[self._rows, (step - self.variables["delay"]).clamp_min(0) % self._slots]
 
 
-@register_event("action_noise")
 class ActionNoise(EventTerm):
     """Noise on actions, new in every step, and an error of each action that lasts for the episode."""
 
@@ -229,7 +220,6 @@ class ActionNoise(EventTerm):
         return (action + noise).to(action.dtype).clamp(-1.0, 1.0)
 
 
-@register_event("joint_offset")
 class JointOffset(Calibration):
     """Wrong calibration of the robot's joints: measured and commanded positions are off by a constant."""
 

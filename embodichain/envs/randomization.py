@@ -160,7 +160,39 @@ class _FunctionTerm(EventTerm):
         self._function(self.world, rows, draw, **self._params)
 
 
-EVENTS: Registry[Any] = Registry("event", ("world", "rows", "draw"))
+_HERE = __name__.rpartition(".")[0]
+EVENTS: Registry[Any] = Registry(
+    "event",
+    ("world", "rows", "draw"),
+    {
+        "friction": f"{_HERE}.event_terms:Friction",
+        "mass": f"{_HERE}.event_terms:Mass",
+        "inertia": f"{_HERE}.event_terms:Inertia",
+        "center_of_mass": f"{_HERE}.event_terms:CenterOfMass",
+        "joint_damping": f"{_HERE}.event_terms:JointDamping",
+        "joint_friction": f"{_HERE}.event_terms:JointFriction",
+        "joint_armature": f"{_HERE}.event_terms:JointArmature",
+        "joint_stiffness": f"{_HERE}.event_terms:JointStiffness",
+        "actuator_gains": f"{_HERE}.event_terms:ActuatorGains",
+        "actuator_strength": f"{_HERE}.event_terms:ActuatorStrength",
+        "gravity": f"{_HERE}.event_terms:Gravity",
+        "body_pose": f"{_HERE}.motion_events:BodyPose",
+        "randomize_rigid_object_pose": f"{_HERE}.motion_events:RigidObjectPose",
+        "randomize_rigid_object_mass": f"{_HERE}.motion_events:RigidObjectMass",
+        "push": f"{_HERE}.motion_events:Push",
+        "push_joints": f"{_HERE}.motion_events:PushJoints",
+        "apply_force": f"{_HERE}.motion_events:ApplyForce",
+        "action_delay": f"{_HERE}.motion_events:ActionDelay",
+        "action_noise": f"{_HERE}.motion_events:ActionNoise",
+        "joint_offset": f"{_HERE}.motion_events:JointOffset",
+        "geom_color": f"{_HERE}.visual_events:GeomColor",
+        "geom_texture": f"{_HERE}.visual_events:GeomTexture",
+        "lights": f"{_HERE}.visual_events:Lights",
+        "camera_pose": f"{_HERE}.visual_events:CameraPose",
+        "camera_fov": f"{_HERE}.visual_events:CameraFov",
+    },
+)
+"""Events that a config can name; those of the package are imported when one of them is asked for."""
 _fields_of: dict[Any, tuple[str, ...]] = {}
 _T = TypeVar("_T", bound=Callable[..., Any])
 
@@ -177,6 +209,13 @@ def register_event(name: str, fields: Sequence[str] = ()) -> Callable[[_T], _T]:
         return EVENTS.register(name)(event)
 
     return add
+
+
+def spare_rows(events: EventsCfg, model: mujoco.MjModel) -> int:
+    """Return how many constraints events may add to a model: the friction of joints that have none."""
+    used = [EVENTS[term.func] for term in events.terms.values() if term is not None and term.func in EVENTS]
+    adds = any("dof_frictionloss" in _fields_of.get(e, getattr(e, "fields", ())) for e in used)
+    return int((model.dof_frictionloss == 0).sum()) if adds else 0
 
 
 class _Event:

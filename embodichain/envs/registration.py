@@ -16,17 +16,16 @@ from embodichain.config.compat import translate_gym_config
 from embodichain.config.files import find_shipped
 from embodichain.envs import MUJOCO_SUITE, TASKS, register_with_gymnasium
 from embodichain.envs.env_cfg import GymCfg
-from embodichain.envs.event_terms import spare_rows
 from embodichain.envs.gymnasium_env import make_gymnasium
 from embodichain.envs.gymnasium_env.construct import resolve_spec
 from embodichain.envs.physics.mujoco_cpu import MujocoCpuPhysics
+from embodichain.envs.randomization import EVENTS, spare_rows
 from embodichain.envs.rendering import choose_backend
 from embodichain.envs.robot_files import find_file
 from embodichain.envs.task import Task
 from embodichain.envs.task_env import TaskEnv
 from embodichain.envs.terms import OBSERVATIONS, REWARDS
 from embodichain.envs.vec_env import VecEnv
-from embodichain.envs.visual_events import EVENTS
 from embodichain.errors import ConfigError, RenderingError, UnknownNameError, fits_memory, nearest, same_name
 from embodichain.extras import available, config_folders, import_trusted
 
@@ -77,10 +76,8 @@ def is_simulated_here(cfg: GymCfg) -> bool:
     """Tell whether an environment is a task on this package's physics; the others are made by Gymnasium."""
     if cfg.id not in MUJOCO_SUITE:
         return cfg.id in _TASKS
-    from embodichain.envs.tasks.mujoco_suite import understands  # imports Gymnasium's own
-
     can_simulate = cfg.device == "cpu" or available("mujoco_warp")
-    return cfg.native and not cfg.asynchronous and can_simulate and understands(cfg.id, cfg.kwargs)
+    return cfg.native and not cfg.asynchronous and can_simulate and _TASKS[cfg.id].task.understands(cfg.kwargs)
 
 
 def load_gym_config(config: GymCfg | Mapping[str, Any] | str | os.PathLike[str], **overrides: Any) -> GymCfg:

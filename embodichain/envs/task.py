@@ -2,7 +2,7 @@
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
@@ -89,6 +89,11 @@ class Task(ABC):
     @abstractmethod
     def default_cfg() -> GymCfg:
         """Return the default configuration of the task."""
+
+    @classmethod
+    def understands(cls, kwargs: Mapping[str, Any]) -> bool:
+        """Tell whether the task takes these arguments of an environment of Gymnasium that it stands for."""
+        return not kwargs
 
     @classmethod
     def build_model(cls, cfg: GymCfg) -> mujoco.MjModel:

@@ -16,6 +16,7 @@ a class: it is made once with its parameters, and called with the arguments of a
 import dataclasses
 import functools
 import inspect
+import pkgutil
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -42,10 +43,13 @@ LAST_ACTION = "last_action"
 class Registry(Generic[F]):
     """Functions (or classes) of one kind by name; a config gives their keyword arguments, which are checked."""
 
-    def __init__(self, kind: str, given: Sequence[str]) -> None:
-        """``given`` are the arguments that the caller gives; all others are parameters of a config."""
+    def __init__(self, kind: str, given: Sequence[str], entry_points: Mapping[str, str] | None = None) -> None:
+        """``given`` are the arguments that the caller gives; all others are parameters of a config.
+
+        ``entry_points`` are classes ``"module:Class"`` by name, which are imported when they are asked for.
+        """
         self.kind, self.given = kind, tuple(given)
-        self._functions: dict[str, F] = {}
+        self._functions: dict[str, F | str] = dict(entry_points or {})
         self._parameters: dict[str, Any] = {}
 
     def register(self, name: str) -> Callable[[F], F]:
@@ -65,7 +69,10 @@ class Registry(Generic[F]):
         return name in self._functions
 
     def __getitem__(self, name: str) -> F:
-        return self._functions[name]
+        found = self._functions[name]
+        if isinstance(found, str):
+            found = self._functions[name] = pkgutil.resolve_name(found)
+        return found
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)
@@ -86,7 +93,7 @@ class Registry(Generic[F]):
             checked = self._parameter_class(name).from_dict(params)
         except ConfigError as error:
             raise ConfigError([f"{key}.params.{problem}" for problem in error.problems]) from None
-        return self._functions[name], {f.name: getattr(checked, f.name) for f in dataclasses.fields(checked)}
+        return self[name], {f.name: getattr(checked, f.name) for f in dataclasses.fields(checked)}
 
     def bind(self, name: str, params: Mapping[str, Any], key: str) -> Callable[..., Any]:
         """Return the function with its parameters filled in, or the object that a class makes of them."""
@@ -101,7 +108,7 @@ class Registry(Generic[F]):
     def _parameter_class(self, name: str) -> Any:
         """Return a config class whose fields are the parameters of a function."""
         if name not in self._parameters:
-            function = self._functions[name]
+            function = self[name]
             of_class: Any = function
             annotated = of_class.__init__ if isinstance(function, type) else function
             hints = typing.get_type_hints(annotated, include_extras=True)

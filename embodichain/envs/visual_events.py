@@ -15,8 +15,7 @@ from torch import Tensor
 from embodichain.config.classes import Fraction
 from embodichain.envs.curricula import Range
 from embodichain.envs.event_terms import Names, Operation, find_names, operate, select
-from embodichain.envs.motion_events import EVENTS as EVENTS
-from embodichain.envs.randomization import Draw, EventTerm, Rows, World, register_event
+from embodichain.envs.randomization import Draw, EventTerm, Rows, World
 from embodichain.envs.rendering import MATERIALS, MOUNTED, Material
 from embodichain.errors import ConfigError
 
@@ -62,7 +61,6 @@ def _own_colors(model: mujoco.MjModel, found: list[int]) -> np.ndarray:
     return colors
 
 
-@register_event("geom_color")
 class GeomColor(EventTerm):
     """Colours of geoms. A texture keeps its pattern and takes on the colour."""
 
@@ -103,7 +101,6 @@ class GeomColor(EventTerm):
         rows["geom_rgba"][:, self._geoms] = colors.to(rows["geom_rgba"].dtype)
 
 
-@register_event("geom_texture")
 class GeomTexture(EventTerm):
     """Textures of geoms: each episode draws one for every geom, or one for all of them."""
 
@@ -140,7 +137,6 @@ def _material(model: mujoco.MjModel, name: str) -> int:
     return int(mujoco.mj_name2id(model, int(mujoco.mjtObj.mjOBJ_MATERIAL), f"{MOUNTED}{name}"))
 
 
-@register_event("lights")
 class Lights(EventTerm):
     """Lights of the model: where they are, where they shine, how bright, and whether they are on."""
 
@@ -231,7 +227,6 @@ def _mounted(world: World, chosen: Names | None) -> list[int]:
     return find_names(world, "cameras", chosen, names, where, "of env.observations.cameras that follow nothing")
 
 
-@register_event("camera_pose")
 class CameraPose(EventTerm):
     """Where configured cameras are and look: offsets along the axes of what they are fixed to, and turns.
 
@@ -266,7 +261,6 @@ class CameraPose(EventTerm):
             rows[field][:, self._cameras] = new.to(rows[field].dtype)
 
 
-@register_event("camera_fov")
 class CameraFov(EventTerm):
     """Vertical field of view of configured cameras, in degrees."""
 

@@ -16,8 +16,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from embodichain.agents.rl import algo, models
+from embodichain.agents.rl.algo.base import ALGORITHMS
 from embodichain.agents.rl.checkpoint import load_policy
+from embodichain.agents.rl.models.registry import POLICIES
 from embodichain.agents.rl.train import train_from_config
 from embodichain.cli.main import main
 from embodichain.envs.registration import make
@@ -156,8 +157,8 @@ def test_the_example_of_everything_is_a_script(tmp_path, monkeypatch, capfd):
     example = ROOT / "examples/agents/rl/custom_everything.py"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [str(example), "--trainer.iterations", "2"])
-    monkeypatch.setattr(models._POLICIES, "classes", dict(models._POLICIES.classes))
-    monkeypatch.setattr(algo._ALGORITHMS, "classes", dict(algo._ALGORITHMS.classes))
+    monkeypatch.setattr(POLICIES, "classes", dict(POLICIES.classes))
+    monkeypatch.setattr(ALGORITHMS, "classes", dict(ALGORITHMS.classes))
     monkeypatch.setitem(sys.modules, example.stem, None)
     runpy.run_path(str(example), run_name="__main__")
     assert "over 32 episodes" in capfd.readouterr().out

@@ -29,8 +29,8 @@ from safetensors.torch import load_file, save_file
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
-from embodichain.agents.rl.models import build_policy
 from embodichain.agents.rl.models.policy import Policy
+from embodichain.agents.rl.models.registry import build_policy
 from embodichain.agents.rl.utils.tensordicts import space_from_data
 from embodichain.envs.vec_env import VecEnv
 from embodichain.errors import (

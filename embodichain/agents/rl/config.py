@@ -11,10 +11,10 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 
-from embodichain.agents.rl.algo import get_algo_class
+from embodichain.agents.rl.algo.base import get_algo_class
 from embodichain.agents.rl.collector.config import AsyncCfg, CollectorBlock
 from embodichain.agents.rl.default_config import config_of_environment
-from embodichain.agents.rl.models import check_policy, policy_schemas
+from embodichain.agents.rl.models.registry import check_policy, policy_schemas
 from embodichain.agents.rl.utils.distributed import Ranks, local_count, local_rank
 from embodichain.config import (
     MISSING,

@@ -17,9 +17,7 @@ import torch
 from rich.console import Console
 
 from embodichain.agents.processes.shared_memory import format_bytes
-from embodichain.agents.rl.algo import build_algo
-from embodichain.agents.rl.algo.base import BaseAlgorithm
-from embodichain.agents.rl.algo.distillation import Distillation, Teacher, mismatches
+from embodichain.agents.rl.algo.base import BaseAlgorithm, Teacher, build_algo
 from embodichain.agents.rl.arguments import given_environment, parse_args
 from embodichain.agents.rl.buffer.vla_buffer import VLABuffer
 from embodichain.agents.rl.checkpoint import check_parts, find_checkpoint, load_checkpoint, load_policy, load_weights
@@ -38,8 +36,9 @@ from embodichain.agents.rl.config import (
     override,
     warn_about_config,
 )
-from embodichain.agents.rl.models import Policy, build_policy
 from embodichain.agents.rl.models.mlp import free_memory
+from embodichain.agents.rl.models.policy import Policy
+from embodichain.agents.rl.models.registry import build_policy
 from embodichain.agents.rl.runs import CONFIG_FILE, RunFolder, locked_run, open_folder, resume_command, run_to_continue
 from embodichain.agents.rl.trainer import Trainer, TrainingResult
 from embodichain.agents.rl.utils.distributed import Ranks, global_rank, is_launched, is_torchrun, joined_ranks
@@ -233,8 +232,10 @@ def build_trainer(
             begin_from(settings.init_from, policy)
         env, maker = in_chunks(env, policy.chunk_size), replace(maker, chunk_size=policy.chunk_size)
         algorithm = build_algo(cfg.algorithm.name, algorithm_settings(cfg), policy)
-        if isinstance(algorithm, Distillation):
-            algorithm.teach(load_teacher(algorithm.cfg.teacher, env, settings, trusted_modules))
+        if algorithm.teacher_source is not None:
+            teacher = load_teacher(algorithm.teacher_source, settings.device, trusted_modules)
+            algorithm.teach(teacher, env, _actions(settings.environment))
+            _LOG.info("learning from %s", teacher.source)
         eval_env = make_eval_env(cfg, trusted_modules) if settings.enable_eval and ranks.is_first else None
         check_rollouts_fit(settings, env, policy)
     if ranks.is_first and algorithm.start_rollout is not None:
@@ -257,23 +258,18 @@ def begin_from(source: str, policy: Policy) -> None:
     policy.version.zero_()
 
 
-def load_teacher(source: str, env: VecEnv, trainer: TrainerCfg, trusted_modules: Collection[str]) -> Teacher:
-    """Return the policy of a run or checkpoint as a teacher; ``ConfigError`` lists all that does not fit ``env``."""
+def load_teacher(source: str, device: str, trusted_modules: Collection[str]) -> Teacher:
+    """Return the policy of a run or checkpoint as a teacher."""
     try:
         folder = find_checkpoint(source, "best")
         state = load_checkpoint(folder)
-        policy = load_policy(folder, None, trainer.device, trusted_modules=trusted_modules)
+        policy = load_policy(folder, None, device, trusted_modules=trusted_modules)
     except CheckpointError as error:
         problem = f"teacher: {error}. Train one first, or name another with --algorithm.cfg.teacher"
         raise ConfigError(problem, "algorithm.cfg") from error
     spaces = {name: space_from_data(state["spaces"][name]) for name in ("observation", "action")}
     actions = _actions(state["config"]["trainer"].get("gym_config"))
-    teacher = Teacher(policy, spaces["observation"], spaces["action"], str(folder), actions)
-    problems = mismatches(teacher, env.observation_space, env.action_space, _actions(trainer.environment))
-    if problems:
-        raise ConfigError(problems, f"algorithm.cfg.teacher: {folder}")
-    _LOG.info("learning from %s", folder)
-    return teacher
+    return Teacher(policy, spaces["observation"], spaces["action"], str(folder), actions)
 
 
 def _actions(environment: Any) -> Any:

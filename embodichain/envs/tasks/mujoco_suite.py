@@ -42,11 +42,6 @@ def _defaults(id: str) -> dict[str, Any]:
     return {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
 
 
-def understands(id: str, kwargs: Mapping[str, Any]) -> bool:
-    """Tell whether an environment can be made here with these arguments; Gymnasium takes a few more."""
-    return not kwargs.keys() - _IGNORED - (_defaults(id).keys() - _ELSEWHERE)
-
-
 def _check_arguments(id: str, kwargs: Mapping[str, Any]) -> None:
     """Raise ``ConfigError`` unless arguments are of the kind of their defaults."""
     problems = []
@@ -121,6 +116,10 @@ class MujocoTask(Task):
         skip = int(_defaults(cls.id)["frame_skip"])
         limit = gym.spec(cls.id).max_episode_steps
         return GymCfg(id=cls.id, max_episode_steps=limit, env=EnvCfg(substeps=skip, terminate_on_success=False))
+
+    @classmethod
+    def understands(cls, kwargs: Mapping[str, Any]) -> bool:
+        return not kwargs.keys() - _IGNORED - (_defaults(cls.id).keys() - _ELSEWHERE)
 
     @classmethod
     def build_model(cls, cfg: GymCfg) -> mujoco.MjModel:

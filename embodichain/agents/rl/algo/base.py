@@ -1,13 +1,15 @@
-"""What algorithms have in common: ``BaseAlgorithm`` for all, ``MinibatchAlgorithm`` for those of gradient steps,
-``ClippedAlgorithm`` for those that clip probability ratios."""
+"""What algorithms have in common (``BaseAlgorithm`` for all, ``MinibatchAlgorithm`` for those of gradient steps,
+``ClippedAlgorithm`` for those that clip probability ratios), and algorithms by name."""
 
 import copy
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import gymnasium as gym
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
@@ -24,7 +26,7 @@ from embodichain.agents.rl.buffer.rollout_buffer import (
 from embodichain.agents.rl.collector.base import StepCallback
 from embodichain.agents.rl.collector.sync_collector import RolloutStart, SyncCollector
 from embodichain.agents.rl.models.policy import Policy
-from embodichain.agents.rl.utils import AlgorithmCfg, ClippedCfg, MinibatchCfg
+from embodichain.agents.rl.utils import AlgorithmCfg, ClippedCfg, MinibatchCfg, Registry
 from embodichain.agents.rl.utils.distributed import Ranks, SharedStatistics
 from embodichain.agents.rl.utils.ratios import Number, kl_estimate, log_ratio, per_decision
 from embodichain.agents.rl.utils.tensordicts import Observation
@@ -34,6 +36,20 @@ from embodichain.errors import CheckpointError, ConfigError, RolloutError
 _LOG = logging.getLogger(__name__)
 CPU_ROWS = 2048
 """Transitions per backward pass and CPU thread: what a network of usual width makes of them stays in the cache."""
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A trained policy that another one learns from, and what a run remembers of it."""
+
+    policy: Policy
+    """In evaluation mode, built for the spaces that it was trained with."""
+    observation_space: gym.Space[Any] | int
+    action_space: gym.Space[Any] | int
+    source: str
+    """Folder of its checkpoint."""
+    actions: Any = None
+    """How its environment turned actions into motions, where that is known: ``env.actions`` of its config."""
 
 
 class BaseAlgorithm(ABC):
@@ -79,6 +95,15 @@ class BaseAlgorithm(ABC):
 
     def check_num_envs(self, num_envs: int) -> None:  # noqa: B027 - by default any number will do
         """Raise ``ConfigError`` if the algorithm cannot work with this number of envs."""
+
+    @property
+    def teacher_source(self) -> str | None:
+        """Run or checkpoint of the policy that it learns from, which ``teach`` hands over; ``None``: there is none."""
+        return None
+
+    def teach(self, teacher: Teacher, env: VecEnv | None = None, actions: Any = None) -> None:
+        """Learn from this teacher; ``ConfigError`` lists what does not fit ``env`` and its ``env.actions``."""
+        raise ConfigError(f"teacher: {type(self).__name__} learns from none", "algorithm.cfg")
 
     def join(self, ranks: Ranks) -> None:
         """Train together with other processes, where a subclass can; all copies of the policy begin as the first."""
@@ -424,3 +449,24 @@ def _frozen_copy(policy: Policy) -> Policy:
 
 def _between(first: float, final: float, progress: float) -> float:
     return first + (final - first) * progress
+
+
+ALGORITHMS = Registry[BaseAlgorithm](
+    "algorithm",
+    BaseAlgorithm,
+    ppo="embodichain.agents.rl.algo.ppo:PPO",
+    grpo="embodichain.agents.rl.algo.grpo:GRPO",
+    distill="embodichain.agents.rl.algo.distillation:Distillation",
+)
+register_algo, get_algo_class, get_registered_algo_names = ALGORITHMS.register, ALGORITHMS.get, ALGORITHMS.names
+
+
+def build_algo(
+    name: str, cfg_kwargs: Mapping[str, Any], policy: Policy, device: torch.device | str | None = None
+) -> BaseAlgorithm:
+    """Build an algorithm by name from its settings; ``device`` stands in for a setting that is not there."""
+    algo_cls = get_algo_class(name)
+    settings = dict(cfg_kwargs)
+    if device is not None:
+        settings.setdefault("device", str(device))
+    return algo_cls(algo_cls.cfg_type.from_dict(settings, source="algorithm"), policy)

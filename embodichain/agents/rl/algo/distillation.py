@@ -5,7 +5,6 @@ student follows the gradient of the difference (DAgger without the memory of old
 observations, such as the state of the simulation, and the student its own, such as cameras (``policy.actor_obs``).
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -15,7 +14,7 @@ from pydantic import Field
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from embodichain.agents.rl.algo.base import MinibatchAlgorithm
+from embodichain.agents.rl.algo.base import MinibatchAlgorithm, Teacher
 from embodichain.agents.rl.algo.gradient_steps import Meter
 from embodichain.agents.rl.buffer.rollout_buffer import EVALUATED_ROWS, Minibatches, flatten_time_major
 from embodichain.agents.rl.collector.weights import content_digest
@@ -27,6 +26,7 @@ from embodichain.agents.rl.utils import AlgorithmCfg, MinibatchCfg
 from embodichain.agents.rl.utils.distributed import Ranks
 from embodichain.agents.rl.utils.tensordicts import Observation
 from embodichain.config.classes import MISSING, Fraction, configclass
+from embodichain.envs.vec_env import VecEnv
 from embodichain.errors import CheckpointError, ConfigError
 
 KEYS = ("observation", "reward", "done")
@@ -63,20 +63,6 @@ class DistillationCfg(MinibatchCfg):
         """Return the share of the envs in which the teacher acts, after a share of the training."""
         first, last = self.teacher_share
         return first + (last - first) * min(1.0, progress / self.teacher_until)
-
-
-@dataclass(frozen=True)
-class Teacher:
-    """A trained policy that labels, and what a run remembers of it."""
-
-    policy: Policy
-    """In evaluation mode, built for the spaces that it was trained with."""
-    observation_space: gym.Space[Any] | int
-    action_space: gym.Space[Any] | int
-    source: str
-    """Folder of its checkpoint."""
-    actions: Any = None
-    """How its environment turned actions into motions, where that is known: ``env.actions`` of its config."""
 
 
 def mismatches(teacher: Teacher, observation_space: Any, action_space: Any, actions: Any = None) -> list[str]:
@@ -209,8 +195,15 @@ class Distillation(MinibatchAlgorithm):
         """Hash of the teacher's weights."""
         self.acting = Guided(policy)
 
-    def teach(self, teacher: Teacher) -> None:
-        """Learn from this teacher; ``ConfigError`` if the loss does not suit both."""
+    @property
+    def teacher_source(self) -> str:
+        return self.cfg.teacher
+
+    def teach(self, teacher: Teacher, env: VecEnv | None = None, actions: Any = None) -> None:
+        """Learn from this teacher; ``ConfigError`` if it does not fit ``env``, or the loss does not suit both."""
+        problems = [] if env is None else mismatches(teacher, env.observation_space, env.action_space, actions)
+        if problems:
+            raise ConfigError(problems, f"algorithm.cfg.teacher: {teacher.source}")
         student, other, loss = self.policy, teacher.policy, self.cfg.loss
         heads = [p.head for p in (student, other) if isinstance(p, NetworkPolicy)]
         continuous = isinstance(teacher.action_space, gym.spaces.Box | int)

@@ -1,5 +1,6 @@
 """What algorithms, collectors and policies share: the settings of algorithms here, observations and ranks beside it."""
 
+import pkgutil
 from dataclasses import KW_ONLY
 from functools import partial
 from pathlib import Path
@@ -31,8 +32,10 @@ _T = TypeVar("_T")
 class Registry(Generic[_T]):
     """Classes derived from ``base`` by name, for configs; ``kind`` is what messages call them."""
 
-    def __init__(self, kind: str, base: Any, **classes: type[_T]) -> None:
-        self.kind, self.base, self.classes = kind, base, classes
+    def __init__(self, kind: str, base: Any, **classes: str) -> None:
+        """``classes`` are entry points ``"module:Class"``, which are imported when their name is asked for."""
+        self.kind, self.base = kind, base
+        self.classes: dict[str, type[_T] | str] = {**classes}
 
     def register(self, name: str, cls: Any = None) -> Any:
         """Make a class available to configs: as ``register("mine", Mine)``, or as the decorator of the class."""
@@ -41,8 +44,9 @@ class Registry(Generic[_T]):
         if not isinstance(cls, type) or not issubclass(cls, self.base):
             raise TypeError(f"{name!r}: {cls!r} must derive from {self.base.__name__}")
         taken = self.classes.setdefault(same_name(name, self.classes) or name, cls)
-        if taken is not cls:
-            raise ConfigError(f"the {self.kind} name {name!r} is taken by {taken.__name__}", "registration")
+        if taken not in (cls, f"{cls.__module__}:{cls.__qualname__}"):
+            owner = taken.partition(":")[2] if isinstance(taken, str) else taken.__name__
+            raise ConfigError(f"the {self.kind} name {name!r} is taken by {owner}", "registration")
         return cls
 
     def names(self) -> list[str]:
@@ -51,7 +55,9 @@ class Registry(Generic[_T]):
 
     def get(self, name: str) -> type[_T]:
         """Return the class registered under a name, whatever its case."""
-        return look_up(self.kind, name, self.classes)
+        found = look_up(self.kind, name, self.classes)
+        cls: type[_T] = pkgutil.resolve_name(found) if isinstance(found, str) else found
+        return cls
 
 
 @configclass

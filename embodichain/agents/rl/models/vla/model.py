@@ -293,7 +293,7 @@ def registered_name(model_cls: type[nn.Module]) -> str:
 def get_vla_model_class(name: str, trusted_modules: Collection[str] = ()) -> type[nn.Module]:
     """Return the class of a registered name, or ``module.Class`` of a module in ``trusted_modules`` or ``--trust``."""
     if name in _MODELS.classes:
-        return _MODELS.classes[name]
+        return _MODELS.get(name)
     module_name, _, class_name = name.rpartition(".")
     if not module_name:
         hint = "A class of your own is named by its module, as in my_module.MyVLA, or registered by it."
