@@ -431,7 +431,9 @@ def test_settings_out_of_range_are_named() -> None:
         GRPOCfg.from_dict({"baseline": "median"}, source="algorithm.cfg")
     with pytest.raises(ConfigError, match=r"lr_min: expected at most learning_rate"):
         GRPOCfg.from_dict({"lr_schedule": "adaptive", "lr_min": 1.0}, source="algorithm.cfg")
-    with pytest.raises(
-        ConfigError, match=r"value_learning_rate: expected None, as values of LinearPolicy have no part"
-    ):
+    with pytest.raises(ConfigError, match=r"value_learning_rate: expected None, as LinearPolicy trains no part"):
         PPO(PPOCfg(value_learning_rate=1e-3), LinearPolicy())
+    policy, _ = setup()
+    policy.critic.requires_grad_(False)
+    with pytest.raises(ConfigError, match=r"value_warmup: expected 0, as ActorCritic trains no part.*got 3"):
+        PPO(PPOCfg(value_warmup=3), policy)

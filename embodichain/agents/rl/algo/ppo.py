@@ -71,8 +71,8 @@ class PPO(ClippedAlgorithm):
     needs_critic = True
 
     def __init__(self, cfg: PPOCfg, policy: Policy) -> None:
-        if not policy.critic_parts:
-            why = f"as values of {type(policy).__name__} have no part of their own"
+        if not any(p.requires_grad and policy.in_critic(name) for name, p in policy.named_parameters()):
+            why = f"as {type(policy).__name__} trains no part that values alone depend on (critic_parts)"
             given = (("value_warmup", 0, cfg.value_warmup), ("value_learning_rate", None, cfg.value_learning_rate))
             problems = [f"{name}: expected {usual}, {why}; got {got}" for name, usual, got in given if got]
             if problems:
