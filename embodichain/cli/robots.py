@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _list(console: Console) -> int:
-    from embodichain.envs.robots import ROBOTS, TOOLS
+    from embodichain.envs.robot_files import ROBOTS, TOOLS
 
     table = Table("robot", "file", "joints", box=None, header_style="bold", pad_edge=False)
     for name, cfg in sorted(ROBOTS.items()):
@@ -153,7 +153,7 @@ def _print_joints(console: Console, report: RobotReport) -> None:
 
 
 def _print_parts(console: Console, report: RobotReport) -> None:
-    from embodichain.envs.robots import describe
+    from embodichain.envs.robot_adaptation import describe
 
     console.print()
     if report.floating is not None:
@@ -195,7 +195,7 @@ def _print_parts(console: Console, report: RobotReport) -> None:
 def snippet(report: RobotReport) -> dict[str, Any]:
     """Return a config that spells out what was recognised."""
     from embodichain.envs.env_cfg import RobotCfg
-    from embodichain.envs.robots import describe
+    from embodichain.envs.robot_adaptation import describe
 
     plain = RobotCfg().to_dict()
     out = {key: value for key, value in report.cfg.to_dict().items() if value != plain[key] and key != "arms"}

@@ -2,34 +2,23 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, PlainValidator
+from pydantic import AfterValidator, Field
 
-from embodichain.config.classes import Config, Count, Fraction, NotNegative, Number, Positive, configclass
+from embodichain.config.classes import Config, Count, NotNegative, Number, Positive, configclass
 from embodichain.envs.curricula import PositiveRange, Range
 from embodichain.envs.rendering import CameraCfg
+from embodichain.envs.scene_cfg import Color as Color
+from embodichain.envs.scene_cfg import GoalCfg as GoalCfg
+from embodichain.envs.scene_cfg import ObjectCfg as ObjectCfg
+from embodichain.envs.scene_cfg import PoseRangeCfg as PoseRangeCfg
+from embodichain.envs.scene_cfg import SceneCfg as SceneCfg
+from embodichain.envs.scene_cfg import ViewCfg as ViewCfg
 
 
 def _distinct(names: tuple[str, ...]) -> tuple[str, ...]:
     if not names or len(set(names)) != len(names):
         raise ValueError(f"expected at least one name, each once, got {list(names)}")
     return names
-
-
-Color = Literal["red", "green", "blue", "yellow"]
-
-
-@configclass
-class PoseRangeCfg(Config):
-    """A box of positions in metres, and of headings in radians, to draw from uniformly."""
-
-    x: Range = (0.0, 0.0)
-    """Bounds of the x coordinate."""
-    y: Range = (0.0, 0.0)
-    """Bounds of the y coordinate."""
-    z: Range = (0.0, 0.0)
-    """Bounds of the z coordinate (ignored for what rests on the table)."""
-    yaw: Range = (0.0, 0.0)
-    """Bounds of the heading about the vertical."""
 
 
 @configclass
@@ -154,107 +143,6 @@ class RewardsCfg(Config):
     """Weights of the task's reward terms that differ from its own."""
     terms: dict[str, RewardTermCfg | None] = {}
     """Further terms by name, such as ``{"reach": {"func": "near", "weight": 1.0, ...}}``; ``null`` leaves one out."""
-
-
-def _rotation(quat: tuple[float, float, float, float]) -> tuple[float, float, float, float]:
-    if sum(value * value for value in quat) < 1e-12:
-        raise ValueError("expected a rotation (w, x, y, z)")
-    return quat
-
-
-def _fixture(given: Any) -> Any:
-    """Check a fixture by its kind."""
-    from embodichain.envs.fixtures import fixture_cfg  # which builds what is described here
-
-    return fixture_cfg(given)
-
-
-Rgba = Annotated[tuple[Fraction, ...], Field(min_length=3, max_length=4)]
-ThingName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]*$")]
-"""Name of something in a scene."""
-
-
-@configclass
-class ObjectCfg(Config):
-    """A thing in the scene: it lies on the table and can be moved, unless it is ``fixed``."""
-
-    shape: Literal["box", "sphere", "cylinder", "capsule", "mesh"] = "box"
-    """Its shape."""
-    size: Annotated[tuple[Positive, ...], Field(min_length=1, max_length=3)] = (0.025,)
-    """In metres, as in MJCF: half lengths of a box (one: a cube); radius; radius and half length."""
-    file: str | None = None
-    """Mesh of the shape ``mesh`` (obj, stl, msh); it collides as its convex hull."""
-    scale: Positive = 1.0
-    """Factor on a mesh."""
-    mass: Positive = 0.15
-    """Mass in kg."""
-    friction: NotNegative = 0.8
-    """Sliding friction."""
-    color: Color | Rgba = (0.6, 0.6, 0.62)
-    """Its colour: a name, or red, green, blue and perhaps opacity from 0 to 1."""
-    pose: PoseRangeCfg = PoseRangeCfg(x=(0.5, 0.5))
-    """Where it starts: its middle in x and y, the height of its lowest point, and its heading."""
-    quat: Annotated[tuple[Number, Number, Number, Number], AfterValidator(_rotation)] = (1.0, 0.0, 0.0, 0.0)
-    """How it is turned before its heading: a lying cylinder has (0.7071, 0.7071, 0, 0)."""
-    min_distance: NotNegative = 0.0
-    """Least distance, in the plane, from the middle of everything placed before it (fixtures, objects, goals)."""
-    fixed: bool = False
-    """Whether nothing can move it: an obstacle."""
-    collides: bool = True
-    """Whether it touches anything; otherwise it is only seen."""
-    observe: bool = True
-    """Whether it is observed as ``<name>/pos``, ``quat``, ``linvel`` and ``offset`` from the tool."""
-
-
-@configclass
-class GoalCfg(Config):
-    """A place, marked for the eye."""
-
-    shape: Literal["disc", "sphere", "box"] = "sphere"
-    """Shape of the mark."""
-    size: Positive = 0.02
-    """Radius, or half length, of the mark in metres."""
-    color: Color | Rgba = (0.2, 0.7, 0.3, 0.6)
-    """Colour of the mark."""
-    pose: PoseRangeCfg = PoseRangeCfg(x=(0.5, 0.5))
-    """Where it is."""
-    min_distance: NotNegative = 0.0
-    """Least distance, in the plane, from the middle of everything placed before it (fixtures, objects, goals)."""
-    observe: bool = True
-    """Whether it is observed as ``<name>/pos``."""
-
-
-@configclass
-class ViewCfg(Config):
-    """A camera of the scene, which ``env.render`` and ``env.observations.cameras`` know by its name."""
-
-    pos: tuple[Number, Number, Number]
-    """Where it is: in the world, or in the frame of ``body``."""
-    lookat: tuple[Number, Number, Number]
-    """Point that it has in the middle of its image, in the same frame."""
-    fovy: Annotated[float, Field(gt=0, lt=180)] = 45.0
-    """Vertical field of view in degrees."""
-    body: str | None = None
-    """Body that carries it, such as ``robot/tool/gripper``; default: none, it stands still."""
-
-
-@configclass
-class SceneCfg(Config):
-    """What is in the scene beside the robot, by name; ``null`` leaves out a thing of the task's own config."""
-
-    objects: dict[ThingName, ObjectCfg | None] = {}
-    """Things that lie on the table."""
-    fixtures: dict[ThingName, Annotated[Any, PlainValidator(_fixture)]] = {}
-    """Things that stand fast, some with parts that move, such as ``{"kind": "drawer"}``: see ``envs/fixtures.py``."""
-    goals: dict[ThingName, GoalCfg | None] = {}
-    """Marked places."""
-    cameras: dict[ThingName, ViewCfg | None] = {}
-    """Further cameras; one of an existing name replaces it."""
-
-    @property
-    def empty(self) -> bool:
-        """Whether it describes nothing."""
-        return not (self.objects or self.fixtures or self.goals or self.cameras)
 
 
 @configclass

@@ -4,38 +4,18 @@ Fingers may be driven one by one, by one motor through a tendon, or by one that 
 constraints, and "open" may be either end of a range. So it is tried out in a short simulation of the robot alone.
 """
 
-from dataclasses import dataclass, field
-
 import mujoco
 import numpy as np
 
 from embodichain.envs.env_cfg import ArmCfg
-from embodichain.envs.robot_model import ArmParts, actuators_of, below, drive_kind, site_frame
+from embodichain.envs.robot_model import below, site_frame
+from embodichain.envs.robots import ArmParts, Grip, actuators_of, drive_kind
 from embodichain.errors import ConfigError
 
 _SECONDS = 1.0  # in which a gripper is open or closed
 _NEARLY = 0.9  # cosine of the angle to an axis of the tool below which fingers are thought to move along it
 _HEAVY = 1e6  # inertia of the arm's joints while its gripper is tried
 _FAR = 1.0  # metres beyond which the distance of two fingers is not measured
-
-
-@dataclass
-class Grip:
-    """How a gripper is driven."""
-
-    actuators: list[str]
-    closed: list[float]
-    """Controls of the actuators at which it is closed."""
-    open: list[float]
-    """Controls at which it is open."""
-    fingers_closed: list[float]
-    """Positions of the fingers where it is closed."""
-    fingers_open: list[float]
-    others: dict[str, float] = field(default_factory=dict)
-    """Positions of the other joints of the hand where it is open."""
-    gap_closed: float = 0.0
-    """Distance between the fingers in metres where it is closed, negative if they overlap."""
-    gap_open: float = 0.0
 
 
 def known_grip(model: mujoco.MjModel, parts: ArmParts) -> Grip:

@@ -10,7 +10,8 @@ import mujoco
 import numpy as np
 
 from embodichain.envs.env_cfg import ArmCfg
-from embodichain.envs.robot_model import HINGE, ArmParts, site_frame
+from embodichain.envs.robot_model import HINGE, site_frame
+from embodichain.envs.robots import ArmParts
 from embodichain.errors import ConfigError
 
 _ABOVE_TABLE, _HIGH = 0.25, 0.6  # metres; joints that are higher than that are high enough

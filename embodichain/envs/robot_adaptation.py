@@ -4,14 +4,13 @@ uses, gets servos where they are wanted, and collides as our scenes mean it.
 What the file has is found out by ``robot_model.py``, ``grippers.py`` and ``postures.py``.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import mujoco
 import numpy as np
 
 from embodichain.envs.env_cfg import ArmCfg, RobotCfg
-from embodichain.envs.grippers import Grip, closing_axis, known_grip, try_grip
+from embodichain.envs.grippers import closing_axis, known_grip, try_grip
 from embodichain.envs.postures import base_pose, find_start
 from embodichain.envs.robot_files import (
     ASSETS,
@@ -26,17 +25,23 @@ from embodichain.envs.robot_files import (
 from embodichain.envs.robot_model import (
     HINGE,
     SLIDE,
-    ArmParts,
-    actuators_of,
     below,
     coupled_joints,
-    drive_kind,
     free_base,
-    motor_of,
     path_joints,
     read_arm,
-    servo_of,
     site_frame,
+)
+from embodichain.envs.robots import (
+    ArmParts,
+    ArmSpec,
+    Grip,
+    RobotSpec,
+    actuators_of,
+    drive_kind,
+    motor_of,
+    servo_of,
+    servo_scale,
     tendon_joints,
 )
 from embodichain.errors import ConfigError, nearest
@@ -47,34 +52,6 @@ _FASTEST_FINGER = 125.0  # natural frequency of a finger's servo at most, for st
 _STUCK = 5.0  # times the critical damping, from which on a joint hardly follows
 # Our tools pointing straight down, their x axis, along which fingers move, along -y of the world.
 _DOWN = ((0.0, 0.0, 1.0), (-1.0, 0.0, 0.0), (0.0, -1.0, 0.0))
-
-
-@dataclass(frozen=True)
-class ArmSpec:
-    """An arm of a robot file, found and made to work: names without the prefix of the scene."""
-
-    name: str
-    parts: ArmParts
-    grip: Grip | None
-    down: tuple[tuple[float, ...], ...]
-    """Orientation of the tool where it points straight down."""
-    added_servos: tuple[str, ...]
-    plain_opening: bool
-    """Whether the fingers' positions are half the distance between them."""
-
-
-@dataclass(frozen=True)
-class RobotSpec:
-    """What was found out about one robot file."""
-
-    arms: tuple[ArmSpec, ...]
-    held: dict[str, float]
-    """Controls of the actuators that no arm uses."""
-    locked: tuple[str, ...]
-    """Joints that were taken out."""
-    dropped: tuple[str, ...]
-    """Bodies of the file that are no part of the robot."""
-    nu: int
 
 
 def describe(robot: RobotCfg) -> list[tuple[str, RobotSpec]]:
@@ -489,12 +466,6 @@ def _hold(model: mujoco.MjModel, actuator: int) -> float:
         return 0.0
     scale, offset = servo_scale(model, actuator)
     return float(scale * model.qpos0[model.jnt_qposadr[joint]] + offset)
-
-
-def servo_scale(model: mujoco.MjModel, actuator: int) -> tuple[float, float]:
-    """Return how a servo's control follows from the joint position it is to hold: factor and offset."""
-    gain, (offset, slope) = model.actuator_gainprm[actuator, 0], model.actuator_biasprm[actuator, :2]
-    return float(-slope * model.actuator_gear[actuator, 0] / gain), float(-offset / gain)
 
 
 def _turn(axis: str, onto: np.ndarray) -> np.ndarray:

@@ -12,22 +12,21 @@ import mujoco
 import numpy as np
 import torch
 
+from embodichain.envs.construction import add_robot
 from embodichain.envs.env_cfg import ArmCfg, RobotCfg
 from embodichain.envs.rendering import CameraCfg
+from embodichain.envs.robot_adaptation import describe
 from embodichain.envs.robot_files import ROBOTS, compile_robot, find_file, read_spec, split_robot
 from embodichain.envs.robot_model import (
     HINGE,
-    actuators_of,
     below,
-    drive_kind,
     find_chains,
     free_base,
     has_limits,
     moves,
     path_joints,
-    servo_of,
 )
-from embodichain.envs.robots import Arm, Robot, add_robot
+from embodichain.envs.robots import Arm, Robot, actuators_of, drive_kind, servo_of
 from embodichain.errors import UnknownNameError, nearest
 
 TURN = 6.2832
@@ -167,7 +166,7 @@ def check_robot(cfg: RobotCfg, frame: Frame | None = None) -> RobotReport:
     spec = mujoco.MjSpec.from_string(_GROUND)
     add_robot(spec, cfg)
     model = spec.compile()
-    robot = Robot(model, cfg)
+    robot = Robot(model, describe(cfg))
     home = robot.home(torch.tensor(model.qpos0)).numpy()
     held, joints = _rest_controls(model, robot, home), []
     for arm in robot.arms.values():

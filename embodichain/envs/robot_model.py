@@ -1,6 +1,6 @@
 """What can be found out from a robot's MJCF: the chain to its tool, motors, limits, gripper, a posture to start from.
 
-``read_arm`` looks at a compiled model of the robot alone and returns :class:`ArmParts`, names and numbers; what it
+``read_arm`` looks at a compiled model of the robot alone and returns ``ArmParts``, names and numbers; what it
 cannot find out is one ``ConfigError`` that lists what there is to choose from. ``robot_adaptation.py`` changes the
 model accordingly.
 """
@@ -8,12 +8,12 @@ model accordingly.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
 import mujoco
 import numpy as np
 
 from embodichain.envs.env_cfg import ArmCfg
+from embodichain.envs.robots import ArmParts, actuators_of, servo_of
 from embodichain.errors import ConfigError, nearest
 
 _JOINT, _SITE, _BODY, _EQUALITY = (
@@ -24,32 +24,6 @@ FREE = int(mujoco.mjtJoint.mjJNT_FREE)
 _TOOL_WORDS = ("tcp", "tool", "pinch", "grasp", "grip", "eef", "end_effector", "ee", "attachment", "flange", "wrist")
 _SHORTEST_ARM = 3  # joints from which on a branch of a robot may be an arm of its own, and no finger
 ADDED_SITE = "tool_frame"
-
-
-@dataclass
-class ArmParts:
-    """What makes an arm of a model: names of its parts as the model has them, and what follows from it."""
-
-    joints: list[str]
-    lower: list[float]
-    upper: list[float]
-    body: str
-    """The last link, which the last joint moves."""
-    site: str | None = None
-    """Where the tool is; ``None`` for a machine without a tool."""
-    site_body: str | None = None
-    """Body that a site has to be added to, as the model has none there."""
-    axis: np.ndarray = field(default_factory=lambda: np.array([0.0, 0.0, 1.0]))
-    """Where the tool points, in the site's frame."""
-    fingers: list[str] = field(default_factory=list)
-    hand: list[str] = field(default_factory=list)
-    """All joints beyond the last link, fingers among them."""
-    init: list[float] = field(default_factory=list)
-    """Joint positions at the start, without the fingers'."""
-    init_fingers: list[float] = field(default_factory=list)
-    """Positions of the fingers at the start, where a config gives them; else the gripper is open."""
-    init_from: str = ""
-    """Where these come from."""
 
 
 def names(model: mujoco.MjModel, kind: str) -> list[str]:
@@ -263,62 +237,6 @@ def has_limits(model: mujoco.MjModel, joint: int) -> bool:
     """Tell whether a joint is limited, by itself or by the range of its servo."""
     drive = servo_of(model, joint)
     return bool(model.jnt_limited[joint] or (drive is not None and model.actuator_ctrllimited[drive]))
-
-
-def actuators_of(model: mujoco.MjModel, joint: int) -> list[int]:
-    """Return the actuators that act on a joint, directly or through a tendon."""
-    found = []
-    for i in range(model.nu):
-        kind, target = int(model.actuator_trntype[i]), int(model.actuator_trnid[i, 0])
-        if kind in (int(mujoco.mjtTrn.mjTRN_JOINT), int(mujoco.mjtTrn.mjTRN_JOINTINPARENT)):
-            acts = target == joint
-        elif kind == int(mujoco.mjtTrn.mjTRN_TENDON):
-            acts = joint in tendon_joints(model, target)
-        else:
-            acts = False
-        if acts:
-            found.append(i)
-    return found
-
-
-def tendon_joints(model: mujoco.MjModel, tendon: int) -> list[int]:
-    """Return the joints that a fixed tendon couples."""
-    first, count = int(model.tendon_adr[tendon]), int(model.tendon_num[tendon])
-    wraps = range(first, first + count)
-    return [int(model.wrap_objid[w]) for w in wraps if int(model.wrap_type[w]) == int(mujoco.mjtWrap.mjWRAP_JOINT)]
-
-
-def drive_kind(model: mujoco.MjModel, actuator: int) -> str:
-    """Return ``servo`` for one that goes to a position, ``motor`` for a force or torque, else ``other``."""
-    still = int(model.actuator_dyntype[actuator]) in (
-        int(mujoco.mjtDyn.mjDYN_NONE),
-        int(mujoco.mjtDyn.mjDYN_FILTER),
-        int(mujoco.mjtDyn.mjDYN_FILTEREXACT),
-    )
-    fixed = int(model.actuator_gaintype[actuator]) == int(mujoco.mjtGain.mjGAIN_FIXED)
-    bias = int(model.actuator_biastype[actuator])
-    if not still or not fixed or not model.actuator_gainprm[actuator, 0]:
-        return "other"
-    if bias == int(mujoco.mjtBias.mjBIAS_NONE):
-        return "motor"
-    pulls = bias == int(mujoco.mjtBias.mjBIAS_AFFINE) and model.actuator_biasprm[actuator, 1] != 0
-    return "servo" if pulls else "other"
-
-
-def servo_of(model: mujoco.MjModel, joint: int) -> int | None:
-    """Return the one position servo that drives a joint directly, or ``None``."""
-    return _only(model, joint, "servo")
-
-
-def motor_of(model: mujoco.MjModel, joint: int) -> int | None:
-    """Return the one motor that drives a joint directly, or ``None``."""
-    return _only(model, joint, "motor")
-
-
-def _only(model: mujoco.MjModel, joint: int, kind: str) -> int | None:
-    found = actuators_of(model, joint)
-    direct = len(found) == 1 and int(model.actuator_trntype[found[0]]) != int(mujoco.mjtTrn.mjTRN_TENDON)
-    return found[0] if direct and drive_kind(model, found[0]) == kind else None
 
 
 def _find_tool(model: mujoco.MjModel, cfg: ArmCfg, key: str, parts: ArmParts, last: int) -> None:

@@ -1,64 +1,173 @@
-"""Robots in a compiled model: where the joints and motors of each arm lie in the state.
+"""Robots in a compiled model: what is known of a robot, and where the joints and motors of each arm lie in the state.
 
-``add_robot`` puts the robot of a config into a scene; ``robot_files.py`` finds its file and makes it fit.
+What is known is found out by ``robot_adaptation.py``, and put into a scene by ``construction.py``.
 """
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import mujoco
+import numpy as np
 import torch
 from torch import Tensor
 
-from embodichain.envs.env_cfg import RobotCfg
 from embodichain.envs.kinematics import SerialChain
-from embodichain.envs.postures import base_pose
-from embodichain.envs.rendering import CameraCfg, mount_cameras
-from embodichain.envs.robot_adaptation import ArmSpec, adapted, servo_scale
-from embodichain.envs.robot_adaptation import describe as describe
-from embodichain.envs.robot_files import ASSETS as ASSETS
-from embodichain.envs.robot_files import ROBOTS as ROBOTS
-from embodichain.envs.robot_files import TOOLS as TOOLS
-from embodichain.envs.robot_files import read_spec as read_spec
-from embodichain.envs.robot_files import register_robot as register_robot
-from embodichain.envs.robot_files import register_tool as register_tool
-from embodichain.envs.robot_files import split_robot
-from embodichain.envs.robot_model import motor_of, servo_of
-from embodichain.errors import AssetError
+
+_ELSEWHERE = {
+    "ASSETS": "robot_files",
+    "ROBOTS": "robot_files",
+    "TOOLS": "robot_files",
+    "add_robot": "construction",
+    "build_model": "construction",
+    "describe": "robot_adaptation",
+    "read_spec": "robot_files",
+    "register_robot": "robot_files",
+    "register_tool": "robot_files",
+}
+"""Names of the modules that read and build robots; a step needs none of them."""
 
 
-def build_model(
-    scene: str | Path,
-    robot: RobotCfg,
-    cameras: Sequence[CameraCfg] = (),
-    furnish: Callable[[mujoco.MjSpec], None] | None = None,
-    finish: Callable[[mujoco.MjSpec], None] | None = None,
-) -> mujoco.MjModel:
-    """Compile the model of a scene (a file of ``assets/``, or a path), the robot with its tool, and ``cameras``.
-
-    ``furnish`` adds what else is in the scene, and ``finish`` what belongs to all of it, the robot included.
-    """
-    spec = read_spec(ASSETS / scene)
-    if furnish is not None:
-        furnish(spec)
-    add_robot(spec, robot)
-    if finish is not None:
-        finish(spec)
-    try:
-        return mount_cameras(spec, cameras) if cameras else spec.compile()
-    except ValueError as error:
-        raise AssetError(
-            f"{scene} with robot {robot.mjcf or robot.uid!r} and tool {robot.tool!r} does not compile: {error}"
-        ) from error
+def __getattr__(name: str) -> Any:
+    if name not in _ELSEWHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"embodichain.envs.{_ELSEWHERE[name]}"), name)
 
 
-def add_robot(spec: mujoco.MjSpec, robot: RobotCfg) -> None:
-    """Put the robot of a config, or its several arms, into the spec of a scene."""
-    for part in split_robot(robot):
-        child, _ = adapted(part)
-        child.option = spec.option  # the scene's, so that there is nothing to disagree about
-        pos, quat = base_pose(part.cfg)
-        spec.attach(child, frame=spec.worldbody.add_frame(pos=pos, quat=quat), prefix=part.prefix)
+@dataclass
+class ArmParts:
+    """What makes an arm of a model: names of its parts as the model has them, and what follows from it."""
+
+    joints: list[str]
+    lower: list[float]
+    upper: list[float]
+    body: str
+    """The last link, which the last joint moves."""
+    site: str | None = None
+    """Where the tool is; ``None`` for a machine without a tool."""
+    site_body: str | None = None
+    """Body that a site has to be added to, as the model has none there."""
+    axis: np.ndarray = field(default_factory=lambda: np.array([0.0, 0.0, 1.0]))
+    """Where the tool points, in the site's frame."""
+    fingers: list[str] = field(default_factory=list)
+    hand: list[str] = field(default_factory=list)
+    """All joints beyond the last link, fingers among them."""
+    init: list[float] = field(default_factory=list)
+    """Joint positions at the start, without the fingers'."""
+    init_fingers: list[float] = field(default_factory=list)
+    """Positions of the fingers at the start, where a config gives them; else the gripper is open."""
+    init_from: str = ""
+    """Where these come from."""
+
+
+@dataclass
+class Grip:
+    """How a gripper is driven."""
+
+    actuators: list[str]
+    closed: list[float]
+    """Controls of the actuators at which it is closed."""
+    open: list[float]
+    """Controls at which it is open."""
+    fingers_closed: list[float]
+    """Positions of the fingers where it is closed."""
+    fingers_open: list[float]
+    others: dict[str, float] = field(default_factory=dict)
+    """Positions of the other joints of the hand where it is open."""
+    gap_closed: float = 0.0
+    """Distance between the fingers in metres where it is closed, negative if they overlap."""
+    gap_open: float = 0.0
+
+
+@dataclass(frozen=True)
+class ArmSpec:
+    """An arm of a robot file, found and made to work: names without the prefix of the scene."""
+
+    name: str
+    parts: ArmParts
+    grip: Grip | None
+    down: tuple[tuple[float, ...], ...]
+    """Orientation of the tool where it points straight down."""
+    added_servos: tuple[str, ...]
+    plain_opening: bool
+    """Whether the fingers' positions are half the distance between them."""
+
+
+@dataclass(frozen=True)
+class RobotSpec:
+    """What was found out about one robot file."""
+
+    arms: tuple[ArmSpec, ...]
+    held: dict[str, float]
+    """Controls of the actuators that no arm uses."""
+    locked: tuple[str, ...]
+    """Joints that were taken out."""
+    dropped: tuple[str, ...]
+    """Bodies of the file that are no part of the robot."""
+    nu: int
+
+
+def actuators_of(model: mujoco.MjModel, joint: int) -> list[int]:
+    """Return the actuators that act on a joint, directly or through a tendon."""
+    found = []
+    for i in range(model.nu):
+        kind, target = int(model.actuator_trntype[i]), int(model.actuator_trnid[i, 0])
+        if kind in (int(mujoco.mjtTrn.mjTRN_JOINT), int(mujoco.mjtTrn.mjTRN_JOINTINPARENT)):
+            acts = target == joint
+        elif kind == int(mujoco.mjtTrn.mjTRN_TENDON):
+            acts = joint in tendon_joints(model, target)
+        else:
+            acts = False
+        if acts:
+            found.append(i)
+    return found
+
+
+def tendon_joints(model: mujoco.MjModel, tendon: int) -> list[int]:
+    """Return the joints that a fixed tendon couples."""
+    first, count = int(model.tendon_adr[tendon]), int(model.tendon_num[tendon])
+    wraps = range(first, first + count)
+    return [int(model.wrap_objid[w]) for w in wraps if int(model.wrap_type[w]) == int(mujoco.mjtWrap.mjWRAP_JOINT)]
+
+
+def drive_kind(model: mujoco.MjModel, actuator: int) -> str:
+    """Return ``servo`` for one that goes to a position, ``motor`` for a force or torque, else ``other``."""
+    still = int(model.actuator_dyntype[actuator]) in (
+        int(mujoco.mjtDyn.mjDYN_NONE),
+        int(mujoco.mjtDyn.mjDYN_FILTER),
+        int(mujoco.mjtDyn.mjDYN_FILTEREXACT),
+    )
+    fixed = int(model.actuator_gaintype[actuator]) == int(mujoco.mjtGain.mjGAIN_FIXED)
+    bias = int(model.actuator_biastype[actuator])
+    if not still or not fixed or not model.actuator_gainprm[actuator, 0]:
+        return "other"
+    if bias == int(mujoco.mjtBias.mjBIAS_NONE):
+        return "motor"
+    pulls = bias == int(mujoco.mjtBias.mjBIAS_AFFINE) and model.actuator_biasprm[actuator, 1] != 0
+    return "servo" if pulls else "other"
+
+
+def servo_of(model: mujoco.MjModel, joint: int) -> int | None:
+    """Return the one position servo that drives a joint directly, or ``None``."""
+    return _only(model, joint, "servo")
+
+
+def motor_of(model: mujoco.MjModel, joint: int) -> int | None:
+    """Return the one motor that drives a joint directly, or ``None``."""
+    return _only(model, joint, "motor")
+
+
+def _only(model: mujoco.MjModel, joint: int, kind: str) -> int | None:
+    found = actuators_of(model, joint)
+    direct = len(found) == 1 and int(model.actuator_trntype[found[0]]) != int(mujoco.mjtTrn.mjTRN_TENDON)
+    return found[0] if direct and drive_kind(model, found[0]) == kind else None
+
+
+def servo_scale(model: mujoco.MjModel, actuator: int) -> tuple[float, float]:
+    """Return how a servo's control follows from the joint position it is to hold: factor and offset."""
+    gain, (offset, slope) = model.actuator_gainprm[actuator, 0], model.actuator_biasprm[actuator, :2]
+    return float(-slope * model.actuator_gear[actuator, 0] / gain), float(-offset / gain)
 
 
 class Arm:
@@ -118,11 +227,14 @@ class Arm:
 class Robot:
     """The part of a compiled model that is the robot: one arm, whose attributes are the robot's, or several."""
 
-    def __init__(self, model: mujoco.MjModel, cfg: RobotCfg, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, model: mujoco.MjModel, parts: Sequence[tuple[str, RobotSpec]], device: torch.device | str = "cpu"
+    ) -> None:
+        """``parts`` are the robot files in the model, with their prefixes there."""
         self.arms: dict[str, Arm] = {}
         held: dict[int, float] = {}
         first = 0
-        for prefix, spec in describe(cfg):
+        for prefix, spec in parts:
             for found in spec.arms:
                 arm = self.arms[found.name] = Arm(model, found, prefix, first, device)
                 first += arm.dofs

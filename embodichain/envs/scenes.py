@@ -1,4 +1,4 @@
-"""Scenes by config: what ``env.scene`` describes is built into the model, placed at resets, and measured by name.
+"""Scenes by config: what ``env.scene`` describes is placed at resets, and measured by name.
 
 An object ``cube`` is measured as ``cube_pos``, ``cube_quat``, ``cube_linvel`` and ``cube_angvel``; a fixture
 ``cabinet`` as ``cabinet_pos`` and ``cabinet_quat``, its part ``drawer_0`` as ``cabinet_drawer_0_opening`` (its joint),
@@ -15,31 +15,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodichain.envs.env_cfg import Color, GoalCfg, ObjectCfg, PoseRangeCfg, SceneCfg, ViewCfg
-from embodichain.envs.fixtures import COLORS, PartPoint, add_fixture
+from embodichain.envs.env_cfg import GoalCfg, ObjectCfg, PoseRangeCfg, SceneCfg
+from embodichain.envs.fixtures import PartPoint
 from embodichain.envs.kinematics import length
 from embodichain.envs.physics import Physics
 from embodichain.envs.random import RandomStreams
-from embodichain.envs.rendering import looking
-from embodichain.envs.robot_files import find_file
 from embodichain.envs.task import ResetState, Scene, draw_ranges
-from embodichain.errors import ConfigError, nearest
+from embodichain.errors import ConfigError
 
 TRIES = 24
 """Places that are drawn for a thing with a ``min_distance``; the first that is far enough from the others is taken."""
 _GEOM = mujoco.mjtGeom
-_SHAPES = {
-    "box": (_GEOM.mjGEOM_BOX, 3),
-    "sphere": (_GEOM.mjGEOM_SPHERE, 1),
-    "cylinder": (_GEOM.mjGEOM_CYLINDER, 2),
-    "capsule": (_GEOM.mjGEOM_CAPSULE, 2),
-    "disc": (_GEOM.mjGEOM_CYLINDER, 1),
-    "mesh": (_GEOM.mjGEOM_MESH, 1),
-}
-_DISC = 0.001  # half height of a mark on the table
-# Collision bits are those of table.xml: 1 tools, 2 objects, 4 the table; objects touch each other, too.
-_OBJECT, _TOUCHES = 2, 6
-_TOUCHED = 3  # what touches something fixed
 Thing: TypeAlias = ObjectCfg | GoalCfg | Any
 
 
@@ -56,89 +42,10 @@ def things(cfg: SceneCfg) -> dict[str, Thing]:
     return found
 
 
-def furnish(spec: mujoco.MjSpec, cfg: SceneCfg) -> None:
-    """Build the objects, fixtures, goals of a scene into a model that is not compiled yet."""
-    for name, thing in things(cfg).items():
-        if spec.body(name) is not None:
-            raise ConfigError(f"env.scene: the scene of this task has a body {name!r} already; choose another name")
-        if isinstance(thing, ObjectCfg):
-            _add_object(spec, name, thing)
-        elif isinstance(thing, GoalCfg):
-            _add_goal(spec, name, thing)
-        else:
-            add_fixture(spec, name, thing)
-
-
-def add_views(spec: mujoco.MjSpec, cfg: SceneCfg) -> None:
-    """Add the cameras of a scene to a model that has all its bodies; one of the same name is replaced."""
-    for name, view in cfg.cameras.items():
-        if view is not None:
-            _add_view(spec, name, view)
-
-
-def _add_view(spec: mujoco.MjSpec, name: str, view: ViewCfg) -> None:
-    body = spec.worldbody if view.body is None else spec.body(view.body)
-    if body is None:
-        bodies = [body.name for body in spec.bodies]
-        raise ConfigError(
-            f"env.scene.cameras.{name}.body: no such body {view.body!r}.{nearest(view.body or '', bodies)}"
-        )
-    old = next((camera for camera in spec.cameras if camera.name == name), None)
-    if old is not None:
-        spec.delete(old)
-    body.add_camera(name=name, pos=list(view.pos), quat=looking(view.pos, view.lookat), fovy=view.fovy)
-
-
-def _add_object(spec: mujoco.MjSpec, name: str, cfg: ObjectCfg) -> None:
-    kind, numbers = _SHAPES[cfg.shape]
-    size, key = list(cfg.size), f"env.scene.objects.{name}"
-    if cfg.shape == "box" and len(size) == 1:
-        size *= 3
-    if len(size) != numbers and cfg.shape != "mesh":
-        raise ConfigError(f"{key}.size: a {cfg.shape} has {numbers} numbers, got {len(size)}")
-    if (cfg.file is None) == (cfg.shape == "mesh"):
-        raise ConfigError(f"{key}.file: expected a file for the shape 'mesh', and for no other")
-    body = spec.worldbody.add_body(name=name, mocap=cfg.fixed, pos=_middle(cfg.pose), quat=_turned(cfg))
-    shape: dict[str, Any] = {"type": kind, "size": [*size, 0.0, 0.0][:3]}
-    if cfg.file is not None:
-        spec.add_mesh(name=f"{name}_mesh", file=str(find_file(cfg.file)), scale=[cfg.scale] * 3)
-        shape = {"type": kind, "meshname": f"{name}_mesh"}
-    if not cfg.fixed:
-        body.add_freejoint(name=name)
-    rolls = cfg.shape in ("sphere", "cylinder", "capsule")  # friction against it lets a ball come to rest
-    bits = (0, _TOUCHED) if cfg.fixed else (_OBJECT, _TOUCHES)
-    contype, conaffinity = bits if cfg.collides else (0, 0)
-    body.add_geom(
-        name=name,
-        **shape,
-        mass=cfg.mass,
-        contype=contype,
-        conaffinity=conaffinity,
-        condim=6 if rolls else 4,
-        friction=[cfg.friction, 0.01, 0.001 if rolls else 0.0005],
-        rgba=_rgba(cfg.color),
-    )
-
-
-def _add_goal(spec: mujoco.MjSpec, name: str, cfg: GoalCfg) -> None:
-    kind, _ = _SHAPES[cfg.shape]
-    size = {"disc": [cfg.size, _DISC, 0.0], "sphere": [cfg.size, 0.0, 0.0], "box": [cfg.size] * 3}[cfg.shape]
-    body = spec.worldbody.add_body(name=name, mocap=True, pos=_middle(cfg.pose))
-    body.add_geom(name=name, type=kind, size=size, contype=0, conaffinity=0, mass=0.0, rgba=_rgba(cfg.color))
-
-
-def _middle(area: PoseRangeCfg) -> list[float]:
-    return [0.5 * (low + high) for low, high in (area.x, area.y, area.z)]
-
-
-def _turned(cfg: ObjectCfg) -> list[float]:
+def turned(cfg: ObjectCfg) -> list[float]:
     """Return the unit quaternion of how an object is turned before its heading."""
     norm = math.sqrt(sum(value * value for value in cfg.quat))
     return [value / norm for value in cfg.quat]
-
-
-def _rgba(color: Color | tuple[float, ...]) -> list[float]:
-    return [*color, 1.0][:4] if isinstance(color, tuple) else list(COLORS[color])
 
 
 def rest_height(model: mujoco.MjModel, body: str) -> float:
@@ -288,7 +195,7 @@ def _area(thing: Thing) -> PoseRangeCfg | None:
 def _place(model: mujoco.MjModel, name: str, thing: Thing) -> _Placed:
     area = _area(thing) or PoseRangeCfg()
     rest = rest_height(model, name) if isinstance(thing, ObjectCfg) or _address(model, name)[0] >= 0 else 0.0
-    quat = tuple(_turned(thing)) if isinstance(thing, ObjectCfg) else (1.0, 0.0, 0.0, 0.0)
+    quat = tuple(turned(thing)) if isinstance(thing, ObjectCfg) else (1.0, 0.0, 0.0, 0.0)
     return _Placed(name, area, rest, quat, float(getattr(thing, "min_distance", 0.0)), _address(model, name)[0])
 
 

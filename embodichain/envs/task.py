@@ -1,12 +1,11 @@
 """What a task adds to a simulated robot. Tasks are written once, in torch, and run on every physics backend."""
 
-import sys
+import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import lru_cache
+from typing import Any, ClassVar, Protocol
 
 import mujoco
 import torch
@@ -14,14 +13,11 @@ from torch import Tensor
 
 from embodichain.envs.actions import RobotActionManager
 from embodichain.envs.curricula import MovingRange
-from embodichain.envs.env_cfg import GymCfg, PoseRangeCfg, SceneCfg, mounted_cameras
+from embodichain.envs.env_cfg import GymCfg, PoseRangeCfg
 from embodichain.envs.physics import Physics
 from embodichain.envs.random import RandomStreams
-from embodichain.envs.robots import ASSETS, Robot, build_model
-from embodichain.errors import AssetError, ConfigError
-
-if TYPE_CHECKING:
-    from embodichain.envs.scenes import PlacedScene
+from embodichain.envs.robots import Robot
+from embodichain.errors import ConfigError
 
 Scene = dict[str, Tensor]
 """Named quantities of the present state, float32 ``[n, ...]``: what all of a task's formulas are written on."""
@@ -43,9 +39,37 @@ class ResetState:
 Start = ResetState  # former name
 
 
+class PlacedThings(Protocol):
+    """What ``env.scene`` describes, in a compiled model."""
+
+    def sample(self, env_ids: Tensor, streams: RandomStreams, start: ResetState) -> None:
+        """Draw where everything is in the next episodes, and write it into their reset states."""
+
+    def read(self, snapshot: Tensor, env_ids: Tensor | None = None) -> Scene:
+        """Measure everything; ``snapshot`` ``[n, nq + nv]`` are the positions and velocities of ``env_ids``."""
+
+    def observe(self, scene: Scene) -> dict[str, Any]:
+        """Return the observation of everything that is observed, by name."""
+
+
+class Builder(Protocol):
+    """Builds what tasks act in: :attr:`Task.builder` names one."""
+
+    def build_model(self, task: type["Task"], cfg: GymCfg) -> mujoco.MjModel:
+        """Compile the model of a task."""
+
+    def find_robot(self, cfg: GymCfg, physics: Physics) -> Robot:
+        """Return the robot in a model that was built of this config."""
+
+    def place_scene(self, cfg: GymCfg, physics: Physics) -> PlacedThings:
+        """Return the things of ``env.scene`` in such a model."""
+
+
 class Task(ABC):
     """One task: how episodes begin, what is observed and rewarded, when it is solved, and perhaps an expert."""
 
+    builder: ClassVar[str] = "embodichain.envs.construction:SceneBuilder"
+    """Entry point of what builds the task's model and finds robot and things in it: imported when it is built."""
     scene_file: ClassVar[str]
     """MJCF file of the scene: beside the module of the task, in the package's ``assets``, or an absolute path."""
     reward_weights: ClassVar[dict[str, float]]
@@ -75,7 +99,9 @@ class Task(ABC):
         if robot is not None:
             self.robot = robot
             self._home = robot.home(self._home)
-        self.placed = None if cfg.env.scene.empty else _place_scene(cfg, physics, robot)
+        if robot is None and not cfg.env.scene.empty:
+            raise ConfigError(f"env.scene: {cfg.id} has a scene of its own, which a config cannot add to; leave it out")
+        self.placed = None if cfg.env.scene.empty else self._builder().place_scene(cfg, physics)
         """What ``env.scene`` describes, if anything: places and measures it."""
         self.variables: dict[str, Tensor] = {}
         """Per-env values ``[num_envs, ...]`` that are drawn at reset and saved with the state."""
@@ -98,27 +124,17 @@ class Task(ABC):
     @classmethod
     def build_model(cls, cfg: GymCfg) -> mujoco.MjModel:
         """Compile the scene with the configured robot in it."""
-        model = build_model(cls._scene_path(), cfg.robot, mounted_cameras(cfg), *_builders(cfg.env.scene))
-        if cfg.env.timestep is not None:
-            model.opt.timestep = cfg.env.timestep
-        return model
-
-    @classmethod
-    def _scene_path(cls) -> Path:
-        """Return where ``scene_file`` is, relative to the module of the class that names it."""
-        owner = next(base for base in cls.__mro__ if "scene_file" in vars(base))
-        module = getattr(sys.modules.get(owner.__module__), "__file__", None)
-        beside = Path(module or ".").resolve().parent / cls.scene_file
-        found = next((path for path in (beside, ASSETS / cls.scene_file) if path.is_file()), None)
-        if found is None:
-            places = f"{beside.parent}, beside its module, nor in {ASSETS}"
-            raise AssetError(f"the scene {cls.scene_file!r} of {cls.__name__} is neither in {places}")
-        return found
+        return cls._builder().build_model(cls, cfg)
 
     @classmethod
     def make_robot(cls, cfg: GymCfg, physics: Physics) -> Robot | None:
         """Return the robot in the model, or ``None`` for a task that drives all motors of its model by itself."""
-        return Robot(physics.model, cfg.robot, physics.device)
+        return cls._builder().find_robot(cfg, physics)
+
+    @classmethod
+    def _builder(cls) -> Builder:
+        builder: Builder = pkgutil.resolve_name(cls.builder)
+        return builder
 
     @abstractmethod
     def sample_start(self, env_ids: Tensor, streams: RandomStreams) -> ResetState:
@@ -181,24 +197,6 @@ class Task(ABC):
         if self.placed is not None:
             self.placed.sample(env_ids, streams, start)
         return start
-
-
-def _builders(scene: SceneCfg) -> tuple[Callable[[mujoco.MjSpec], None], ...]:
-    """Return what builds a scene's things into a model, and its cameras, which may be at a robot."""
-    if scene.empty:
-        return ()
-    from embodichain.envs.scenes import add_views, furnish  # which are written on what is here
-
-    return partial(furnish, cfg=scene), partial(add_views, cfg=scene)
-
-
-def _place_scene(cfg: GymCfg, physics: Physics, robot: Robot | None) -> "PlacedScene":
-    """Return the things of the config in the compiled model."""
-    from embodichain.envs.scenes import PlacedScene  # which is written on what is here
-
-    if robot is None:
-        raise ConfigError(f"env.scene: {cfg.id} has a scene of its own, which a config cannot add to; leave it out")
-    return PlacedScene(cfg.env.scene, physics)
 
 
 def add_columns(rows: Tensor, robot: slice | Tensor, columns: slice | Tensor, values: Tensor) -> None:

@@ -9,7 +9,7 @@ from tensordict import TensorDict
 
 from embodichain.envs.actions import ActionManager, RobotActionManager
 from embodichain.envs.env_cfg import ActionsCfg, EffortTermCfg, EndEffectorTermCfg, JointTermCfg, RobotCfg
-from embodichain.envs.robots import Robot, build_model
+from embodichain.envs.robots import Robot, build_model, describe
 from embodichain.errors import ActionError, ConfigError
 
 HOME = [-0.22, 0.0103, 1.6931, -0.1326, -1.5708, -0.22]
@@ -19,7 +19,7 @@ def manager(num_envs: int = 3, tool: str = "pusher", **term) -> RobotActionManag
     fingers = [0.04, 0.04] if tool == "gripper" else []
     cfg = RobotCfg(tool=tool, init_qpos=HOME + fingers)
     return RobotActionManager(
-        ActionsCfg(**term), Robot(build_model("reach_scene.xml", cfg), cfg), num_envs, torch.device("cpu")
+        ActionsCfg(**term), Robot(build_model("reach_scene.xml", cfg), describe(cfg)), num_envs, torch.device("cpu")
     )
 
 
@@ -204,7 +204,7 @@ def test_a_gripper_adds_one_action():
 
 def test_effort_is_scaled_to_what_the_motor_can_do():
     cfg = RobotCfg(uid="cart")
-    robot = Robot(build_model("cart_pole.xml", cfg), cfg)
+    robot = Robot(build_model("cart_pole.xml", cfg), describe(cfg))
     robot.arms[""].max_control = torch.tensor([3.0])
     terms = RobotActionManager(ActionsCfg(effort=EffortTermCfg()), robot, 2, torch.device("cpu"))
     assert terms.control(torch.tensor([[0.5], [-1.0]]), torch.zeros(2, 1)).tolist() == [[1.5], [-3.0]]
@@ -256,7 +256,7 @@ def test_a_term_must_fit_the_motors():
     with pytest.raises(ConfigError, match=r"env\.actions\.effort: needs joints with motors"):
         manager(effort=EffortTermCfg())
     cfg = RobotCfg(uid="cart")
-    robot = Robot(build_model("cart_pole.xml", cfg), cfg)
+    robot = Robot(build_model("cart_pole.xml", cfg), describe(cfg))
     for term in ({"delta_qpos": JointTermCfg()}, {"qpos": JointTermCfg()}, {"ee_delta": EndEffectorTermCfg()}):
         with pytest.raises(ConfigError, match=r"needs joints with servos"):
             RobotActionManager(ActionsCfg(**term), robot, 2, torch.device("cpu"))

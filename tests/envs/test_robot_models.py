@@ -60,7 +60,7 @@ TERMS = {
 def robot(request):
     cfg = RobotCfg.from_dict(ROBOTS[request.param])
     model = build_model("reach_scene.xml", cfg)
-    return request.param, model, Robot(model, cfg), cfg
+    return request.param, model, Robot(model, describe(cfg)), cfg
 
 
 def place(model: mujoco.MjModel, robot: Robot) -> mujoco.MjData:
@@ -148,7 +148,7 @@ def _opening(data: mujoco.MjData, model: mujoco.MjModel, arm: Arm) -> float:
 def test_motors_take_efforts():
     cfg = RobotCfg.from_dict(PANDA | {"servos": None, "gravity_compensation": True})
     model = build_model("reach_scene.xml", cfg)
-    found = Robot(model, cfg)
+    found = Robot(model, describe(cfg))
     terms = RobotActionManager(ActionsCfg(effort=EffortTermCfg()), found, 1, "cpu")
     control = terms.control(torch.ones(1, 8), torch.zeros(1, 9))
     assert control[0, found.arms[""].actuators[:7]].tolist() == [80.0, 80.0, 80.0, 80.0, 80.0, 12.0, 12.0]
@@ -200,9 +200,8 @@ def test_the_page_of_the_documentation_says_what_is():
             exec(compile(snippet, "docs/robots.md", "exec"), names)
     finally:
         ROBOTS_BY_NAME.pop("ur5e", None)
-    assert Robot(
-        build_model("reach_scene.xml", RobotCfg.from_dict(names["baxter"])), RobotCfg.from_dict(names["baxter"])
-    )
+    cfg = RobotCfg.from_dict(names["baxter"])
+    assert Robot(build_model("reach_scene.xml", cfg), describe(cfg))
     told = set(
         re.findall(r"`(\w+)`", " ".join(row.split("|")[1] for row in re.findall(r"^\| `.*$", page, re.MULTILINE)))
     )

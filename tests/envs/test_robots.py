@@ -69,7 +69,7 @@ def save(tmp_path, monkeypatch):
 def built(scene="pick_scene.xml", **settings):
     cfg = RobotCfg(**settings)
     model = build_model(scene, cfg)
-    return model, Robot(model, cfg), cfg
+    return model, Robot(model, describe(cfg)), cfg
 
 
 def test_an_arm_is_found_out(save):

@@ -24,7 +24,8 @@ from embodichain.envs.env_cfg import ActionsCfg, EnvCfg, EventsCfg, GymCfg, Robo
 from embodichain.envs.physics import Physics
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.rendering import camera_names, mount_cameras
-from embodichain.envs.robots import Robot, read_spec
+from embodichain.envs.robot_files import read_spec
+from embodichain.envs.robots import Robot
 from embodichain.envs.task import ResetState, Scene, Task
 from embodichain.errors import ConfigError
 
