@@ -20,8 +20,9 @@ import mujoco
 import numpy as np
 import tyro
 
+from embodichain.envs.gl_backend import choose_backend
 from embodichain.envs.registration import load_gym_config
-from embodichain.envs.rendering import Load, Renderer, choose_backend
+from embodichain.envs.rendering import Load, Renderer
 from embodichain.envs.tasks.push_cube import PushCube
 
 Draw = Callable[[Load, Iterable[int]], object]

@@ -18,7 +18,7 @@ def frames(rounds: int, window: float, patience: float) -> Rounds:
 
     In a process of its own, because ``mujoco.Renderer`` takes its backend from the environment when it is imported.
     """
-    from embodichain.envs.rendering import choose_backend
+    from embodichain.envs.gl_backend import choose_backend
 
     choose_backend()
     command = [sys.executable, "-m", "benchmarks.sim_frames", str(rounds), str(window), str(patience)]

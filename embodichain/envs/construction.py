@@ -16,11 +16,11 @@ from embodichain.envs.env_cfg import GymCfg, RobotCfg, mounted_cameras
 from embodichain.envs.fixtures import COLORS, add_fixture
 from embodichain.envs.physics import Physics
 from embodichain.envs.postures import base_pose
-from embodichain.envs.rendering import CameraCfg, looking, mount_cameras
+from embodichain.envs.rendering import Cameras, looking, mount_cameras
 from embodichain.envs.robot_adaptation import adapted, describe
 from embodichain.envs.robot_files import ASSETS, find_file, read_spec, split_robot
 from embodichain.envs.robots import Robot
-from embodichain.envs.scene_cfg import Color, GoalCfg, ObjectCfg, PoseRangeCfg, SceneCfg, ViewCfg
+from embodichain.envs.scene_cfg import CameraCfg, Color, GoalCfg, ObjectCfg, PoseRangeCfg, SceneCfg, ViewCfg
 from embodichain.envs.scenes import PlacedScene, things, turned
 from embodichain.envs.task import Task
 from embodichain.errors import AssetError, ConfigError, nearest
@@ -62,6 +62,11 @@ class SceneBuilder:
     def place_scene(cfg: GymCfg, physics: Physics) -> PlacedScene:
         """Return the things of the config in the model."""
         return PlacedScene(cfg.env.scene, physics)
+
+    @staticmethod
+    def open_cameras(cfg: GymCfg, model: mujoco.MjModel, varied: bool) -> Cameras:
+        """Return the cameras of the model, and those of the config that observe."""
+        return Cameras(model, cfg.env.observations.cameras, varied)
 
 
 def _scene_path(task: type[Task]) -> Path:

@@ -6,7 +6,7 @@ from pydantic import AfterValidator, Field
 
 from embodichain.config.classes import Config, Count, NotNegative, Number, Positive, configclass
 from embodichain.envs.curricula import PositiveRange, Range
-from embodichain.envs.rendering import CameraCfg
+from embodichain.envs.scene_cfg import CameraCfg as CameraCfg
 from embodichain.envs.scene_cfg import Color as Color
 from embodichain.envs.scene_cfg import GoalCfg as GoalCfg
 from embodichain.envs.scene_cfg import ObjectCfg as ObjectCfg

@@ -15,8 +15,8 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from embodichain.envs.env_cfg import LanguageCfg, NoiseCfg, ObservationsCfg
+from embodichain.envs.physics import Images
 from embodichain.envs.randomization import Calibration, Draw, EventTerm, Rows, World
-from embodichain.envs.rendering import Images
 from embodichain.errors import ConfigError, nearest
 
 _JOINTS = "robot/qpos"

@@ -19,7 +19,7 @@ from PIL import Image, ImageDraw, ImageFont
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from embodichain.envs.rendering import INSTALL_HINT
+from embodichain.envs.gl_backend import INSTALL_HINT
 from embodichain.envs.task_env import TaskEnv
 from embodichain.envs.vec_env import VecEnv
 from embodichain.errors import EmbodiChainError, OutputError, writing

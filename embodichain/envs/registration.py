@@ -16,11 +16,11 @@ from embodichain.config.compat import translate_gym_config
 from embodichain.config.files import find_shipped
 from embodichain.envs import MUJOCO_SUITE, TASKS, register_with_gymnasium
 from embodichain.envs.env_cfg import GymCfg
+from embodichain.envs.gl_backend import choose_backend
 from embodichain.envs.gymnasium_env import make_gymnasium
 from embodichain.envs.gymnasium_env.construct import resolve_spec
 from embodichain.envs.physics.mujoco_cpu import MujocoCpuPhysics
 from embodichain.envs.randomization import EVENTS, spare_rows
-from embodichain.envs.rendering import choose_backend
 from embodichain.envs.robot_files import find_file
 from embodichain.envs.task import Task
 from embodichain.envs.task_env import TaskEnv

@@ -2,9 +2,6 @@
 
 ``Renderer`` renders one image size; ``Cameras`` keeps a renderer for every size in use and knows cameras by name.
 A function ``load(data, env)`` copies the state of an env into an ``MjData``.
-
-A broken OpenGL driver may crash the process that tries it, so ``choose_backend`` tries each in a process of its own.
-The result goes into ``MUJOCO_GL``, which MuJoCo's C library and every child process read.
 """
 
 from __future__ import annotations
@@ -16,53 +13,22 @@ import ctypes
 import importlib
 import math
 import os
-import signal
-import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal, Self
 
 import mujoco
 import numpy as np
 import torch
-from pydantic import AfterValidator, Field, model_validator
 from torch import Tensor
 
-from embodichain.config.classes import MISSING, Config, configclass
+from embodichain.envs.gl_backend import choose_backend
+from embodichain.envs.physics import Images, Load, Quality
+from embodichain.envs.scene_cfg import OBSERVED_AS, CameraCfg, Output
 from embodichain.errors import ConfigError, RenderingError, UnknownNameError, nearest
 
-FOUND_VARIABLE = "EMBODICHAIN_GL"
-"""Names the backend that a parent process found to work, so that its children need not try again."""
-
-INSTALL_HINT = (
-    "Install one of these system packages (Debian/Ubuntu names): libosmesa6 (draws on the CPU), or libegl1 with "
-    "libgl1-mesa-dri or the GPU vendor's driver. For example: apt-get install libosmesa6"
-)
-
-_BACKENDS = {"linux": ("egl", "osmesa", "glfw"), "darwin": ("cgl", "glfw"), "win32": ("glfw",)}
-_AUTOMATIC = ("", "enable", "enabled", "on", "true", "1")
-_DISABLED = ("disable", "disabled", "off", "false", "0")
-_ALIASES = {"glx": "glfw", "wgl": "glfw"}  # these names of MuJoCo's mean a (hidden) GLFW window
-_PROBE_SECONDS = 60.0
-_PROBE = """
-import sys, mujoco
-model = mujoco.MjModel.from_xml_string(
-    '<mujoco><worldbody><light pos="0 0 3"/><geom type="box" size="1 1 1" rgba="1 0 0 1"/></worldbody></mujoco>')
-data = mujoco.MjData(model)
-mujoco.mj_forward(model, data)
-with mujoco.Renderer(model, 32, 32) as renderer:
-    renderer.update_scene(data)
-    if renderer.render()[..., 0].max() < 50:
-        sys.exit("draws nothing but black")
-"""
-
-Load = Callable[[mujoco.MjData, int], None]
-Quality = Literal["lean", "high"]
-Output = Literal["rgb", "depth", "segmentation"]
-OBSERVED_AS: dict[Output, str] = {"rgb": "image", "depth": "depth", "segmentation": "segmentation"}
-"""The group of observations in which an output of a camera is found, under the camera's name."""
 MOUNTED = "observed/"
 """What the names of configured cameras, and of the materials for them, begin with in a model."""
 Material = Literal["plain", "checker", "gradient", "noise", "cross"]
@@ -74,11 +40,6 @@ MATERIALS: dict[Material, tuple[str, str]] = {
     "cross": ("FLAT", "CROSS"),
 }
 """Materials that are built into models with configured cameras: MuJoCo's pattern, and its marks on it."""
-Images = dict[str, dict[str, Tensor]]
-"""What cameras observe, ``[n, H, W, channels]``, by group and by the camera's name."""
-Pixels = Annotated[int, Field(gt=0, le=8192)]
-Vector = tuple[float, float, float]
-
 # Rounder shapes look the same in small images and double the time; flat ones keep 4x4 patches, lit at their corners.
 _QUALITY = {
     "lean": {"offsamples": 0, "shadowsize": 0, "numslices": 12, "numstacks": 6, "numquads": 4},
@@ -89,135 +50,9 @@ _MAX_GEOMS = 10_000
 _FOVY = 45.0
 _INTRINSICS = ("sensor_size", "resolution", "focal_length", "focal_pixel", "principal_length", "principal_pixel")
 
-_found: str | None = None
-_failure: str | None = None
 _renderers: weakref.WeakSet[Renderer] = weakref.WeakSet()
 _has_rendered = False
 _inherited = False  # set in a process forked from one that had rendered
-
-
-def choose_backend() -> str:
-    """Return a GL backend that works or raise ``RenderingError``; one named in ``MUJOCO_GL`` is the only one tried."""
-    global _found, _failure
-    if _failure is not None:
-        raise RenderingError(_failure)
-    if _found is None:
-        try:
-            _found = _search(_candidates())
-        except RenderingError as error:
-            _failure = str(error)
-            raise
-        os.environ["MUJOCO_GL"] = os.environ[FOUND_VARIABLE] = _found
-        # Mesa renders small images faster without helper threads, one per core and worker (benchmarks/rendering.py).
-        os.environ.setdefault("LP_NUM_THREADS", "0")
-        os.environ.setdefault("EGL_LOG_LEVEL", "fatal")  # no warnings about GPUs that are not ours to open
-        if _found == "osmesa":
-            # Its shader cache starts a thread, and a forked child then waits for that thread for ever when it exits.
-            os.environ.setdefault("MESA_SHADER_CACHE_DISABLE", "true")
-    return _found
-
-
-def _candidates() -> tuple[str, ...]:
-    """Return the backends to try, best first."""
-    wish = os.environ.get("MUJOCO_GL", "").lower().strip()
-    known = _BACKENDS.get(sys.platform, ("glfw",))
-    if wish in _DISABLED:
-        raise RenderingError(
-            f"rendering is switched off by MUJOCO_GL={wish}: unset the variable to draw. {INSTALL_HINT}"
-        )
-    if wish in _AUTOMATIC:
-        loaded = os.environ.get("PYOPENGL_PLATFORM", "").lower()  # PyOpenGL knows one platform per process
-        if loaded in known:
-            return (loaded,)
-        screen = sys.platform != "linux" or "DISPLAY" in os.environ or "WAYLAND_DISPLAY" in os.environ
-        return tuple(name for name in known if name != "glfw" or screen)
-    wish = _ALIASES.get(wish, wish)
-    if wish not in known:
-        raise RenderingError(
-            f"MUJOCO_GL={wish!r} is no backend of this system: expected one of {', '.join(known)}, or unset"
-        )
-    return (wish,)
-
-
-def _search(candidates: tuple[str, ...]) -> str:
-    """Return the first backend that renders an image."""
-    inherited = os.environ.get(FOUND_VARIABLE)
-    if inherited in candidates:
-        return inherited
-    problems = []
-    for backend in candidates:
-        problem = probe(backend)
-        if problem is None:
-            return backend
-        problems.append(f"  {backend}: {problem}")
-    forced = "" if len(candidates) > 1 else " (the only backend allowed by MUJOCO_GL or PYOPENGL_PLATFORM)"
-    raise RenderingError(
-        f"no OpenGL backend can draw on this machine{forced}:\n" + "\n".join(problems) + f"\n{INSTALL_HINT}"
-    )
-
-
-def probe(backend: str) -> str | None:
-    """Render one small image in a process of its own; return what went wrong, or ``None``."""
-    env = {k: v for k, v in os.environ.items() if k != "PYOPENGL_PLATFORM"} | {"MUJOCO_GL": backend}
-    command = [sys.executable, "-P", "-c", _PROBE]
-    try:
-        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=_PROBE_SECONDS)
-    except subprocess.TimeoutExpired:
-        return f"no picture within {_PROBE_SECONDS:.0f} s"
-    if done.returncode == 0:
-        return None
-    if done.returncode < 0:
-        return f"the driver crashed ({signal.Signals(-done.returncode).name})"
-    lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-    if "'NoneType' object has no attribute" in lines[-1]:  # how PyOpenGL puts it
-        return "its library is not installed"
-    return lines[-1][:200]
-
-
-def _distinct(outputs: tuple[Output, ...]) -> tuple[Output, ...]:
-    if len(set(outputs)) < len(outputs):
-        raise ValueError(f"each output is given once, got {', '.join(outputs)}")
-    return outputs
-
-
-@configclass
-class CameraCfg(Config):
-    """One camera: either one of the model (``attach``) or one that stands at ``pos`` and looks at ``lookat``."""
-
-    name: str = MISSING
-    """Name of the camera; its images are observed as ``image/<name>``."""
-    outputs: Annotated[tuple[Output, ...], Field(min_length=1), AfterValidator(_distinct)] = ("rgb",)
-    """What is observed: ``rgb`` (uint8 ``image/<name>`` ``[H, W, 3]``), ``depth`` (float32 metres along the view
-    direction, ``depth/<name>`` ``[H, W, 1]``), ``segmentation`` (int32 ids of bodies, ``segmentation/<name>``
-    ``[H, W, 1]``; ``env.segmentation_names`` has the name of each id)."""
-    width: Pixels = 96
-    """Width of the image in pixels."""
-    height: Pixels = 96
-    """Height of the image in pixels."""
-    attach: str | None = None
-    """Camera of the model to look through; without ``pos``, the one called ``name``."""
-    pos: Vector | None = None
-    """Where a free camera stands, in metres."""
-    lookat: Vector | None = None
-    """Point that a free camera has in the middle of its image."""
-    fovy: Annotated[float, Field(gt=0, lt=180)] | None = None
-    """Vertical field of view in degrees; default: the camera's own."""
-    near: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Least depth in metres: what is nearer has this depth."""
-    far: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0
-    """Largest depth in metres: that of everything farther away, and of the background."""
-
-    @model_validator(mode="after")
-    def _check_kind(self) -> Self:
-        if self.near >= self.far:
-            raise ValueError(f"far must be larger than near, got near {self.near} and far {self.far}")
-        if (self.pos is None) != (self.lookat is None):
-            raise ValueError("pos and lookat belong together: give both for a free camera, or neither")
-        if self.pos is not None and self.attach is not None:
-            raise ValueError("expected either attach (a camera of the model) or pos and lookat, got both")
-        if self.pos is not None and self.pos == self.lookat:
-            raise ValueError(f"lookat must differ from pos, got {self.pos} for both")
-        return self
 
 
 class Renderer:
@@ -507,6 +342,16 @@ class Cameras:
             model = copy.copy(self.model) if self._varied else self.model
             renderer = self._renderers[size, quality] = Renderer(model, size, quality)
         return renderer, cfg
+
+    @property
+    def segmentation_names(self) -> tuple[str, ...]:
+        """The name of each id of a segmentation."""
+        return segmentation_names(self.model)
+
+    def bounds(self) -> dict[tuple[str, ...], tuple[float, float]]:
+        """Return the least and the largest value of all that is observed, by group and by the camera's name."""
+        cameras = self.cfgs.values()
+        return {(OBSERVED_AS[o], cfg.name): bounds_of(cfg, o, self.model) for cfg in cameras for o in cfg.outputs}
 
     def close(self) -> None:
         """Free all GL contexts; calling it twice is fine."""

@@ -14,7 +14,6 @@ import torch
 
 from embodichain.envs.construction import add_robot
 from embodichain.envs.env_cfg import ArmCfg, RobotCfg
-from embodichain.envs.rendering import CameraCfg
 from embodichain.envs.robot_adaptation import describe
 from embodichain.envs.robot_files import ROBOTS, compile_robot, find_file, read_spec, split_robot
 from embodichain.envs.robot_model import (
@@ -27,6 +26,7 @@ from embodichain.envs.robot_model import (
     path_joints,
 )
 from embodichain.envs.robots import Arm, Robot, actuators_of, drive_kind, servo_of
+from embodichain.envs.scene_cfg import CameraCfg
 from embodichain.errors import UnknownNameError, nearest
 
 TURN = 6.2832

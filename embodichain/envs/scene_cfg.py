@@ -1,11 +1,11 @@
-"""The shape of ``env.scene``: objects, goals, cameras and fixtures that are placed by config."""
+"""The shape of ``env.scene``: objects, goals, views and fixtures that a config places; and of cameras that observe."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import AfterValidator, Discriminator, Field, PlainValidator, Tag
+from pydantic import AfterValidator, Discriminator, Field, PlainValidator, Tag, model_validator
 
-from embodichain.config.classes import Config, Fraction, NotNegative, Number, Positive, configclass
+from embodichain.config.classes import MISSING, Config, Fraction, NotNegative, Number, Positive, configclass
 from embodichain.envs.curricula import Range
 from embodichain.errors import ConfigError, nearest
 
@@ -304,3 +304,56 @@ class SceneCfg(Config):
     def empty(self) -> bool:
         """Whether it describes nothing."""
         return not (self.objects or self.fixtures or self.goals or self.cameras)
+
+
+Output = Literal["rgb", "depth", "segmentation"]
+OBSERVED_AS: dict[Output, str] = {"rgb": "image", "depth": "depth", "segmentation": "segmentation"}
+"""The group of observations in which an output of a camera is found, under the camera's name."""
+Pixels = Annotated[int, Field(gt=0, le=8192)]
+Vector = tuple[float, float, float]
+
+
+def _distinct(outputs: tuple[Output, ...]) -> tuple[Output, ...]:
+    if len(set(outputs)) < len(outputs):
+        raise ValueError(f"each output is given once, got {', '.join(outputs)}")
+    return outputs
+
+
+@configclass
+class CameraCfg(Config):
+    """One camera: either one of the model (``attach``) or one that stands at ``pos`` and looks at ``lookat``."""
+
+    name: str = MISSING
+    """Name of the camera; its images are observed as ``image/<name>``."""
+    outputs: Annotated[tuple[Output, ...], Field(min_length=1), AfterValidator(_distinct)] = ("rgb",)
+    """What is observed: ``rgb`` (uint8 ``image/<name>`` ``[H, W, 3]``), ``depth`` (float32 metres along the view
+    direction, ``depth/<name>`` ``[H, W, 1]``), ``segmentation`` (int32 ids of bodies, ``segmentation/<name>``
+    ``[H, W, 1]``; ``env.segmentation_names`` has the name of each id)."""
+    width: Pixels = 96
+    """Width of the image in pixels."""
+    height: Pixels = 96
+    """Height of the image in pixels."""
+    attach: str | None = None
+    """Camera of the model to look through; without ``pos``, the one called ``name``."""
+    pos: Vector | None = None
+    """Where a free camera stands, in metres."""
+    lookat: Vector | None = None
+    """Point that a free camera has in the middle of its image."""
+    fovy: Annotated[float, Field(gt=0, lt=180)] | None = None
+    """Vertical field of view in degrees; default: the camera's own."""
+    near: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Least depth in metres: what is nearer has this depth."""
+    far: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0
+    """Largest depth in metres: that of everything farther away, and of the background."""
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> Self:
+        if self.near >= self.far:
+            raise ValueError(f"far must be larger than near, got near {self.near} and far {self.far}")
+        if (self.pos is None) != (self.lookat is None):
+            raise ValueError("pos and lookat belong together: give both for a free camera, or neither")
+        if self.pos is not None and self.attach is not None:
+            raise ValueError("expected either attach (a camera of the model) or pos and lookat, got both")
+        if self.pos is not None and self.pos == self.lookat:
+            raise ValueError(f"lookat must differ from pos, got {self.pos} for both")
+        return self

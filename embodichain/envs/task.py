@@ -8,13 +8,14 @@ from functools import lru_cache
 from typing import Any, ClassVar, Protocol
 
 import mujoco
+import numpy as np
 import torch
 from torch import Tensor
 
 from embodichain.envs.actions import RobotActionManager
 from embodichain.envs.curricula import MovingRange
-from embodichain.envs.env_cfg import GymCfg, PoseRangeCfg
-from embodichain.envs.physics import Physics
+from embodichain.envs.env_cfg import CameraCfg, GymCfg, PoseRangeCfg
+from embodichain.envs.physics import Images, Load, Physics, Quality
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.robots import Robot
 from embodichain.errors import ConfigError
@@ -52,6 +53,32 @@ class PlacedThings(Protocol):
         """Return the observation of everything that is observed, by name."""
 
 
+class ModelCameras(Protocol):
+    """The cameras of a model, rendered env by env on this machine; a backend may have its own for all envs at once."""
+
+    @property
+    def cfgs(self) -> Mapping[str, CameraCfg]:
+        """Those that observe, by name."""
+
+    @property
+    def segmentation_names(self) -> tuple[str, ...]:
+        """The name of each id of a segmentation: the background, and then the bodies in the model's order."""
+
+    def bounds(self) -> dict[tuple[str, ...], tuple[float, float]]:
+        """Return the least and the largest value of all that is observed, by group and by the camera's name."""
+
+    def render(
+        self, load: Load, env_ids: Sequence[int], camera: str | None, size: tuple[int, int] | None, quality: Quality
+    ) -> np.ndarray:
+        """Return uint8 images ``[len(env_ids), H, W, 3]``; ``size`` (height, width) defaults to the camera's own."""
+
+    def observe(self, load: Load, env_ids: Sequence[int]) -> Images:
+        """Return what the cameras that observe see of these envs."""
+
+    def close(self) -> None:
+        """Free what they hold; calling it twice is fine."""
+
+
 class Builder(Protocol):
     """Builds what tasks act in: :attr:`Task.builder` names one."""
 
@@ -63,6 +90,9 @@ class Builder(Protocol):
 
     def place_scene(self, cfg: GymCfg, physics: Physics) -> PlacedThings:
         """Return the things of ``env.scene`` in such a model."""
+
+    def open_cameras(self, cfg: GymCfg, model: mujoco.MjModel, varied: bool) -> ModelCameras:
+        """Return the cameras of a model; ``varied``: envs look different, and a ``load`` writes to the data's model."""
 
 
 class Task(ABC):
@@ -130,6 +160,10 @@ class Task(ABC):
     def make_robot(cls, cfg: GymCfg, physics: Physics) -> Robot | None:
         """Return the robot in the model, or ``None`` for a task that drives all motors of its model by itself."""
         return cls._builder().find_robot(cfg, physics)
+
+    def open_cameras(self, varied: bool) -> ModelCameras:
+        """Return the cameras of the model; ``varied``: looks differ from env to env."""
+        return self._builder().open_cameras(self.cfg, self.physics.model, varied)
 
     @classmethod
     def _builder(cls) -> Builder:

@@ -14,11 +14,10 @@ from torch import Tensor
 from embodichain.envs.actions import MotorActionManager, RobotActionManager
 from embodichain.envs.curricula import Curricula
 from embodichain.envs.env_cfg import GymCfg
-from embodichain.envs.observations import Bounds, ObservationBuilder, PackedObservation, observation_space
-from embodichain.envs.physics import VISUAL, Physics
+from embodichain.envs.observations import ObservationBuilder, PackedObservation, observation_space
+from embodichain.envs.physics import VISUAL, Images, Load, Physics, Quality
 from embodichain.envs.random import RandomStreams, channel
 from embodichain.envs.randomization import DomainRandomization, Draw, World
-from embodichain.envs.rendering import OBSERVED_AS, Cameras, Images, Load, Quality, bounds_of, segmentation_names
 from embodichain.envs.resets import Drawn, EnvState, Resets, check_state
 from embodichain.envs.task import Scene, Task
 from embodichain.envs.terms import LAST_ACTION, ObservationTerms, RewardTerms
@@ -66,7 +65,7 @@ class TaskEnv(VecEnv):
         self._events = self._make_events(task_class.object_body)
         self._varied = [name for name in self._events.state() if name in VISUAL]
         """Fields of the model in which the looks of envs differ."""
-        self._cameras = Cameras(physics.model, cfg.env.observations.cameras, bool(self._varied))
+        self._cameras = self.task.open_cameras(bool(self._varied))
         self._render_all = physics.open_cameras(cfg.env.observations.cameras)
         events = self._events.variables()
         self._state = EnvState(
@@ -83,10 +82,7 @@ class TaskEnv(VecEnv):
         self._show(self._build(self._measurements(), self._all))
         self._add_sensors()
         self._curricula.check(self.task.success(self._measurements()) is not None)
-        cameras = self._cameras.cfgs.values()
-        seen = [(camera, output) for camera in cameras for output in camera.outputs]
-        bounds: Bounds = {(OBSERVED_AS[o], camera.name): bounds_of(camera, o, physics.model) for camera, o in seen}
-        self.observation_space: gym.spaces.Dict = observation_space(self._obs, bounds)
+        self.observation_space: gym.spaces.Dict = observation_space(self._obs, self._cameras.bounds())
         self._masked = self.device.type != "cpu"
         self._graphed: GraphedStep | None = None
         if self._masked and not self._renders_on_host:
@@ -126,7 +122,7 @@ class TaskEnv(VecEnv):
     @property
     def segmentation_names(self) -> tuple[str, ...]:
         """The name of each id in the observations ``segmentation/<camera>``: the background, then all bodies."""
-        return segmentation_names(self.physics.model)
+        return self._cameras.segmentation_names
 
     @property
     def _renders_on_host(self) -> bool:

@@ -5,7 +5,7 @@ import pytest
 from PIL import Image
 
 from embodichain.cli import demo, play
-from embodichain.envs import rendering as gl
+from embodichain.envs import gl_backend as gl
 from embodichain.errors import ConfigError, EnvContractError, OutputError, RenderingError, UnknownNameError
 
 

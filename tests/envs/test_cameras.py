@@ -15,9 +15,10 @@ import torch
 
 from embodichain.agents.rl.models import build_policy
 from embodichain.envs.checker import check_env
+from embodichain.envs.gl_backend import choose_backend
 from embodichain.envs.gymnasium_env import TaskGymnasiumEnv
 from embodichain.envs.registration import EVENTS, make
-from embodichain.envs.rendering import CameraCfg, choose_backend
+from embodichain.envs.rendering import CameraCfg
 from embodichain.envs.task_env import TaskEnv
 from embodichain.errors import ConfigError, RenderingError
 

@@ -15,7 +15,7 @@ import mujoco
 import numpy as np
 import pytest
 
-from embodichain.envs import rendering as gl
+from embodichain.envs import gl_backend as gl
 from embodichain.envs.rendering import CameraCfg, Cameras, Renderer, camera_names, segmentation_names
 from embodichain.errors import ConfigError, RenderingError, UnknownNameError
 

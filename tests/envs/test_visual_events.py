@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from embodichain.envs.gl_backend import choose_backend
 from embodichain.envs.registration import make
-from embodichain.envs.rendering import choose_backend
 from embodichain.envs.task_env import TaskEnv
 from embodichain.errors import ConfigError, RenderingError
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from embodichain.envs import rendering as gl
+from embodichain.envs import gl_backend as gl
 from embodichain.envs.env_cfg import RobotCfg
 from embodichain.envs.registration import make
 from embodichain.envs.robots import build_model

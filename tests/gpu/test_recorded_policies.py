@@ -17,8 +17,8 @@ from embodichain.agents.rl.collector import acting as module
 from embodichain.agents.rl.models import ActorCritic, build_policy
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.config import load_config
+from embodichain.envs.gl_backend import choose_backend
 from embodichain.envs.registration import make
-from embodichain.envs.rendering import choose_backend
 from embodichain.envs.vec_env import VecEnv
 from embodichain.envs.wrappers import chunked, make_grouped
 from embodichain.errors import RenderingError

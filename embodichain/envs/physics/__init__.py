@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import mujoco
 import torch
@@ -13,10 +13,15 @@ from torch import Tensor
 from embodichain.errors import SimulationError
 
 if TYPE_CHECKING:
-    from embodichain.envs.rendering import CameraCfg
+    from embodichain.envs.scene_cfg import CameraCfg
 
-
-RenderAll: TypeAlias = Callable[[Mapping[str, Tensor], Tensor | None], dict[str, dict[str, Tensor]]]
+Load: TypeAlias = Callable[[mujoco.MjData, int], None]
+"""Copies the state of an env into an ``MjData``."""
+Quality: TypeAlias = Literal["lean", "high"]
+"""Of what is rendered: fast, or good to look at."""
+Images: TypeAlias = dict[str, dict[str, Tensor]]
+"""What cameras observe, ``[n, H, W, channels]``, by group and by the camera's name."""
+RenderAll: TypeAlias = Callable[[Mapping[str, Tensor], Tensor | None], Images]
 """Renders the cameras of all envs, with mocap bodies at these positions; with a mask ``[num_envs]`` of those that are
 needed, the others may have images of nothing."""
 

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodichain.envs.physics import DERIVING, Physics, Poses, RenderAll
+from embodichain.envs.physics import DERIVING, Images, Physics, Poses, RenderAll
 from embodichain.envs.physics.warp_cameras import WarpCameras
-from embodichain.envs.rendering import CameraCfg, Images
+from embodichain.envs.scene_cfg import CameraCfg
 from embodichain.errors import ConfigError, SimulationError
 from embodichain.extras import require
 

@@ -14,7 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodichain.envs.rendering import OBSERVED_AS, CameraCfg, Images, Output, mounted_name
+from embodichain.envs.physics import Images
+from embodichain.envs.rendering import mounted_name
+from embodichain.envs.scene_cfg import OBSERVED_AS, CameraCfg, Output
 
 _FAR_AWAY = 1e6  # metres above everything, for cameras that look upwards
 
