@@ -74,6 +74,10 @@ def test_packages_reach_their_modules_without_importing_each():
 
 ON_DEMAND = """
 import sys
+import embodichain.envs.task_env
+builds = "construction", "fixtures", "grippers", "postures", "rendering", "robot_files", "robot_model", "scenes"
+loaded = [name for name in builds if f"embodichain.envs.{name}" in sys.modules]
+assert not loaded, loaded
 from embodichain.agents.rl.train import build_trainer
 from embodichain.agents.rl import algo, models
 from embodichain.envs.registration import make
@@ -90,7 +94,7 @@ assert algo.get_algo_class("distill") is algo.Distillation
 """
 
 
-def test_a_run_imports_only_the_policy_and_the_algorithm_that_it_names():
+def test_a_step_needs_nothing_that_builds_it_and_a_run_only_the_policy_and_algorithm_that_it_names():
     done = subprocess.run([sys.executable, "-c", ON_DEMAND], timeout=100, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
