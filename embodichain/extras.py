@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
-from importlib.machinery import PathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 
@@ -54,6 +54,8 @@ def available(module: str) -> bool:
 _allowed: set[str] = set()
 _joined: set[Path] = set()
 """Folders that joined Python's path with a trusted module."""
+_BEGIN = "/./"
+"""In the path of a file, where a module's dotted name begins, if folders of it have no ``__init__.py``."""
 
 
 def module_name(entry: str) -> str:
@@ -91,7 +93,7 @@ def import_trusted(trusted: Iterable[str], folders: Iterable[Path] = ()) -> None
             _joined.add(folder)
             sys.path.append(str(folder))
         with _errors_of(entry):
-            if entry.endswith(".py") and folder is not None:
+            if entry.endswith(".py") and folder is not None and _BEGIN not in entry:
                 _import_from(folder, name.partition(".")[0], entry)
             importlib.import_module(name)
         _allowed.add(name)
@@ -107,7 +109,12 @@ def locate_trusted(trusted: Iterable[str], folders: Iterable[Path] = ()) -> tupl
         parts = name.split(".")
         base = Path() if folder is None else folder.joinpath(*parts[:-1])
         files = [file for file in (base / parts[-1] / "__init__.py", base / f"{parts[-1]}.py") if file.is_file()]
-        entries.append(entry if folder is None or not files else str(files[0]))
+        if folder is None or not files:
+            entries.append(entry)
+        elif _module_of(str(files[0])) == (name, folder):
+            entries.append(str(files[0]))
+        else:  # a folder without __init__.py belongs to the name: /./ marks where the name begins
+            entries.append(f"{folder}{_BEGIN}{files[0].relative_to(folder).as_posix()}")
     return tuple(dict.fromkeys(entries))
 
 
@@ -122,16 +129,23 @@ def _locate(entry: str, folders: Iterable[Path]) -> tuple[str, Path | None]:
     top = entry.partition(".")[0]
     if top in sys.modules or importlib.util.find_spec(top) is not None:
         spec = getattr(sys.modules.get(top), "__spec__", None) or PathFinder.find_spec(top)
-        return entry, next((folder for folder in _joined if spec and folder in Path(spec.origin or "").parents), None)
+        places = [Path(spec.origin)] if spec and spec.origin else [Path(p) for p in (_portions(spec) if spec else [])]
+        return entry, next((folder for folder in _joined if any(folder in place.parents for place in places)), None)
     searched = list(dict.fromkeys(folder.resolve() for folder in folders))
     for folder in searched:
         if PathFinder.find_spec(top, [str(folder)]) is not None:
             return entry, folder
     looked = ", ".join(map(str, searched)) or "any other folder"
+    file, is_part = entry.replace(".", "/"), "." in entry
     raise UnknownNameError(
         f"there is no module {top!r} on Python's path, nor in {looked}. A file can be given as it is: "
-        f"--trust some/where/{top}.py"
+        f"--trust some/where/{file}.py" + ("" if is_part else f", or some/where/{file}/__init__.py of a package")
     )
+
+
+def _portions(spec: ModuleSpec) -> list[str]:
+    """Return the folders of a package that has no ``__init__.py``."""
+    return list(spec.submodule_search_locations or [])
 
 
 def _module_of(file: str) -> tuple[str, Path]:
@@ -139,6 +153,10 @@ def _module_of(file: str) -> tuple[str, Path]:
     if "\0" in file or not Path(file).is_file():
         shown = file if file.isprintable() else ascii(file)
         raise UnknownNameError(f"there is no file {shown} (looked in {Path.cwd()})")
+    above, mark, rest = file.partition(_BEGIN)
+    if mark and above and ".." not in Path(rest).parts:
+        parts = list(Path(rest.removesuffix(".py")).parts)
+        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts), Path(above).resolve()
     path = Path(file).resolve()
     names, folder = ([] if path.name == "__init__.py" else [path.stem]), path.parent
     while (folder / "__init__.py").is_file():
@@ -173,9 +191,10 @@ def _errors_of(entry: str) -> Iterator[None]:
     except EmbodiChainError:
         raise
     except Exception as error:  # code of the user's own may raise anything
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
+        passed = traceback.extract_tb(error.__traceback__)
+        frames = [frame for frame in passed if "importlib" not in frame.filename and frame.filename != __file__]
         line = (error.filename, error.lineno) if isinstance(error, SyntaxError) else None
-        file, number = line or ((frames[-1].filename, frames[-1].lineno) if len(frames) > 1 else (entry, None))
+        file, number = line or ((frames[-1].filename, frames[-1].lineno) if frames else (entry, None))
         where = f" ({file}, line {number})" if number is not None else ""
         what = error.msg if isinstance(error, SyntaxError) else error
         raise TrustedModuleError(

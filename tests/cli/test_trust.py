@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from embodichain.cli.main import main
 from embodichain.envs import registration
 from embodichain.envs.registration import make, make_to_watch
 from embodichain.errors import TrustedModuleError, UnknownNameError
-from embodichain.extras import import_trusted, locate_trusted
+from embodichain.extras import check_trusted, import_trusted, locate_trusted
 
 _NUMBERS = itertools.count()
 TASK = """
@@ -143,6 +144,36 @@ def test_module_of_a_package_keeps_its_name(project, tmp_path):
     import_trusted([str(package / "tasks.py")])
     assert sys.modules[f"{package.name}.tasks"].REACH == 0.8
     assert locate_trusted([f"{package.name}.tasks"]) == (str(package / "tasks.py"),)
+
+
+def test_module_of_a_folder_without_init_keeps_its_name(project, tmp_path, monkeypatch):
+    """Another process, given what this one located, imports the same module, which finds its neighbours."""
+    folder = tmp_path / f"{project.name}_space"
+    (folder / "inner").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    (folder / "helper.py").write_text("REACH = 0.8\n")
+    (folder / "inner" / "tasks.py").write_text(f"from {folder.name} import helper\n")
+    name = f"{folder.name}.inner.tasks"
+    [entry] = located = locate_trusted([name], [tmp_path])
+    assert Path(entry) == folder / "inner" / "tasks.py"
+    assert locate_trusted(located) == located
+    check_trusted([name], located, "a config")
+    code = f"from embodichain.extras import import_trusted; import sys; import_trusted([{entry!r}]); "
+    code += f"assert sys.modules[{name!r}].helper.REACH == 0.8"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    import_trusted(located)
+    assert sys.modules[name].helper.REACH == 0.8
+    assert locate_trusted([name]) == located  # by its name, too, now that its folder joined Python's path
+
+
+def test_package_that_is_nowhere_and_module_that_a_package_lacks(project, tmp_path):
+    with pytest.raises(UnknownNameError, match=r"no_pkg\.py, or some/where/no_pkg/__init__\.py of a package"):
+        locate_trusted(["no_pkg"], [tmp_path])
+    with pytest.raises(UnknownNameError, match=r"--trust some/where/no_pkg/tasks\.py$"):
+        locate_trusted(["no_pkg.tasks"], [tmp_path])
+    with pytest.raises(TrustedModuleError, match=r"'json\.nope'$"):
+        import_trusted(["json.nope"])
 
 
 @pytest.mark.parametrize(
