@@ -75,6 +75,7 @@ class TaskEnv(VecEnv):
         self._resets = Resets(self.task, self._state, lambda ids: self._build(self.task.read(ids), ids), kept)
         self._resets.begin(self._all)
         self._scene: Scene | None = None
+        self._check_terms()
         self._packed: PackedObservation
         self._obs: TensorDict
         self._before: PackedObservation | None = None
@@ -101,6 +102,17 @@ class TaskEnv(VecEnv):
         self._curricula.add(env.observations, "observations", used=True)
         self._observations.calibration = events.calibration
         return events
+
+    def _check_terms(self) -> None:
+        """Let the terms of the config read the first state, as what they name must be there."""
+        scene, solved = dict(self._measurements()), self.task.success(self._measurements())
+        action = torch.zeros(self.num_envs, self.action_manager.action_dim, device=self.device)
+        if self._remembers:
+            scene[LAST_ACTION] = action
+        self._terms.check(scene)
+        if solved is not None:
+            scene["success"] = solved.float()
+        self._scoring.terms.check(scene, action)
 
     def _add_sensors(self) -> None:
         """Let observations have the errors that last for an episode, and begin the first one again with them."""

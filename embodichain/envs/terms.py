@@ -154,7 +154,7 @@ class RewardTerms:
 
     def __init__(self, cfgs: Mapping[str, RewardTermCfg | None], task: Task) -> None:
         used = {name: cfg for name, cfg in cfgs.items() if cfg is not None}
-        self._task, self._checked = task, False
+        self._task, self._params = task, {name: cfg.params for name, cfg in used.items()}
         self._terms = _bind_all(REWARDS, used, "env.rewards.terms")
         self.weights = {name: cfg.weight for name, cfg in used.items()}
         """Weight of each term."""
@@ -164,17 +164,25 @@ class RewardTerms:
 
     def __call__(self, scene: Scene, action: Tensor) -> dict[str, Tensor]:
         """Return the unweighted terms, ``[n]`` each."""
-        values = {name: term(self._task, scene, action) for name, term in self._terms.items()}
-        if not self._checked:
-            rows = action.shape[:1]
-            wrong = {name: value for name, value in values.items() if value.shape != rows}
-            if wrong:
+        return {name: term(self._task, scene, action) for name, term in self._terms.items()}
+
+    def check(self, scene: Scene, action: Tensor) -> None:
+        """Raise one ``ConfigError`` for all terms that read what is not measured, or do not return ``[n]``."""
+        problems = []
+        for name, term in self._terms.items():
+            key = f"env.rewards.terms.{name}"
+            try:
+                value = term(self._task, scene, action)
+            except UnmeasuredError as error:
+                problems.append(error.told_at(key, self._params[name]))
+                continue
+            except KeyError:  # what one's own function reads may be there after a step alone
+                continue
+            if value.shape != action.shape[:1]:
                 told = "expected a function that returns one number per env"
-                raise ConfigError(
-                    [f"env.rewards.terms.{name}: {told}, got shape {list(v.shape)}" for name, v in wrong.items()]
-                )
-            self._checked = True
-        return values
+                problems.append(f"{key}: {told}, got shape {list(value.shape)}")
+        if problems:
+            raise ConfigError(problems)
 
 
 class ObservationTerms:
@@ -182,10 +190,21 @@ class ObservationTerms:
 
     def __init__(self, cfgs: Mapping[str, ObservationTermCfg | None], task: Task) -> None:
         used = {name: cfg for name, cfg in cfgs.items() if cfg is not None}
-        self._task = task
+        self._task, self._params = task, {name: cfg.params for name, cfg in used.items()}
         self._terms = _bind_all(OBSERVATIONS, used, "env.observations.terms")
         self._removed = [name for name, cfg in cfgs.items() if cfg is None]
         self.needs_last_action = _need_last_action(OBSERVATIONS, used)
+
+    def check(self, scene: Scene) -> None:
+        """Raise one ``ConfigError`` for all terms that read what is not measured."""
+        problems = []
+        for path, term in self._terms.items():
+            try:
+                term(self._task, scene)
+            except UnmeasuredError as error:
+                problems.append(error.told_at(f"env.observations.terms.{path}", self._params[path]))
+        if problems:
+            raise ConfigError(problems)
 
     def add_to(self, tree: dict[str, Any], scene: Scene) -> dict[str, Any]:
         """Add the terms to the nested observation of a task, and take out what the config leaves out."""
@@ -237,17 +256,54 @@ def _need_last_action(registry: Registry[Any], cfgs: Mapping[str, Any]) -> bool:
     return any(registry.resolve(cfg.func, cfg.params, "")[0] in _remembering for cfg in cfgs.values())
 
 
-def measured(scene: Scene, name: str) -> Tensor:
-    """Return a quantity of the scene by its name; ``ConfigError`` gives the nearest names."""
-    if name not in scene:
-        raise ConfigError(f"the task measures no {name!r}.{nearest(name, scene)}")
-    return scene[name]
+_PARTS = {"pos": "position", "quat": "orientation", "linvel": "velocity", "angvel": "angular velocity"}
+
+
+class UnmeasuredError(ConfigError):
+    """A term asks for something that its task does not measure."""
+
+    def __init__(self, scene: Scene, name: str, part: str = "") -> None:
+        """``part`` is what is asked of a thing: ``quat`` of ``cube`` is ``scene["cube_quat"]``."""
+        has = [key.removesuffix(f"_{part}") for key in scene if key.endswith(f"_{part}")] if part else list(scene)
+        if part == "pos":  # or a quantity that is a place itself, such as ``goal``
+            has += [key for key, value in scene.items() if "_" not in key and value.shape[1:] in ((2,), (3,))]
+        asked = f"{_PARTS.get(part, part)} of {name!r}" if part else f"{name!r}"
+        self.name, self.told = name, f"the task measures no {asked}.{nearest(name, has)}"
+        super().__init__(self.told)
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[list[str], str]]:
+        return ConfigError, (self.problems, self.source)
+
+    def told_at(self, key: str, params: Any) -> str:
+        """Return what is wrong with the path of the parameter that has the name, for a term at ``key``."""
+        return f"{_path_of(self.name, params, f'{key}.params') or key}: {self.told}"
+
+
+def _path_of(name: str, given: Any, key: str) -> str | None:
+    """Return the path of a value within parameters."""
+    if isinstance(given, Mapping):
+        inside = given.items()
+    elif isinstance(given, list | tuple):
+        inside = dict(enumerate(given)).items()
+    elif dataclasses.is_dataclass(given):
+        inside = vars(given).items()
+    else:
+        return key if given == name else None
+    return next((path for at, value in inside if (path := _path_of(name, value, f"{key}.{at}"))), None)
+
+
+def measured(scene: Scene, name: str, part: str = "") -> Tensor:
+    """Return a quantity of the scene by its name, or ``part`` of a thing; ``ConfigError`` gives the nearest names."""
+    key = f"{name}_{part}" if part else name
+    if key not in scene:
+        raise UnmeasuredError(scene, name, part)
+    return scene[key]
 
 
 def position(scene: Scene, place: Place) -> Tensor:
     """Return where something is, ``[n, 3]``: ``scene["cube_pos"]`` for ``"cube"``, or a given point."""
     if isinstance(place, str):
-        return scene[f"{place}_pos"] if f"{place}_pos" in scene else measured(scene, place)
+        return scene[place] if place in scene and f"{place}_pos" not in scene else measured(scene, place, "pos")
     some = next(iter(scene.values()))
     return _point(tuple(place), some.device).expand(some.shape[0], 3)
 
@@ -285,7 +341,7 @@ def _point(place: tuple[float, ...], device: torch.device) -> Tensor:
 @register_reward("success")
 def success(task: Task, scene: Scene, action: Tensor) -> Tensor:
     """1 where the task is solved."""
-    return scene["success"]
+    return measured(scene, "success")
 
 
 @register_reward("alive")
@@ -323,13 +379,13 @@ def lifted(task: Task, scene: Scene, action: Tensor, of: str, height: Positive, 
 @register_reward("upright")
 def upright(task: Task, scene: Scene, action: Tensor, of: str) -> Tensor:
     """Cosine of the angle between a thing's z axis and the vertical."""
-    return tilt(measured(scene, f"{of}_quat"))
+    return tilt(measured(scene, of, "quat"))
 
 
 @register_reward("aligned")
 def aligned(task: Task, scene: Scene, action: Tensor, of: str, to: str, symmetry: Symmetry = 1) -> Tensor:
     """Agreement in [0, 1] of two headings; a thing that looks the same turned by a quarter has ``symmetry`` 4."""
-    both = (heading(measured(scene, f"{name}_quat"), symmetry) for name in (of, to))
+    both = (heading(measured(scene, name, "quat"), symmetry) for name in (of, to))
     return 0.5 * (1.0 + dot(*both))
 
 
@@ -348,13 +404,13 @@ def is_held(scene: Scene, of: str, width: float, reach: float = 0.025) -> Tensor
 @register_reward("opened")
 def opened(task: Task, scene: Scene, action: Tensor, of: str, target: float, start: float = 0.0) -> Tensor:
     """Progress in [0, 1] of an articulated thing's opening from ``start`` to ``target``."""
-    return ((measured(scene, f"{of}_opening") - start) / (target - start)).clamp(0.0, 1.0)
+    return ((measured(scene, of, "opening") - start) / (target - start)).clamp(0.0, 1.0)
 
 
 @register_reward("speed")
 def speed(task: Task, scene: Scene, action: Tensor, of: str) -> Tensor:
     """Speed of a thing, in m/s."""
-    return length(measured(scene, f"{of}_linvel"))
+    return length(measured(scene, of, "linvel"))
 
 
 @register_reward("effort")
@@ -444,19 +500,19 @@ def observe_distance(task: Task, scene: Scene, of: Place, to: Place) -> Tensor:
 @register_observation("heading")
 def observe_heading(task: Task, scene: Scene, of: str, symmetry: Symmetry = 1) -> Tensor:
     """Sine and cosine of a thing's heading (times its symmetry), 2."""
-    return heading(measured(scene, f"{of}_quat"), symmetry)
+    return heading(measured(scene, of, "quat"), symmetry)
 
 
 @register_observation("upright")
 def observe_upright(task: Task, scene: Scene, of: str) -> Tensor:
     """Cosine of the angle between a thing's z axis and the vertical, 1."""
-    return tilt(measured(scene, f"{of}_quat"))
+    return tilt(measured(scene, of, "quat"))
 
 
 @register_observation("velocity")
 def observe_velocity(task: Task, scene: Scene, of: str) -> Tensor:
     """Linear and angular velocity of a thing, 6."""
-    return torch.cat((measured(scene, f"{of}_linvel"), measured(scene, f"{of}_angvel")), dim=1)
+    return torch.cat((measured(scene, of, "linvel"), measured(scene, of, "angvel")), dim=1)
 
 
 @register_observation("grasped")

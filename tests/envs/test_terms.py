@@ -116,19 +116,40 @@ def test_a_config_adds_terms_to_a_task_of_the_package_and_takes_some_away():
                 "x.params.within: expected a number, got 'far' (str)",
             ],
         ),
-        ({"func": "near", "params": {"of": "ee", "to": "cub"}}, ["no 'cub'. Did you mean", "cube_pos"]),
+        (
+            {"func": "near", "params": {"of": "ee", "to": "cub"}},
+            ["env.rewards.terms.x.params.to: the task measures no position of 'cub'. Did you mean 'cube'? Valid: "],
+        ),
+        (
+            {"func": "upright", "params": {"of": "ee"}},
+            ["x.params.of: the task measures no orientation of 'ee'. Valid: cube."],
+        ),
+        (
+            {"func": "staged", "params": {"stages": [{"func": "near", "params": {"of": "cub", "to": "ee"}}]}},
+            ["env.rewards.terms.x.params.stages.0.params.of: the task measures no position of 'cub'"],
+        ),
         ({"func": "staged", "params": {"stages": [{"func": "nearr"}]}}, ["x.params.stages.0.func: unknown", "'near'"]),
         ({"func": "staged", "params": {"stages": []}}, ["x.params.stages: expected at least one"]),
     ],
 )
 def test_a_wrong_term_is_one_error_with_its_path(term, messages):
-    with (
-        pytest.raises(ConfigError) as caught,
-        make({"id": "PushCubeRL", "env": {"rewards": {"terms": {"x": term}}}}) as env,
-    ):
-        env.step(torch.zeros(1, 6))
+    with pytest.raises(ConfigError) as caught:  # when it is made, not in the first step
+        make({"id": "PushCubeRL", "env": {"rewards": {"terms": {"x": term}}}})
     for message in messages:
         assert message in str(caught.value)
+
+
+def test_unknown_quantities_of_all_observation_terms_are_one_error():
+    given = {
+        "gap": {"func": "offset", "params": {"of": "ee", "to": "gaol"}},
+        "q": {"func": "measured", "params": {"name": "qpo"}},
+    }
+    with pytest.raises(ConfigError) as caught:
+        make({"id": "PushCubeRL", "env": {"observations": {"terms": given}}})
+    assert "env.observations.terms.gap.params.to: the task measures no position of 'gaol'. Did you mean 'goal'" in str(
+        caught.value
+    )
+    assert "env.observations.terms.q.params.name: the task measures no 'qpo'. Did you mean 'qpos'" in str(caught.value)
 
 
 def test_ones_own_functions_are_registered_by_name():
@@ -143,11 +164,10 @@ def test_ones_own_functions_are_registered_by_name():
     rewards = {"mode": "dense", "terms": {"low": {"func": "test_low", "params": {"of": "cube"}}}}
     with make({"id": "PushCubeRL", "env": {"rewards": rewards}}) as env:
         assert env.step(torch.zeros(1, 6))[4]["rewards"]["low"].tolist() == [1.0]
-    with (
-        make({"id": "PushCubeRL", "env": {"rewards": {"terms": {"bad": {"func": "test_matrix"}}}}}) as env,
-        pytest.raises(ConfigError, match=r"env.rewards.terms.bad: expected a function that returns one number per env"),
+    with pytest.raises(
+        ConfigError, match=r"env.rewards.terms.bad: expected a function that returns one number per env"
     ):
-        env.step(torch.zeros(1, 6))
+        make({"id": "PushCubeRL", "env": {"rewards": {"terms": {"bad": {"func": "test_matrix"}}}}})
     with pytest.raises(TypeError, match="expected the arguments"):
         terms.register_reward("test_wrong")(lambda scene: scene)
     with pytest.raises(ConfigError, match="nothing to leave out"):

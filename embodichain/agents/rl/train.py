@@ -192,7 +192,8 @@ def opened_trainer(
         except BaseException as error:
             if ranks.is_first:
                 folder.discard()
-            if isinstance(error, EmbodiChainError | KeyboardInterrupt) and "--resume" not in str(error):
+            continues = isinstance(error, EmbodiChainError | KeyboardInterrupt) and not isinstance(error, ConfigError)
+            if continues and "--resume" not in str(error):  # a wrong config stays wrong
                 with suppress(EmbodiChainError):
                     find_checkpoint(folder.path)
                     error.add_note(f"continue with: {resume_command(folder.path, trusted_modules)}")

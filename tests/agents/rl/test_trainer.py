@@ -254,6 +254,17 @@ def test_an_error_says_how_to_continue(tmp_path, monkeypatch):
     assert told.value.__notes__ == [f"continue with: embodichain train --resume {tmp_path / 'run'}"]
 
 
+def test_a_config_that_is_wrong_is_not_continued_and_leaves_no_folder(tmp_path):
+    term = {"func": "near", "params": {"of": "ee", "to": "cub"}}
+    config = write_config(tmp_path / "c.json", tmp_path / "run")
+    given = {"id": "PushCubeRL", "num_envs": 2, "env": {"rewards": {"terms": {"x": term}}}}
+    (tmp_path / "env.json").write_text(json.dumps(given))
+    with pytest.raises(ConfigError, match=r"env\.rewards\.terms\.x\.params\.to: .*'cube'") as told:
+        train_from_config(config, ["--trainer.gym_config", str(tmp_path / "env.json")])
+    assert not hasattr(told.value, "__notes__")
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_interruption_saves_and_ends_cleanly(tmp_path, number):
     settings = {"iterations": 100_000, "save_freq": 0, "eval_freq": 0}
