@@ -344,7 +344,8 @@ def _explain(entry: Any, owner: Any) -> tuple[str, str]:
         hint = "." + nearest(value, options) if isinstance(value, str) else ""
         return f"expected {wanted}", came + hint
     if kind in ("value_error", "assertion_error"):
-        return str(entry["ctx"]["error"]), came
+        told = str(entry["ctx"]["error"])
+        return told, "" if ", got " in told else came
     message = entry["msg"].replace("Input should be", "expected").replace("a valid dictionary", "a mapping")
     message = re.sub(r"\ba valid (\w)", lambda found: f"a{'n' * (found[1] in 'aeiou')} {found[1]}", message)
     return message[0].lower() + message[1:], came

@@ -12,6 +12,7 @@ import difflib
 import enum
 import functools
 import io
+import itertools
 import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,7 +39,7 @@ from embodichain.config.files import parse_yaml
 from embodichain.errors import ConfigError
 
 _T = TypeVar("_T")
-_FLAG = re.compile(r"^--([A-Za-z_][\w.-]*)")
+_FLAG = re.compile(r"^--([A-Za-z_][^\s=]*)")
 _WORD = re.compile(r"^--?[A-Za-z]")
 _VALUE = re.compile(r"[-+]?[0-9.]+(e[-+]?[0-9]+)?|true|false|null", re.IGNORECASE)
 _WRONG_VALUE = re.compile(r"Error parsing (\S+): .*?\b(INT|FLOAT|int|float)\b.*?('[^']*')")
@@ -69,6 +70,8 @@ class Flag:
     """The range of its value, in words."""
     is_closed: bool = False
     """Whether it is a mapping with fields that are known."""
+    has_terms: bool = False
+    """Whether ``{"func": ...}`` under a name that it does not know is one of its ``terms``."""
 
     @property
     def name(self) -> str:
@@ -110,7 +113,10 @@ def _flags(flag: Flag, schemas: Schemas, above: tuple[type[Any], ...]) -> Iterat
     if is_config_class(cls) and not classes:
         is_entry = any(path[:count] in schemas for count in range(len(path)))
         if path and (plain is not flag.annotation or is_entry):
-            yield dataclasses.replace(flag, annotation=Any)  # an optional config can be set to null, a mapping to any
+            has_terms = is_entry and "terms" in cls.__pydantic_fields__
+            yield dataclasses.replace(
+                flag, annotation=Any, has_terms=has_terms
+            )  # an optional config can be set to null, a mapping to any
         if is_config(value) or isinstance(value, Mapping) or cls not in above:
             yield from _fields(cls, value, path, schemas, above)
         return
@@ -190,9 +196,11 @@ def parse_overrides(
     if not is_config(cfg):
         raise TypeError(f"expected a configclass object, got {type(cfg).__name__}")
     flags = {flag.name: flag for flag in flags_of(cfg, type(cfg), (), schemas) if _FLAG.match(f"--{flag.name}")}
-    for word in argv:
-        if found := _FLAG.match(word):
-            flags |= _new_entry(found.group(1), flags)
+    for name, text in _given(argv):
+        flags |= _new_entry(name, text, flags)
+        known = flags.get(name) or flags.get(name.replace("-", "_"))
+        if known is not None and _holds_entries(known.annotation) and isinstance(_mapping(text), Mapping):
+            flags[known.name] = dataclasses.replace(known, annotation=Any)  # entries by name, which are no words
     tree: dict[Any, Any] = {}
     for name, value in _parse(flags, argv, prog, description).items():
         _plant(tree, flags[name], value)
@@ -250,13 +258,40 @@ def _spread(argv: Sequence[str], flags: Mapping[str, Flag]) -> list[str]:
     return words
 
 
-def _new_entry(name: str, flags: Mapping[str, Flag]) -> dict[str, Flag]:
-    """Return a flag for an entry that a mapping of any names does not have yet, if the name is one."""
+def _given(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield the names of all flags with the word that is, or begins, their value."""
+    for word, after in itertools.zip_longest(argv, argv[1:], fillvalue=""):
+        if found := _FLAG.match(word):
+            _, joint, rest = word.partition("=")
+            yield found.group(1), rest if joint else after
+
+
+def _mapping(text: str) -> Mapping[str, Any] | None:
+    """Return a mapping that is given as YAML or JSON in braces; ``None`` for anything else."""
+    if text.lstrip().startswith("{"):
+        with contextlib.suppress(ValueError):
+            value = parse_yaml(text)
+            return value if isinstance(value, Mapping) else None
+    return None
+
+
+def _holds_entries(annotation: Any) -> bool:
+    """Tell whether a type, or one alternative of it, is that of lists, tuples or mappings."""
+    plain = strip(annotation)
+    options: tuple[Any, ...] = plain if isinstance(plain, tuple) else (plain,)
+    return any(typing.get_origin(option) in (list, tuple, dict) for option in options)
+
+
+def _new_entry(name: str, text: str, flags: Mapping[str, Flag]) -> dict[str, Flag]:
+    """Return a flag for an entry that a mapping of any names does not have yet, if the name is one; ``text`` is its
+    value."""
     parts = name.split(".")
     for count in range(len(parts) - 1 if name not in flags else 0, 0, -1):
         holder = flags.get(".".join(parts[:count])) or flags.get(".".join(parts[:count]).replace("-", "_"))
         if holder is not None:
             kind = strip(holder.annotation)
+            if holder.has_terms and count == len(parts) - 1 and "func" in (_mapping(text) or ()):
+                return {name: Flag((*holder.path, parts[-1]), Any, MISSING, None)}
             if holder.is_closed or typing.get_origin(kind) is not dict:
                 return {}
             for key in parts[count:]:
@@ -395,7 +430,7 @@ def _apply(value: Any, declared: Any, tree: Any, path: str, problems: list[str])
         except ConfigError as error:
             problems.extend(f"{path}.{problem}" if path else problem for problem in error.problems)
             return value
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple)) and all(isinstance(key, int) for key in tree):
         return [below(i, entry, entry_type(plain, i)) if i in tree else entry for i, entry in enumerate(value)]
     base = dict(value) if isinstance(value, Mapping) else {}
     changes = {key: below(key, base.get(key), entry_type(plain, key)) for key in tree}

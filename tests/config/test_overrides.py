@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import pytest
 
@@ -209,3 +209,34 @@ def test_a_value_that_is_no_mapping_or_no_config_is_explained(value, said):
     for words in ([f"--extra={value}"], ["--extra", value]):
         with pytest.raises(ConfigError, match=f"(?s)command line.*extra.*{said}"):
             parse_overrides(RunCfg(), words)
+
+
+@configclass
+class RangesCfg(Config):
+    y: tuple[float, float] | dict[str, float] = (0.0, 1.0)
+    free: dict[str, Any] = {"pose": {"y": [0.0, 1.0]}}
+    delay: dict[str, tuple[int, int]] = {}
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "value"),
+    [
+        (
+            ["--free.pose.y", '{"curriculum": {"by": "steps"}}'],
+            "free",
+            {"pose": {"y": {"curriculum": {"by": "steps"}}}},
+        ),
+        (["--free.pose.y=[2, 3]"], "free", {"pose": {"y": [2, 3]}}),
+        (["--y", "{low: 2.0}"], "y", {"low": 2.0}),
+        (["--delay.button_0/pos", "[1, 3]"], "delay", {"button_0/pos": (1, 3)}),
+        (["--delay.button_0/pos", "1", "3"], "delay", {"button_0/pos": (1, 3)}),
+        (["--delay", '{"a/b": [1, 3]}'], "delay", {"a/b": (1, 3)}),
+    ],
+)
+def test_mappings_take_the_place_of_lists_and_keys_may_have_slashes(words, name, value):
+    assert getattr(parse_overrides(RangesCfg(), words), name) == value
+
+
+def test_a_mapping_in_the_place_of_a_list_is_checked():
+    with pytest.raises(ConfigError, match=r"delay\.a: "):
+        parse_overrides(RangesCfg(), ["--delay.a", "{from: 1}"])

@@ -99,3 +99,40 @@ def test_settings_of_a_policy_of_ones_own_are_its_own():
     assert ActorCritic.settings_type() is ActorCriticCfg
     assert type("Plain", (ActorCritic,), {}).settings_type() is ActorCriticCfg
     assert Mine.settings_type() is None
+
+
+GYM = "--trainer.gym_config."
+CURRICULUM = {"curriculum": {"by": "steps", "from": [0.0, 0.0], "to": [-0.1, 0.1], "between": [0.0, 9.0]}}
+
+
+def test_flags_of_an_environment_take_what_its_file_takes():
+    config = load_train_config("PressButtonRL")
+    delays = [f"{GYM}env.observations.delay.robot/qpos", "[1,3]", f"{GYM}env.events.heavy"]
+    heavy = '{"func": "mass", "mode": "reset", "params": {"body": "panel", "scale": [1, 2]}}'
+    words = [f"{GYM}env.scene.fixtures.panel.pose.y", json.dumps(CURRICULUM), *delays, heavy]
+    found: Any = override(config, words).trainer.gym_config
+    assert found["env"]["scene"]["fixtures"]["panel"]["pose"]["y"]["curriculum"]["to"] == [-0.1, 0.1]
+    assert found["env"]["observations"]["delay"] == {"robot/qpos": [1, 3]}
+    assert found["env"]["events"]["terms"]["heavy"]["func"] == "mass"
+    with pytest.raises(ConfigError, match=r"panel.*pose\.y: expected \[low, high\] or"):
+        override(config, [f"{GYM}env.scene.fixtures.panel.pose.y", '{"nonsense": 1}'])
+
+
+def test_flags_of_a_range_take_a_curriculum():
+    config = load_train_config("PushCubeRL")
+    found: Any = override(config, [f"{GYM}env.events.randomize_target.y", json.dumps(CURRICULUM)]).trainer.gym_config
+    assert found["env"]["events"]["randomize_target"]["y"]["curriculum"]["to"] == [-0.1, 0.1]
+    with pytest.raises(ConfigError) as caught:
+        override(config, [f"{GYM}env.events.randomize_target.y", "1.5", "0.5"])
+    assert str(caught.value).count("got") == 1
+
+
+@pytest.mark.parametrize("name", ["flow", "tokens"])
+def test_networks_of_policies_that_decide_on_chunks_are_flags_and_checked_early(tmp_path, name):
+    file = tmp_path / "c.json"
+    block = {"gym_config": "Pendulum-v1", "iterations": 1}
+    file.write_text(json.dumps({"trainer": block, "policy": {"name": name}}))
+    config = load_train_config(file)
+    assert override(config, ["--policy.critic.hidden_sizes", "8", "8"]).policy["critic"]["hidden_sizes"] == [8, 8]
+    with pytest.raises(ConfigError, match=r"critic\.hidden_sizes\.0: expected"):
+        override(config, ["--policy.critic.hidden_sizes", "0"])

@@ -5,16 +5,17 @@ Actions alone do not tell how they were chosen, so both have a decision: the den
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import gymnasium as gym
 import torch
+from pydantic import AfterValidator
 from tensordict import TensorDictBase
 from torch import Tensor
 
 from embodichain.agents.rl.models.actor_critic import NormalizedCritic, build_network
 from embodichain.agents.rl.models.flow import FlowCfg, FlowHead
-from embodichain.agents.rl.models.mlp import ImageEncoderCfg
+from embodichain.agents.rl.models.mlp import ImageEncoderCfg, check_network
 from embodichain.agents.rl.models.observation import FeatureEncoder, ObservationSpace
 from embodichain.agents.rl.models.policy import Evaluation, Policy
 from embodichain.agents.rl.models.tokens import TokenCfg, TokenHead
@@ -29,7 +30,7 @@ class ChunkPolicyCfg(Config):
 
     chunk_size: Size = 1
     """Actions per decision."""
-    critic: dict[str, Any] = {"type": "mlp"}
+    critic: Annotated[dict[str, Any], AfterValidator(check_network)] = {"type": "mlp"}
     """The critic: ``{"type": "mlp", "network_cfg": {"hidden_sizes": [256, 256], "activation": "relu"}}``."""
     normalize_obs: bool = False
     """Whether vector observations are normalised by their running mean and variance."""
@@ -47,7 +48,7 @@ class FlowPolicyCfg(ChunkPolicyCfg):
 
     flow: FlowCfg = FlowCfg()
     """How chunks are denoised."""
-    actor: dict[str, Any] = {"type": "mlp"}
+    actor: Annotated[dict[str, Any], AfterValidator(check_network)] = {"type": "mlp"}
     """The velocity network, in the same shape as the critic."""
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from embodichain.agents.rl.models.actor_critic import PolicyCfg
+from embodichain.agents.rl.models.chunk_policy import ChunkPolicyCfg
 from embodichain.agents.rl.models.distributions import action_dimension
 from embodichain.agents.rl.models.mlp import NetworkBlock, NetworkCfg, free_memory
 from embodichain.agents.rl.models.policy import Policy
@@ -81,7 +82,7 @@ class PolicyBlock(Config):
     """What every policy block has besides the settings of its class."""
 
     name: str = "actor_critic"
-    """Registered name: actor_critic, actor_only, vla, or one of a module of your own."""
+    """Registered name: actor_critic, actor_only, flow, tokens, vla, or one of a module of your own."""
     action_dim: Count | None = None
     """Numbers per action; it need not be given, and is compared with the environment's."""
 
@@ -99,8 +100,12 @@ def policy_schemas(policy_block: Mapping[str, Any]) -> dict[tuple[str, ...], tup
     schemas |= {place: (cfg_type,)} if place else {}
     for name in ("actor", "critic"):
         block = settings.get(name, {})
-        if issubclass(cfg_type, PolicyCfg) and name in cfg_type.__dataclass_fields__ and isinstance(block, Mapping):
-            is_direct = block.keys() & NetworkCfg.__dataclass_fields__.keys()
+        if (
+            issubclass(cfg_type, PolicyCfg | ChunkPolicyCfg)
+            and name in cfg_type.__dataclass_fields__
+            and isinstance(block, Mapping)
+        ):
+            is_direct = "network_cfg" not in block or block.keys() & NetworkCfg.__dataclass_fields__.keys()
             schemas[(*place, name)] = (NetworkBlock, NetworkCfg) if is_direct else (NetworkBlock,)
     return schemas
 
