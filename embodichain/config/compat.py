@@ -3,6 +3,7 @@
 Only what has no influence on learning is ignored. Other entries that cannot be said here are problems, in one error.
 """
 
+import difflib
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -174,10 +175,10 @@ def translate_gym_config(
 def _translate_term(
     work: _Translation, entries: dict[str, Any], at: tuple[str, str], entry: Any, known: Collection[str]
 ) -> None:
-    """Make an entry that calls a function a term of that name; an unknown function is a problem with the nearest."""
+    """Make an entry that calls a function a term of that name, misspelt or not; an unknown function is a problem."""
     (section, name), term = at, dict(entry)
     key, function = f"env.{section}.{name}", _function(entry)
-    if function not in known:
+    if function not in known and not difflib.get_close_matches(function, known, cutoff=0.75):  # a typo is told later
         work.unknown.append(f"{key} (func {function!r}: no such function here.{nearest(function, known)})")
         return
     if section != "events":  # which say when they happen

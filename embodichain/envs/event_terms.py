@@ -60,7 +60,8 @@ def find_names(
             continue
         usable = [index for index in matching if where[index]]
         if not matching:
-            problems.append(f"{pattern!r} matches nothing.{nearest(pattern, [name for name in names if name])}")
+            told = f"the scene has no body {pattern!r}" if kind == "body" else f"{pattern!r} matches nothing"
+            problems.append(f"{told}.{nearest(pattern, [name for name in names if name])}")
         elif not usable:
             problems.append(f"{pattern!r}: expected {kind} {what}")
         found += [index for index in usable if index not in found]

@@ -26,7 +26,7 @@ def free_body(world: World, chosen: str | None) -> int:
     free = np.isin(np.arange(model.nbody), model.jnt_bodyid[model.jnt_type == FREE])
     names = names_of(model, "bodies")
     has = ", ".join(name for name, ok in zip(names, free, strict=True) if ok)
-    if not has:
+    if not has and (chosen is None or chosen in names):
         told = "no body of the model has a free joint; use push_joints, or apply_force"
         raise ConfigError(f"{world.key}.params.body: {told}")
     found = find_names(world, "body", chosen, names, free, f"with a free joint: {has}")

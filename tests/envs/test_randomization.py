@@ -199,7 +199,7 @@ def test_ones_own_event_writes_a_field_of_the_model_per_env():
 @pytest.mark.parametrize(
     ("event", "message"),
     [
-        ({"func": "frction", "params": {}}, r"env\.events\.x .*'frction'.*Did you mean 'friction'"),
+        ({"func": "frction", "params": {}}, r"env\.events\.x\.func: unknown event 'frction'\. Did you mean 'friction'"),
         ({"func": "mass", "params": {"range": [1, 1], "bodes": 1}}, r"x\.params\.bodes: unknown key.*'bodies'"),
         ({"func": "mass", "params": {"range": [1, 2], "bodies": "cub"}}, r"params\.bodies: 'cub' matches.*'cube'"),
         ({"func": "mass", "params": {"range": [-1, 2]}}, r"params\.range: masses must be positive"),
@@ -213,6 +213,23 @@ def test_a_wrong_event_is_one_error_that_names_its_key(event, message):
     with pytest.raises(ConfigError, match=message) as caught:
         with_events(1, x=event)
     assert len(caught.value.problems) == 1
+
+
+def test_all_that_is_wrong_with_events_is_one_error():
+    wrong = {
+        "a": {"func": "mas", "params": {"range": [1, 2]}},
+        "b": {"func": "mass", "params": {"rnge": [1, 2]}},
+        "c": {"func": "push", "params": {"velocity_range": {}, "body": "cub"}},
+    }
+    with pytest.raises(ConfigError) as caught:
+        with_events(1, **wrong)
+    told = "\n".join(caught.value.problems)
+    assert "another simulator" not in told
+    assert "env.events.a.func: unknown event 'mas'. Did you mean 'mass'" in told
+    assert "env.events.b.params.rnge: unknown key" in told
+    assert "env.events.c.params.body: the scene has no body 'cub'. Did you mean 'cube'" in told
+    with pytest.raises(ConfigError, match="body: the scene has no body 'cube'"):  # and not that no body can be pushed
+        small("ReachRL", env={"events": {"x": {"func": "push", "params": {"velocity_range": {}, "body": "cube"}}}})
 
 
 # --- every event, beside a model that is changed by hand --------------------------------------------------------------
@@ -686,7 +703,7 @@ def test_gymnasiums_suite_takes_events_for_its_own_bodies():
         ("gravity", {"range": [-1.0, 1.0]}, "range: gravity must not be negative"),
         ("gravity", {"tilt": [-1.0, 1.0]}, "tilt: expected angles from 0 on"),
         ("push", {"velocity_range": {"w": [0, 1]}}, "velocity_range.*expected 'x'"),
-        ("push", {"velocity_range": {}, "body": "cub"}, "body: 'cub' matches nothing. Did you mean 'cube'"),
+        ("push", {"velocity_range": {}, "body": "cub"}, "body: the scene has no body 'cub'. Did you mean 'cube'"),
         ("push", {"velocity_range": {}, "body": "forearm"}, "body: 'forearm': expected body with a free joint: cube"),
         ("apply_force", {"bodies": "cube", "duration_s": 0.0}, "duration_s.*expected greater than 0"),
         ("action_delay", {"steps": [2, 1]}, r"steps: expected \[fewest, most\] steps"),

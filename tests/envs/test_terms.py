@@ -196,11 +196,16 @@ def test_the_form_with_func_and_mode_is_understood_for_registered_names():
                 "id": "PushCubeRL",
                 "env": {
                     "rewards": {
-                        "approach": {"func": "neer", "params": {}},
+                        "approach": {"func": "approach_target", "params": {}},
                         "other": {"func": "near", "mode": "replace", "params": {}},
                     }
                 },
             }
         )
-    assert "env.rewards.approach (func 'neer': no such function here. Did you mean 'near'" in str(caught.value)
+    assert "env.rewards.approach (func 'approach_target': no such function here." in str(caught.value)
     assert "env.rewards.other.mode: expected 'add', got 'replace'" in str(caught.value)
+    with pytest.raises(
+        ConfigError, match=r"approach.func: unknown reward function 'neer'. Did you mean 'near'"
+    ) as caught:
+        make({"id": "PushCubeRL", "env": {"rewards": {"approach": {"func": "neer", "params": {}}}}})
+    assert "another simulator" not in str(caught.value)
