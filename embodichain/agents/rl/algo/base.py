@@ -4,7 +4,7 @@
 import copy
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -241,15 +241,18 @@ class MinibatchAlgorithm(BaseAlgorithm):
         super()._finish_update(rollout)
         self.updates += 1
 
-    def _run_epoch(self, minibatches: Minibatches, meter: Meter) -> None:
-        """Do the gradient steps of one pass over the data, replayed as CUDA graphs where there are any."""
+    def _epoch(self, minibatches: Minibatches, meter: Meter) -> Generator[tuple[TensorDictBase, float], None, None]:
+        """Yield the minibatches of one pass over the data, with this rank's shares of them, for ``_step``.
+
+        Where the gradient steps are replayed as CUDA graphs, they are done here, and nothing is left to yield.
+        """
         with self._gradient_steps(), self.policy.only_critic_learns() if self._only_critic else nullcontext():
             if self.graphs is not None and not self._only_critic:
                 sums, steps = self.graphs.run_epoch(minibatches)
                 meter.add(sums, steps=steps)
             else:
                 for chosen, share in self._shuffled(minibatches):
-                    self._step(minibatches.gather(chosen), meter, share)
+                    yield minibatches.gather(chosen), share
 
     @contextmanager
     def _gradient_steps(self) -> Iterator[None]:
@@ -353,7 +356,7 @@ class MinibatchAlgorithm(BaseAlgorithm):
 class ClippedAlgorithm(MinibatchAlgorithm):
     """An algorithm that clips probability ratios, keeps the policy near a reference and follows schedules.
 
-    ``update`` of a subclass prepares the data, lets ``_add_reference`` add to them, and calls ``_learn``.
+    ``update`` of a subclass prepares the data, lets ``_add_reference`` add to them, and steps through ``_epochs``.
     """
 
     cfg: ClippedCfg
@@ -404,20 +407,22 @@ class ClippedAlgorithm(MinibatchAlgorithm):
         log_r = log_ratio(batch["reference_log_prob"], log_prob, batch, self.cfg.log_prob_per)
         return per_decision(kl_estimate(log_r), batch)
 
-    def _learn(self, minibatches: Minibatches) -> dict[str, float]:
-        """Do the epochs of an update, as schedules and ``target_kl`` want them; return measures."""
-        cfg, meter = self.cfg, Meter()
+    def _epochs(self, minibatches: Minibatches, meter: Meter) -> Generator[tuple[TensorDictBase, float], None, None]:
+        """Yield the minibatches of all epochs of an update, as schedules and ``target_kl`` want them, for ``_step``."""
+        cfg = self.cfg
         self._schedule_rate()
-        scheduled = self._schedule_coefficients()
         adapts = cfg.lr_schedule == "adaptive" and self.updates >= self.policy_begins + cfg.lr_warmup
         for _ in range(cfg.n_epochs if len(minibatches) else 0):
-            self._run_epoch(minibatches, meter)
+            yield from self._epoch(minibatches, meter)
             epoch_kl = meter.end_epoch("approx_kl")
             if adapts:
                 self.optimizer.adapt_learning_rate(epoch_kl, cfg.desired_kl, cfg.lr_bounds)
             if cfg.target_kl is not None and float(epoch_kl) > cfg.target_kl:  # this alone waits for a GPU
                 break
-        return meter.means() | self.optimizer.rates() | {"epochs": float(meter.epochs)} | scheduled
+
+    def _measures(self, meter: Meter) -> dict[str, float]:
+        """Return what is told of an update's gradient steps."""
+        return meter.means() | self.optimizer.rates() | {"epochs": float(meter.epochs)}
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()

@@ -5,6 +5,7 @@ student follows the gradient of the difference (DAgger without the memory of old
 observations, such as the state of the simulation, and the student its own, such as cameras (``policy.actor_obs``).
 """
 
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -241,7 +242,9 @@ class Distillation(MinibatchAlgorithm):
         self._schedule_rate()
         minibatches, meter = self._minibatches(data, rollout), Meter()
         for _ in range(cfg.n_epochs):
-            self._run_epoch(minibatches, meter)
+            with closing(self._epoch(minibatches, meter)) as epoch:
+                for batch, share in epoch:
+                    self._step(batch, meter, share)
             meter.end_epoch("imitation_loss")
 
         metrics = meter.means() | {"learning_rate": self.optimizer.learning_rate}

@@ -1,5 +1,6 @@
 """Group relative policy optimisation: no critic; envs that begin in the same state are each other's baseline."""
 
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from embodichain.agents.rl.algo.advantages import Proximal, compute_gae, reward_and_discount
 from embodichain.agents.rl.algo.base import ClippedAlgorithm
+from embodichain.agents.rl.algo.gradient_steps import Meter
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils import AlgorithmCfg, ClippedCfg
 from embodichain.agents.rl.utils.ratios import (
@@ -102,7 +104,11 @@ class GRPO(ClippedAlgorithm):
             proximal.decouple(data, cfg.max_importance_weight, cfg.log_prob_per)
 
         # Epochs of gradient steps on shuffled minibatches
-        metrics = self._learn(self._minibatches(data, rollout, valid))
+        meter, scheduled = Meter(), self._schedule_coefficients()
+        with closing(self._epochs(self._minibatches(data, rollout, valid), meter)) as minibatches:
+            for batch, share in minibatches:
+                self._step(batch, meter, share)
+        metrics = self._measures(meter) | scheduled
         skipped, used = self.ranks.sum(torch.stack([(~spread).sum(), valid.sum()])).tolist()
         metrics |= {} if proximal is None else proximal.measures(self.ranks)
         self._finish_update(rollout)

@@ -1,5 +1,6 @@
 """Proximal policy optimisation: ``update`` loops over minibatches, ``_loss`` has the equations of a gradient step."""
 
+from contextlib import closing
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -15,6 +16,7 @@ from embodichain.agents.rl.algo.advantages import (
     reward_and_discount,
 )
 from embodichain.agents.rl.algo.base import ClippedAlgorithm
+from embodichain.agents.rl.algo.gradient_steps import Meter
 from embodichain.agents.rl.buffer.rollout_buffer import ROLLOUT_KEYS
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils import AlgorithmCfg, ClippedCfg
@@ -118,7 +120,11 @@ class PPO(ClippedAlgorithm):
         self._add_reference(data, rollout)
 
         # Epochs of gradient steps on shuffled minibatches
-        metrics = self._learn(self._minibatches(data, rollout))
+        meter, scheduled = Meter(), self._schedule_coefficients()
+        with closing(self._epochs(self._minibatches(data, rollout), meter)) as minibatches:
+            for batch, share in minibatches:
+                self._step(batch, meter, share)
+        metrics = self._measures(meter) | scheduled
         metrics["explained_variance"] = explained_variance(rollout["value"], rollout["return"], self.ranks)
         if self.reward_normalizer is not None:
             metrics["reward_std"] = float(self.reward_normalizer.std)
