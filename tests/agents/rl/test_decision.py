@@ -15,7 +15,7 @@ from embodichain.agents.rl.collector import AsyncCfg, AsyncCollector, SyncCollec
 from embodichain.agents.rl.models import Policy
 from embodichain.agents.rl.utils.ratios import count_ratios, decision_entropy, like, log_ratio, per_decision
 from embodichain.envs.wrappers import GroupedEnv
-from embodichain.errors import RolloutError
+from embodichain.errors import ConfigError, RolloutError
 from tests.agents.rl.async_cases import NUM_ENVS, NUM_STEPS, Env, make_env
 from tests.agents.rl.test_checkpoint import same
 
@@ -190,6 +190,14 @@ def test_a_decision_of_another_shape_is_refused(decision, named):
     buffer.clear()
     with pytest.raises(RolloutError, match="decision: .*" + named):
         buffer.add(obs, **step_parts(decision))
+
+
+def test_a_recurrent_policy_with_one_is_refused():
+    policy = make_mixture()
+    policy.is_recurrent = True
+    for take in (lambda: PPO(PPOCfg(), policy), lambda: SyncCollector(make_env()(NUM_ENVS), policy)):
+        with pytest.raises(ConfigError, match="Mixture sets both is_recurrent and has_decision"):
+            take()
 
 
 def test_ratios_of_factors_are_those_written_out_by_hand():

@@ -97,6 +97,18 @@ def test_exported_actions_equal_the_policys(tmp_path, case):
     assert case != "no bounds" or (space["low"], space["high"]) == ([None, 150.0], None)
 
 
+def test_a_flow_with_one_noisy_step_is_exported(tmp_path):
+    torch.manual_seed(0)
+    block = {"name": "flow", "actor": SMALL, "critic": SMALL, "flow": {"num_steps": 2, "noise_at": "one"}}
+    actions = gym.spaces.Box(-1, 1, (2,))
+    policy = build_policy({**block, "chunk_size": 2}, VECTORS, actions, "cpu")
+    session = onnxruntime.InferenceSession(str(export_onnx(policy, VECTORS, actions, tmp_path / "p.onnx")))
+    obs, feed = observation(3)
+    with torch.no_grad():
+        wanted = policy.get_action(obs, deterministic=True)[0].clamp(-1, 1)
+    assert np.allclose(session.run(None, feed)[0], wanted.numpy(), atol=1e-5)
+
+
 def test_command_exports_a_run(tmp_path, capsys):
     train_from_config(write_config(tmp_path / "c.json", tmp_path / "run", trainer={"iterations": 2}))
     assert export_command([str(tmp_path / "run"), "--onnx", str(tmp_path / "out" / "p.onnx")]) == 0

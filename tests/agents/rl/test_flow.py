@@ -148,6 +148,15 @@ def test_without_noise_the_chunk_depends_on_the_observation_alone():
     assert not torch.equal(head.sample(features)[0], first)
 
 
+def test_without_noise_nothing_is_drawn():
+    head, features = linear_head(noise_at="one", num_steps=4), torch.randn(6, WIDTH)
+    state = torch.get_rng_state()
+    chunk, log_prob, decision = head.sample(features, deterministic=True)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.testing.assert_close(head.evaluate(features, decision)[0], log_prob, rtol=1e-4, atol=1e-4)
+    assert torch.equal(chunk, head.sample(features, deterministic=True)[0])
+
+
 def test_times_of_imitation_are_those_of_pi0():
     """u = 1 - tau / 0.999 is Beta(1.5, 1): its mean is 0.6."""
     head = linear_head()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from embodichain.agents.rl.algo import GRPO, GRPOCfg
+from embodichain.agents.rl.algo import GRPO, GRPOCfg, build_algo
 from embodichain.agents.rl.algo.grpo import group_advantage, until_first_done
 from embodichain.agents.rl.buffer.rollout_buffer import evaluate_rollout
 from embodichain.agents.rl.checkpoint import load_policy
@@ -330,3 +330,31 @@ def test_evaluations_act_as_told(tmp_path, deterministic: bool) -> None:
         expected = evaluate(saved, env, 8, 1_000_003, deterministic=deterministic)
         other = evaluate(saved, env, 8, 1_000_003, deterministic=not deterministic)
     assert result.evaluation.summary == expected.summary != other.summary
+
+
+def test_a_loss_of_the_policys_own_is_added_and_none_is_left() -> None:
+    """In the first step it is that of the policy as it was; a copy of a policy with one that waits has none."""
+    env = ScriptedEnv(8)
+    torch.manual_seed(0)
+    policy = make_policy(env, critic_obs=["object"], auxiliary_coef=0.5)
+    cfg = GRPOCfg(group_size=4, n_epochs=1, batch_size=1000, learning_rate=1e-2)
+    algorithm = GRPO(cfg, policy)
+    rollout = SyncCollector(env, policy, start_rollout=algorithm.start_rollout).collect(4)
+    obs, actions = rollout["observation"].reshape(-1), rollout["action"].reshape(32, -1)
+    policy.evaluate_actions(obs, actions)
+    before = copy.deepcopy(policy)
+    assert before.take_auxiliary_loss() is None
+    features, hidden = before.encoder(obs)
+    expected = 0.5 * nn.functional.mse_loss(before.auxiliary(features), hidden)
+    metrics = algorithm.update(rollout)
+    assert metrics["transitions_used"] == 32
+    assert metrics["auxiliary_loss"] == pytest.approx(expected.item(), rel=1e-5)
+    assert not torch.equal(policy.auxiliary.weight, before.auxiliary.weight)
+    assert policy.take_auxiliary_loss() is None
+
+
+def test_a_frozen_policy_is_one_message() -> None:
+    policy = make_policy(ScriptedEnv(2)).requires_grad_(False)
+    for name in ("grpo", "ppo"):
+        with pytest.raises(ConfigError, match=r"is frozen until you call policy\.requires_grad_\(\)"):
+            build_algo(name, {}, policy)

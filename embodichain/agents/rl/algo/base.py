@@ -72,6 +72,7 @@ class BaseAlgorithm(ABC):
     """Discount of the returns that collectors are to add to rollouts, where the algorithm normalises rewards."""
 
     def __init__(self, cfg: AlgorithmCfg, policy: Policy) -> None:
+        policy.check()
         if self.needs_critic and not policy.has_critic:
             problem = f"{type(self).__name__} learns from values, and {type(policy).__name__} has none"
             raise ConfigError(f"{problem}: expected a policy with a critic, such as actor_critic", "policy")

@@ -13,7 +13,7 @@ from embodichain.agents.rl.buffer.rollout_buffer import Minibatches, shaped
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils import Precision
 from embodichain.agents.rl.utils.tensordicts import sorted_leaves
-from embodichain.errors import CheckpointError
+from embodichain.errors import CheckpointError, ConfigError
 from embodichain.utils.cuda_graphs import Recorded, Recorder, record
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -78,6 +78,9 @@ class PolicyOptimizer:
         value_rate: float | None = None,
     ) -> None:
         trained = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
+        if not trained:
+            problem = f"none of {type(policy).__name__}'s parameters is to be trained: one that load_policy returns is"
+            raise ConfigError(f"{problem} frozen until you call policy.requires_grad_()", "policy")
         self.parameters = list(trained.values())
         self.max_grad_norm = max_grad_norm
         self._host_rate = learning_rate

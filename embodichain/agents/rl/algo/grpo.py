@@ -136,6 +136,11 @@ class GRPO(ClippedAlgorithm):
         if reference_kl is not None:
             measures["reference_kl"] = (reference_kl * weight).sum()
             loss = loss + cfg.kl_coef * measures["reference_kl"]
+
+        # + a loss of the policy's own
+        auxiliary = self.policy.take_auxiliary_loss()
+        if auxiliary is not None:
+            loss, measures["auxiliary_loss"] = loss + auxiliary, auxiliary
         with torch.no_grad():
             outside = per_decision(is_clipped(log_r, self.clip, self.clip_high), batch)
             measures["approx_kl"] = (per_decision(kl_estimate(log_r), batch) * weight).sum()

@@ -28,6 +28,7 @@ class Decider:
     """
 
     def __init__(self, policy: Policy, device: torch.device) -> None:
+        policy.check()
         self._policy = policy
         self.records = can_record(policy, device)
         """Whether decisions are recorded at all."""

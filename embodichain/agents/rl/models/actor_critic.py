@@ -323,6 +323,9 @@ class ActorCritic(NetworkPolicy):
         loss, self._auxiliary_loss = self._auxiliary_loss, None
         return loss
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_auxiliary_loss": None}  # a copy has nothing to be taken, and a graph has no copy
+
     def update_value_normalizer(self, returns: Tensor) -> None:
         if isinstance(self.critic, NormalizedCritic):
             self.critic.update(returns)

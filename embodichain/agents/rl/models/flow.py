@@ -109,7 +109,10 @@ class FlowHead(nn.Module):
         x = first if deterministic else normal_like(first, generator)
         one: Tensor | None = None
         if cfg.noise_at == "one":
-            one = torch.randint(cfg.num_steps, (batch,), device=features.device, generator=generator)
+            if deterministic:  # nothing is drawn, and no step is noisy
+                one = torch.zeros(batch, dtype=torch.int64, device=features.device)
+            else:
+                one = torch.randint(cfg.num_steps, (batch,), device=features.device, generator=generator)
         chain, log_probs = [x], []
         for k in range(cfg.num_steps):
             smooth, mean, log_std = self.transition(features, x, torch.full((batch,), k, device=features.device))

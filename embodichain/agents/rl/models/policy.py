@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from embodichain.agents.rl.utils.tensordicts import Observation
 from embodichain.config.classes import Config
+from embodichain.errors import ConfigError
 
 Evaluation = tuple[Tensor, Tensor, Tensor]
 """``(log_prob, entropy, value)``."""
@@ -153,6 +154,12 @@ class Policy(nn.Module, ABC):
         if self.has_decision:
             return self.evaluate_actions(batch["observation"], batch["action"], batch["decision"])
         return self.evaluate_actions(batch["observation"], batch["action"])
+
+    def check(self) -> None:
+        """Raise ``ConfigError`` if the class asks for what does not go together; algorithms and collectors call it."""
+        if self.is_recurrent and self.has_decision:
+            problem = "sets both is_recurrent and has_decision: expected one of them, as a recurrent policy's decisions"
+            raise ConfigError(f"{type(self).__name__} {problem} are neither stored nor given back", "policy")
 
     @contextmanager
     def without_dropout(self) -> Iterator[None]:
