@@ -79,13 +79,17 @@ class EndEffectorDelta:
 
 
 class Effort:
-    """The action goes to the motors, 1 being the most they can do."""
+    """The action goes to the motors: 1 and -1 are the most they can do either way, and 0 is nothing."""
 
     def __init__(self, cfg: EffortTermCfg, arm: Arm) -> None:
-        self.dim, self.limit = arm.num_joints, arm.max_control
+        self.dim, self.limit = arm.num_joints, arm.max_control.clamp_min(0.0)
+        backwards = (-arm.min_control).clamp_min(0.0)
+        self._backwards = None if torch.equal(self.limit, backwards) else backwards
 
     def target(self, action: Tensor, qpos: Tensor) -> Tensor:
-        return self.limit * action
+        if self._backwards is None:
+            return self.limit * action
+        return torch.where(action < 0.0, self._backwards, self.limit) * action
 
 
 def _shorten(action: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from embodichain.envs.curricula import Range
 from embodichain.envs.env_cfg import DelaySteps
 from embodichain.envs.event_terms import FREE, Mass, Names, find_names, ids_of, names_of, select
 from embodichain.envs.randomization import Calibration, Draw, EventTerm, Rows, World
+from embodichain.envs.robots import servo_scale
 from embodichain.errors import ConfigError
 
 _AXES = ("x", "y", "z", "roll", "pitch", "yaw")
@@ -142,7 +143,7 @@ class PushJoints(EventTerm):
 
 
 class ApplyForce(EventTerm):
-    """A force and a torque on the centre of mass of bodies for some time, in the frame of the world."""
+    """A force and a torque on the centre of mass of bodies for some time, in the frame of the world; several add up."""
 
     modes = ("interval", "reset")
 
@@ -172,9 +173,12 @@ class ApplyForce(EventTerm):
         rows["force"] = force.to(self._applied.dtype)
         rows["until"] = torch.zeros_like(rows["until"]) + self._steps if draw.step is None else draw.step + self._steps
 
+    def clear(self) -> None:
+        self._applied[self._index] = 0.0
+
     def every_step(self, step: Tensor) -> None:
         lasts = (step < self.variables["until"]).view(-1, 1, 1)
-        self._applied[self._index] = torch.where(lasts, self.variables["force"], 0.0)
+        self._applied[self._index] += torch.where(lasts, self.variables["force"], 0.0)
 
 
 class ActionDelay(EventTerm):
@@ -233,8 +237,11 @@ class JointOffset(Calibration):
         columns = torch.arange(model.nq, device=device)[world.robot.qpos].tolist()
         driven = model.jnt_qposadr[np.clip(model.actuator_trnid[:, 0], 0, model.njnt - 1)].tolist()
         is_servo = (model.actuator_trntype == int(mujoco.mjtTrn.mjTRN_JOINT)) & (model.actuator_biasprm[:, 1] != 0)
+        is_servo &= model.actuator_gainprm[:, 0] != 0
         pairs = [(i, columns.index(at)) for i, at in enumerate(driven) if is_servo[i] and at in columns]
         self._servos, self._joints = (torch.tensor([p[i] for p in pairs], device=device).long() for i in (0, 1))
+        scales = [servo_scale(model, i)[0] for i, _ in pairs]
+        self._scale = None if all(scale == 1.0 for scale in scales) else world.tensor(scales)
         self._range, self._distribution, self._size = range, distribution, len(columns)
         self.variables["offset"] = world.zeros(self._size)
 
@@ -246,4 +253,7 @@ class JointOffset(Calibration):
         return self.variables["offset"]
 
     def correct(self, control: Tensor) -> Tensor:
-        return control.index_add(1, self._servos, self.offset[:, self._joints].to(control.dtype), alpha=-1)
+        offset = self.offset[:, self._joints].to(control.dtype)
+        if self._scale is not None:  # a servo whose control is not the position of its joint
+            offset = offset * self._scale.to(control.dtype)
+        return control.index_add(1, self._servos, offset, alpha=-1)

@@ -132,6 +132,9 @@ class EventTerm:
         """Return what becomes of an action ``[num_envs, action_dim]`` on its way to the robot."""
         return action
 
+    def clear(self) -> None:
+        """Take back what lasted in the step before; called for all events before ``every_step`` of the first."""
+
     def every_step(self, step: Tensor) -> None:
         """Do what lasts; called before every step, which is number ``step`` ``[num_envs]`` of the episodes."""
 
@@ -326,6 +329,8 @@ class DomainRandomization:
                 _write_where(mask, value, rows[name])
             if event.derives:
                 self._physics.refresh_model(mask.nonzero().view(-1) if mask.device.type == "cpu" else self._all)
+        for event in self._lasting:
+            event.term.clear()
         for event in self._lasting:
             event.term.every_step(step)
 

@@ -87,7 +87,7 @@ class _Adaptation:
         self.locked: list[str] = []
         self.dropped: list[str] = []
         self.added: list[str] = []
-        self.our_fingers: tuple[str, ...] = ()
+        self.our_fingers: dict[str, tuple[str, ...]] = {}  # of our tools, by arm
 
     def run(self) -> tuple[mujoco.MjSpec, RobotSpec]:
         """Return the changed spec and what was found out."""
@@ -222,9 +222,9 @@ class _Adaptation:
 
     def _read(self, model: mujoco.MjModel, name: str, cfg: ArmCfg, home: dict[str, float]) -> ArmParts:
         if self.ours and not cfg.init_qpos and cfg.init_tool is None:
-            cfg = cfg.replace(init_qpos=[0.0] * (len(cfg.joints) + len(self.our_fingers)))
-        if self.our_fingers:
-            cfg = cfg.replace(gripper=list(self.our_fingers))
+            cfg = cfg.replace(init_qpos=[0.0] * (len(cfg.joints) + len(self.our_fingers.get(name, ()))))
+        if self.our_fingers.get(name):
+            cfg = cfg.replace(gripper=list(self.our_fingers[name]))
         qpos = model.qpos0.copy()
         for joint, at in home.items():
             qpos[model.joint(joint).qposadr[0]] = at
@@ -256,7 +256,7 @@ class _Adaptation:
             tool = read_spec(ASSETS / known.asset if known else find_file(cfg.tool))
             prefix = f"{name}/tool/" if len(self.part.arms) > 1 else "tool/"
             if known is not None:
-                self.our_fingers = tuple(prefix + finger for finger in known.fingers)
+                self.our_fingers[name] = tuple(prefix + finger for finger in known.fingers)
             if self.ours:
                 self.spec.attach(tool, site=cfg.flange, prefix=prefix)
                 continue
@@ -418,7 +418,8 @@ class _Adaptation:
     def _finish(self, model: mujoco.MjModel, name: str, parts: ArmParts) -> ArmSpec:
         """Try out the gripper, and find the orientation in which the tool points down."""
         key, cfg = self._key(name), self.part.arms[name]
-        plain = bool(self.our_fingers) and set(parts.fingers) <= set(self.our_fingers)
+        ours = self.our_fingers.get(name, ())
+        plain = bool(ours) and set(parts.fingers) <= set(ours)
         grip = None
         if parts.fingers:
             grip = known_grip(model, parts) if plain else try_grip(model, parts, cfg, key)

@@ -13,7 +13,7 @@ import mujoco
 import numpy as np
 
 from embodichain.envs.env_cfg import ArmCfg
-from embodichain.envs.robots import ArmParts, actuators_of, servo_of
+from embodichain.envs.robots import ArmParts, actuators_of, servo_of, servo_scale
 from embodichain.errors import ConfigError, nearest
 
 _JOINT, _SITE, _BODY, _EQUALITY = (
@@ -221,7 +221,7 @@ def _limits(model: mujoco.MjModel, cfg: ArmCfg, key: str, joints: list[int]) -> 
         elif model.jnt_limited[joint]:
             bounds.append(tuple(model.jnt_range[joint].tolist()))
         elif drive is not None and model.actuator_ctrllimited[drive]:
-            bounds.append(tuple(model.actuator_ctrlrange[drive].tolist()))
+            bounds.append(_reach_of_servo(model, drive))
         else:
             without.append(name)
     if without:
@@ -231,6 +231,13 @@ def _limits(model: mujoco.MjModel, cfg: ArmCfg, key: str, joints: list[int]) -> 
             f"leave them out of {key}.joints, which holds them where they are"
         )
     return [float(low) for low, _ in bounds], [float(high) for _, high in bounds]
+
+
+def _reach_of_servo(model: mujoco.MjModel, drive: int) -> tuple[float, float]:
+    """Return the joint positions at the ends of a servo's control range."""
+    scale, offset = servo_scale(model, drive)
+    low, high = sorted((float(end) - offset) / scale for end in model.actuator_ctrlrange[drive])
+    return low, high
 
 
 def has_limits(model: mujoco.MjModel, joint: int) -> bool:

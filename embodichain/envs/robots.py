@@ -199,6 +199,7 @@ class Arm:
         ]
         limited = [(i, bool(model.actuator_ctrllimited[i])) for i in drives if i is not None]
         self.max_control = floats([model.actuator_ctrlrange[i, 1] if yes else 1.0 for i, yes in limited])
+        self.min_control = floats([model.actuator_ctrlrange[i, 0] if yes else -1.0 for i, yes in limited])
         scales = [servo_scale(model, i) for i in servos if i is not None]
         plain = all(scale == (1.0, 0.0) for scale in scales)
         self.control_scale = None if plain else floats(scales).unbind(1)

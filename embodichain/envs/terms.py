@@ -434,7 +434,7 @@ def joint_speed(task: Task, scene: Scene, action: Tensor) -> Tensor:
 @register_reward("joint_limits")
 def joint_limits(task: Task, scene: Scene, action: Tensor, margin: NotNegative = 0.1) -> Tensor:
     """How far joints are within ``margin`` of their limits or beyond them, summed, in radians or metres."""
-    joints = measured(scene, "qpos")[:, : task.robot.num_joints]
+    joints = measured(scene, "qpos")[:, task.robot.joint_columns]
     low, high = task.robot.lower + margin - joints, joints - task.robot.upper + margin
     return (low.clamp_min(0.0) + high.clamp_min(0.0)).sum(dim=1)
 

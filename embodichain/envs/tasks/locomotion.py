@@ -76,8 +76,8 @@ class VelocityTask(Task):
         if not free:
             raise ConfigError(f"robot.uid: {cfg.id} needs a robot that can move freely, and {cfg.robot.uid!r} is fixed")
         self._base, self._motion = int(model.jnt_qposadr[free[0]]), int(model.nq + model.jnt_dofadr[free[0]])
-        first = int(model.nq) + int(torch.arange(int(model.nv))[robot.qvel][0])
-        self._velocities = slice(first, first + robot.dofs)
+        nq, at = int(model.nq), robot.qvel
+        self._velocities = slice(nq + at.start, nq + at.stop) if isinstance(at, slice) else nq + at
         sites = _feet(model, self.feet)
         self._sites = torch.tensor(sites, device=device)
         radii = model.site_size[sites, 0]
