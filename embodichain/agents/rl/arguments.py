@@ -50,9 +50,15 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def given_environment(overrides: Sequence[str]) -> str | None:
     """Return the value of ``--trainer.gym_config`` that names an environment in place of the config's own."""
+    given = given_value(overrides, "trainer.gym_config")[0]
+    return None if given is None or given.lstrip().startswith("{") else given
+
+
+def given_value(overrides: Sequence[str], name: str) -> tuple[str | None, list[str]]:
+    """Return the value of a flag, if it is given with one, and the other words."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--trainer.gym_config", dest="given")
+    parser.add_argument(f"--{name}", dest="given")
     with suppress(argparse.ArgumentError):  # what is wrong with it is told when all flags are parsed
-        given: str | None = parser.parse_known_args(list(overrides))[0].given
-        return None if given is None or given.lstrip().startswith("{") else given
-    return None
+        args, others = parser.parse_known_args(list(overrides))
+        return args.given, others
+    return None, list(overrides)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -12,9 +13,10 @@ from typing import Annotated, Any, Literal, TypeVar
 import torch
 
 from embodichain.agents.rl.algo.base import get_algo_class
+from embodichain.agents.rl.arguments import given_environment, given_value
 from embodichain.agents.rl.collector.config import AsyncCfg, CollectorBlock
 from embodichain.agents.rl.default_config import config_of_environment
-from embodichain.agents.rl.models.registry import check_policy, policy_schemas
+from embodichain.agents.rl.models.registry import check_policy, get_policy_class, policy_schemas
 from embodichain.agents.rl.utils.distributed import Ranks, local_count, local_rank
 from embodichain.config import (
     MISSING,
@@ -28,6 +30,7 @@ from embodichain.config import (
     load_config,
     parse_overrides,
 )
+from embodichain.config.command_line import flags_of, to_plain
 from embodichain.config.compat import translate_train_config
 from embodichain.config.files import find_config, find_shipped
 from embodichain.envs.env_cfg import GymCfg
@@ -253,15 +256,79 @@ def complete(
     return cfg.replace(trainer=trainer, algorithm=cfg.algorithm.replace(cfg=checked.to_dict()))
 
 
-def override(cfg: TrainCfg, words: list[str], prog: str = "embodichain train") -> TrainCfg:
+def override(
+    cfg: TrainCfg, words: list[str], prog: str = "embodichain train", trusted_modules: Collection[str] = ()
+) -> TrainCfg:
     """Return a completed config with flags such as ``--trainer.num_envs 128`` applied, ready to be run."""
+    cfg, words = _with_choices(cfg, words)
     changed = parse_overrides(cfg, words, prog, "Train a policy.", schemas_of(cfg)) if words else cfg
+    named = [name for name in changed.trainer.import_modules if name not in cfg.trainer.import_modules]
+    check_trusted(named, trusted_modules, "--trainer.import_modules")
+    _refuse_ignored(changed.trainer, words)
     device, before = changed.trainer.device, cfg.trainer.device
     is_set = any(word.partition("=")[0] == "--algorithm.cfg.device" for word in words)
     if device != before and changed.algorithm.cfg["device"] == before and not is_set:
         algorithm = changed.algorithm.replace(cfg=changed.algorithm.cfg | {"device": device})  # it learns where it acts
         changed = changed.replace(algorithm=algorithm)
     return _checked(changed)
+
+
+def _with_choices(cfg: TrainCfg, words: list[str]) -> tuple[TrainCfg, list[str]]:
+    """Return a config with the environment, algorithm and policy that flags choose, and the flags that are left.
+
+    What the config says of another algorithm or policy goes with it, as far as the chosen one does not have it.
+    """
+    if (given := given_environment(words)) is not None:
+        cfg = cfg.replace(trainer=cfg.trainer.replace(gym_config=_environment(given, Path.cwd())))
+        words = given_value(words, "trainer.gym_config")[1]
+    algorithm, policy = (given_value(words, f"{block}.name")[0] for block in ("algorithm", "policy"))
+    if algorithm is not None and algorithm != cfg.algorithm.name:
+        usual = {
+            flag.name: to_plain(flag.default) for flag in flags_of({}, get_algo_class(cfg.algorithm.name).cfg_type)
+        }
+        own = {key: value for key, value in cfg.algorithm.cfg.items() if key == "device" or value != usual.get(key)}
+        known = get_algo_class(algorithm).cfg_type
+        settings = _that_apply(own, known, f"algorithm.name {algorithm}", "algorithm.cfg")
+        cfg = cfg.replace(algorithm=AlgorithmBlock(name=algorithm, cfg=settings))
+    if policy is not None and policy != cfg.policy.get("name"):
+        own = {key: value for key, value in cfg.policy.items() if key not in ("name", "action_dim", "cfg")}
+        own |= cfg.policy.get("cfg", {})
+        settings = _that_apply(own, get_policy_class(policy).settings_type(), f"policy.name {policy}", "policy")
+        kept = {key: value for key, value in cfg.policy.items() if key == "action_dim"}
+        cfg = cfg.replace(policy={"name": policy, **kept, **({"cfg": settings} if "cfg" in cfg.policy else settings)})
+    return cfg, words
+
+
+def _that_apply(settings: Mapping[str, Any], cls: type[Config] | None, chosen: str, block: str) -> dict[str, Any]:
+    """Return those settings of a block that a chosen class takes; one line tells which others are left out."""
+    if cls is None:
+        return dict(settings)
+    taken = {key: value for key, value in settings.items() if _takes(cls, key, value)}
+    others = [f"{block}.{key}" for key in settings if key not in taken]
+    if others:
+        _LOG.info("--%s leaves out what the config says for another one: %s", chosen, ", ".join(others))
+    return taken
+
+
+def _takes(cls: type[Config], key: str, value: Any) -> bool:
+    """Tell whether a class has a field, and the field takes a value."""
+    try:
+        cls.from_dict({key: value})
+    except ConfigError as error:
+        return all(re.split(r"[.:]", problem)[0] != key for problem in error.problems)
+    return True
+
+
+def _refuse_ignored(trainer: TrainerCfg, words: list[str]) -> None:
+    """Raise ``ConfigError`` for flags of the environment where those of the trainer decide."""
+    decides = {"seed": True, "num_envs": trainer.num_envs is not None}
+    problems = []
+    for name in filter(lambda name: decides[name], decides):
+        value, _ = given_value(words, f"trainer.gym_config.{name}")
+        if value is not None:
+            problems.append(f"trainer.gym_config.{name}: trainer.{name} decides. Use --trainer.{name} {value}")
+    if problems:
+        raise ConfigError(problems, "command line")
 
 
 def schemas_of(cfg: TrainCfg) -> dict[tuple[str | int, ...], tuple[type[Config], ...]]:

@@ -108,7 +108,7 @@ def train_from_config(
         cfg = complete(config_path, trusted_modules)
     else:
         cfg = load_train_config(config_path, trusted_modules, given_environment(overrides))
-    cfg = override(cfg, list(overrides))
+    cfg = override(cfg, list(overrides), trusted_modules=trusted_modules)
     with joined_ranks() as ranks:
         run = run_to_continue(cfg.trainer, ranks)
         if run is not None:
@@ -160,7 +160,7 @@ def _read_run(
                 )
     source, config, state = ranks.from_first(saved)
     cfg = complete(TrainCfg.from_dict(config, source=source), trusted_modules, source)
-    return override(cfg, list(overrides)), state
+    return override(cfg, list(overrides), trusted_modules=trusted_modules), state
 
 
 @contextmanager

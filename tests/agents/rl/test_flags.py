@@ -10,7 +10,7 @@ import pytest
 
 from embodichain.agents.rl.config import load_train_config, override
 from embodichain.agents.rl.models import ActorCritic, ActorCriticCfg
-from embodichain.errors import ConfigError
+from embodichain.errors import ConfigError, UntrustedModuleError
 from tests.agents.rl.training_cases import write_config
 
 
@@ -136,3 +136,39 @@ def test_networks_of_policies_that_decide_on_chunks_are_flags_and_checked_early(
     assert override(config, ["--policy.critic.hidden_sizes", "8", "8"]).policy["critic"]["hidden_sizes"] == [8, 8]
     with pytest.raises(ConfigError, match=r"critic\.hidden_sizes\.0: expected"):
         override(config, ["--policy.critic.hidden_sizes", "0"])
+
+
+def test_flags_that_something_else_decides_are_refused():
+    config = load_train_config("CartPoleRL")
+    for name in ("seed", "num_envs"):
+        with pytest.raises(ConfigError, match=rf"gym_config\.{name}: .* Use --trainer\.{name} 3$"):
+            override(config, [f"{GYM}{name}", "3"])
+    with pytest.raises(UntrustedModuleError, match="--trust nosuch"):
+        override(config, ["--trainer.import_modules", "nosuch"])
+    trusted = override(config, ["--trainer.import_modules", "json"], trusted_modules=["json"])
+    assert trusted.trainer.import_modules == ["json"]
+
+
+def test_the_environments_file_and_its_fields_are_flags_together(tmp_path):
+    file = tmp_path / "slow.json"
+    file.write_text(json.dumps({"id": "CartPoleRL", "env": {"substeps": 3}}))
+    words = [f"{GYM}max_episode_steps", "7", "--trainer.gym_config", str(file)]
+    found: Any = override(load_train_config("CartPoleRL"), words).trainer.gym_config
+    assert (found["env"]["substeps"], found["max_episode_steps"]) == (3, 7)
+
+
+def test_flags_follow_the_algorithm_and_the_policy_that_flags_choose(caplog):
+    config = load_train_config("CartPoleRL")
+    with caplog.at_level("INFO"):
+        words = ["--algorithm.name", "grpo", "--algorithm.cfg.group_size", "2"]
+        chosen = override(config, [*words, "--policy.name=flow", "--policy.flow.num_steps", "2"])
+    assert chosen.algorithm.cfg["group_size"] == 2
+    assert chosen.algorithm.cfg["learning_rate"] == config.algorithm.cfg["learning_rate"] != 3e-4
+    assert chosen.policy["flow"] == {"num_steps": 2}
+    assert chosen.policy["critic"] == config.policy["critic"]
+    assert "--policy.name flow leaves out what the config says for another one: policy.distribution" in caplog.text
+    with pytest.raises(ConfigError, match=r"algorithm\.cfg\.vf_coef: unknown flag"):
+        override(config, ["--algorithm.name", "grpo", "--algorithm.cfg.vf_coef", "1"])
+    with pytest.raises(ConfigError) as caught:
+        override(config, ["--algorithm.name", "distill"])
+    assert [problem.split(":")[0] for problem in caught.value.problems] == ["algorithm.cfg.teacher"]
