@@ -21,6 +21,7 @@ from embodichain.agents.rl.models.distributions import (
 from embodichain.agents.rl.models.mlp import (
     MLP,
     ImageEncoderCfg,
+    NetworkSettings,
     RecurrentCfg,
     RecurrentLayer,
     build_mlp_from_cfg,
@@ -71,7 +72,7 @@ class NormalizedCritic(nn.Module):
 
 
 @configclass
-class PolicyCfg(Config):
+class PolicyCfg(NetworkSettings):
     """A policy block of a training config, without ``name`` and ``action_dim``."""
 
     actor: Annotated[dict[str, Any], AfterValidator(check_network)] = {"type": "mlp"}

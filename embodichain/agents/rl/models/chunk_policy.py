@@ -15,17 +15,17 @@ from torch import Tensor
 
 from embodichain.agents.rl.models.actor_critic import NormalizedCritic, build_network
 from embodichain.agents.rl.models.flow import FlowCfg, FlowHead
-from embodichain.agents.rl.models.mlp import ImageEncoderCfg, check_network
+from embodichain.agents.rl.models.mlp import ImageEncoderCfg, NetworkSettings, check_network
 from embodichain.agents.rl.models.observation import FeatureEncoder, ObservationSpace
 from embodichain.agents.rl.models.policy import Evaluation, Policy
 from embodichain.agents.rl.models.tokens import TokenCfg, TokenHead
 from embodichain.agents.rl.utils.tensordicts import Observation
-from embodichain.config.classes import Config, Size, configclass
+from embodichain.config.classes import Size, configclass
 from embodichain.errors import ConfigError, RolloutError
 
 
 @configclass
-class ChunkPolicyCfg(Config):
+class ChunkPolicyCfg(NetworkSettings):
     """What the blocks of ``flow`` and ``tokens`` have in common, without ``name`` and ``action_dim``."""
 
     chunk_size: Size = 1

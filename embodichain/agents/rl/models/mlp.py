@@ -121,6 +121,11 @@ class NetworkCfg(Config):
 
 
 @configclass
+class NetworkSettings(Config):
+    """Settings of a policy whose ``actor`` and ``critic``, where it has them, are blocks that describe networks."""
+
+
+@configclass
 class NetworkBlock(Config):
     """The block of a network, ``{"type": "mlp", "network_cfg": {...}}``; settings may also stand beside ``type``."""
 

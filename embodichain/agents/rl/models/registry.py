@@ -9,10 +9,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from embodichain.agents.rl.models.actor_critic import PolicyCfg
-from embodichain.agents.rl.models.chunk_policy import ChunkPolicyCfg
 from embodichain.agents.rl.models.distributions import action_dimension
-from embodichain.agents.rl.models.mlp import NetworkBlock, NetworkCfg, free_memory
+from embodichain.agents.rl.models.mlp import NetworkBlock, NetworkCfg, NetworkSettings, free_memory
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils import Registry
 from embodichain.config.classes import Config, Count, configclass
@@ -101,7 +99,7 @@ def policy_schemas(policy_block: Mapping[str, Any]) -> dict[tuple[str, ...], tup
     for name in ("actor", "critic"):
         block = settings.get(name, {})
         if (
-            issubclass(cfg_type, PolicyCfg | ChunkPolicyCfg)
+            issubclass(cfg_type, NetworkSettings)
             and name in cfg_type.__dataclass_fields__
             and isinstance(block, Mapping)
         ):
