@@ -21,7 +21,6 @@ from embodichain.envs.scene_cfg import DoorCfg as DoorCfg
 from embodichain.envs.scene_cfg import DrawersCfg as DrawersCfg
 from embodichain.envs.scene_cfg import Fixture as Fixture
 from embodichain.envs.scene_cfg import FixtureCfg as FixtureCfg
-from embodichain.envs.scene_cfg import FixtureField as FixtureField
 from embodichain.envs.scene_cfg import HandleCfg as HandleCfg
 from embodichain.envs.scene_cfg import HoleCfg as HoleCfg
 from embodichain.envs.scene_cfg import PegCfg as PegCfg

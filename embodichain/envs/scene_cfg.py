@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import AfterValidator, Discriminator, Field, PlainValidator, Tag, model_validator
+from pydantic import AfterValidator, Field, PlainValidator, model_validator
 
 from embodichain.config.classes import MISSING, Config, Fraction, NotNegative, Number, Positive, configclass
 from embodichain.envs.curricula import Range
@@ -256,24 +256,6 @@ class PegCfg(Config):
 
 
 Fixture: TypeAlias = DrawersCfg | DoorCfg | ButtonsCfg | HoleCfg | BinCfg | PegCfg
-
-
-def _kind(given: Any) -> str | None:
-    """Return which fixture a part of a config is meant to be."""
-    return given.get("kind") if isinstance(given, dict) else getattr(given, "kind", None)
-
-
-FixtureField: TypeAlias = Annotated[
-    Annotated[DrawersCfg, Tag("drawer")]
-    | Annotated[DoorCfg, Tag("door")]
-    | Annotated[ButtonsCfg, Tag("button")]
-    | Annotated[HoleCfg, Tag("hole")]
-    | Annotated[PegCfg, Tag("peg")],
-    Discriminator(_kind),
-]
-"""A fixture in a config: ``{"kind": "drawer", ...}``."""
-
-
 _KINDS: dict[str, Any] = {cfg.kind: cfg for cfg in (DrawersCfg, DoorCfg, ButtonsCfg, HoleCfg, BinCfg, PegCfg)}
 
 

@@ -5,13 +5,11 @@ import numpy as np
 import pytest
 import torch
 
-from embodichain.config.classes import Config, configclass
 from embodichain.envs.env_cfg import RobotCfg
 from embodichain.envs.fixtures import (
     ButtonsCfg,
     DoorCfg,
     DrawersCfg,
-    FixtureField,
     HoleCfg,
     PartPoint,
     PegCfg,
@@ -19,6 +17,7 @@ from embodichain.envs.fixtures import (
 )
 from embodichain.envs.physics.mujoco_cpu import MujocoCpuPhysics
 from embodichain.envs.robots import build_model
+from embodichain.envs.scene_cfg import SceneCfg
 from embodichain.errors import AssetError, ConfigError, SimulationError
 
 ALL = {
@@ -138,11 +137,6 @@ def test_resets_place_fixtures_and_leave_other_envs_alone(model):
     with pytest.raises(SimulationError, match="is no mocap body"):
         physics.set(torch.tensor([0]), qpos, qvel, {"peg": pose})
     physics.close()
-
-
-@configclass
-class SceneCfg(Config):
-    fixtures: dict[str, FixtureField] = {}
 
 
 def test_fixtures_in_configs():

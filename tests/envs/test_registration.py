@@ -225,3 +225,30 @@ def test_envs_that_do_not_fit_into_memory_are_refused(monkeypatch):
     monkeypatch.setattr(registration, "MujocoCpuPhysics", fails)
     with pytest.raises(ConfigError, match=r"num_envs: a number of 7 environments does not fit into the memory"):
         make("CartPoleRL", num_envs=7)
+
+
+def test_every_task_has_a_page_a_picture_a_config_and_a_measured_expert():
+    page = (ROOT / "docs/tasks.md").read_text(encoding="utf-8")
+    measured = json.loads((ROOT / "benchmarks/results/experts.json").read_text())["tasks"]
+    configs: dict[str, list[str]] = {}
+    for path in (ROOT / "configs/agents/rl").rglob("gym_config*.json"):
+        configs.setdefault(json.loads(path.read_text())["id"], []).append(path.parent.name)
+    lacking = []
+    for spec in list_envs():
+        if spec.id not in envs.TASKS:
+            continue
+        lacking += [] if f"\n## {spec.id}\n" in page else [f"{spec.id}: entry in docs/tasks.md"]
+        lacking += [] if (ROOT / f"docs/images/tasks/{spec.id}.jpg").is_file() else [f"{spec.id}: picture"]
+        lacking += [] if spec.id in configs else [f"{spec.id}: gym_config.json"]
+        lacking += [] if spec.task.has_expert() == (spec.id in measured) else [f"{spec.id}: experts.json"]
+    assert not lacking
+    assert measured.keys() <= envs.TASKS.keys()
+
+
+def test_configs_leave_the_size_of_actions_to_the_robot():
+    """Only those state it that are for the robot of the task alone, so that another robot needs no further flag."""
+    stating = set()
+    for path in (ROOT / "configs/agents/rl").rglob("train_config*.json"):
+        if "action_dim" in json.loads(path.read_text())["policy"]:
+            stating.add(str(path.parent.relative_to(ROOT / "configs/agents/rl")).split("/")[0])
+    assert stating == {"push_cube", "basic", "gymnasium"}

@@ -209,3 +209,12 @@ def test_the_page_of_the_documentation_says_what_is():
     assert fields <= told
     config = json.loads(re.findall(r"```json\n(.*?)```", page, flags=re.DOTALL)[0])
     assert load_gym_config(config).robot.servos is True
+
+
+def test_the_training_of_the_documentation_runs(tmp_path, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs/robots.md").read_text(encoding="utf-8").partition("## Train it")[2]
+    (tmp_path / "panda_reach.json").write_text(re.findall(r"```json\n(.*?)```", page, flags=re.DOTALL)[0])
+    command = re.findall(r"^embodichain (train .*)$", page, flags=re.MULTILINE)[0]
+    monkeypatch.chdir(tmp_path)
+    few = "--trainer.num_envs 4 --trainer.buffer_size 8 --trainer.total_steps 32 --trainer.enable_eval false"
+    assert main([*command.split(), *few.split()]) == 0
