@@ -16,7 +16,9 @@ from embodichain.agents.rl.algo.base import get_algo_class
 from embodichain.agents.rl.arguments import given_environment, given_value
 from embodichain.agents.rl.collector.config import AsyncCfg, CollectorBlock
 from embodichain.agents.rl.default_config import config_of_environment
-from embodichain.agents.rl.models.registry import check_policy, get_policy_class, policy_schemas
+from embodichain.agents.rl.models.actor_critic import NetworkPolicy
+from embodichain.agents.rl.models.registry import PolicyBlock, check_policy, get_policy_class, policy_schemas
+from embodichain.agents.rl.utils import ClippedCfg
 from embodichain.agents.rl.utils.distributed import Ranks, local_count, local_rank
 from embodichain.config import (
     MISSING,
@@ -452,10 +454,21 @@ def _checked(cfg: TrainCfg) -> TrainCfg:
     return cfg.replace(trainer=resolved, algorithm=cfg.algorithm.replace(cfg=algorithm.to_dict()))
 
 
+def _policy_name(cfg: TrainCfg) -> str:
+    return str(cfg.policy.get("name", PolicyBlock().name))
+
+
 def warn_about_config(cfg: TrainCfg) -> None:
     """Log how rollouts are collected asynchronously, and warn of settings that have no effect or learn less."""
     trainer, settings = cfg.trainer, cfg.algorithm.cfg
-    collector = trainer.collector
+    collector, level = trainer.collector, settings.get("log_prob_per")
+    if level in ("token", "denoising_step") and issubclass(get_policy_class(_policy_name(cfg)), NetworkPolicy):
+        _LOG.warning(
+            "algorithm.cfg.log_prob_per: %s has no effect, as actions of %s have no such factors: it is for policies "
+            "such as tokens, flow and vla",
+            level,
+            _policy_name(cfg),
+        )
     if not trainer.collects_async:
         usual = AsyncCfg().to_dict()
         changed = [name for name, value in collector.to_dict().items() if value != usual[name]]
@@ -471,7 +484,8 @@ def warn_about_config(cfg: TrainCfg) -> None:
     where = {"thread": "a thread", "process": "a process of its own", "ray": "a cluster"}[collector.worker]
     lag = collector.max_policy_lag
     _LOG.info("collecting in %s, by weights that are at most %d update(s) old", where, lag)
-    if lag == 0 or settings.get("correction") != "none":
+    has_ratios = issubclass(get_algo_class(cfg.algorithm.name).cfg_type, ClippedCfg)
+    if lag == 0 or settings.get("correction") != "none" or not has_ratios:
         return
     if settings.get("lr_schedule") == "adaptive":
         bound = "lr_schedule: adaptive"

@@ -176,6 +176,7 @@ class Trainer:
                         rollout = self._collect()
                     collected = time.perf_counter()
                     self.algorithm.progress = self._progress()
+                    self.algorithm.next_progress = self._progress(ahead=1)
                     with torch_threads(self._update_threads):
                         measures = self.algorithm.update(rollout)
                     if self.guard is not None:
@@ -224,13 +225,14 @@ class Trainer:
         enough = wanted_return is None or mean_return >= wanted_return
         return "target" if enough and (success_rate or 0.0) >= (wanted_success or 0.0) else None
 
-    def _progress(self) -> float:
-        """Return the share of the training that is over: by the clock only if nothing else ends it."""
+    def _progress(self, ahead: int = 0) -> float:
+        """Return the share of the training that is over: by the clock only if nothing else ends it; or the share that
+        will be, after the iterations ``ahead``."""
         settings, now = self.cfg.trainer, self.counters
         limit = num_iterations(settings, self.ranks.count, now.iteration, now.global_step)
         if limit is None:
             return self._share_of_time()
-        share = now.iteration / limit
+        share = (now.iteration + ahead) / limit
         if settings.total_steps is not None and self.policy.chunk_size > 1:  # a rollout has more steps than decisions
             share = max(share, now.global_step / settings.total_steps)
         return min(1.0, share)

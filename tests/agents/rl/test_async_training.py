@@ -213,6 +213,20 @@ def test_learning_from_old_rollouts_without_correction_is_warned_of(tmp_path, ca
     assert ("--algorithm.cfg.correction decoupled" in caplog.text) is is_warned
 
 
+def test_distillation_has_no_ratios_to_warn_of(tmp_path, caplog):
+    config = train_config(tmp_path, trainer=vla(max_policy_lag=1))
+    config["algorithm"] = {"name": "distill", "cfg": {"teacher": str(tmp_path)}}
+    warn_about_config(override(complete(TrainCfg.from_dict(config)), []))
+    assert "decoupled" not in caplog.text
+
+
+@pytest.mark.parametrize(("level", "is_warned"), [("token", True), ("denoising_step", True), ("action", False)])
+def test_factors_that_a_policy_lacks_are_warned_of(tmp_path, caplog, level, is_warned):
+    config = train_config(tmp_path, algorithm={"cfg": {"log_prob_per": level}})
+    warn_about_config(override(complete(TrainCfg.from_dict(config)), []))
+    assert (f"log_prob_per: {level} has no effect, as actions of actor_critic" in caplog.text) is is_warned
+
+
 @pytest.mark.parametrize(
     ("trainer", "said"),
     [

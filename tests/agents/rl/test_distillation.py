@@ -227,6 +227,27 @@ def test_the_teacher_acts_in_its_share_of_the_envs():
         assert torch.equal(action, torch.cat([own[:guided], students[guided:]])), progress
 
 
+def test_the_share_that_is_logged_is_the_one_that_collected():
+    env = ScriptedEnv(8)
+    algorithm, _ = pair(env, "kl", teacher_share=(1.0, 0.0))
+    collector, used, logged = SyncCollector(env, algorithm.acting), [], []
+    for k in range(5):
+        rollout = collector.collect(2).clone()
+        used.append(float(algorithm.acting.share))
+        algorithm.progress, algorithm.next_progress = k / 5, (k + 1) / 5
+        logged.append(algorithm.update(rollout)["teacher_share"])
+        if k == 2:  # of a run that is resumed
+            share = float(algorithm.acting.share)
+            algorithm.load_state_dict(copy.deepcopy(algorithm.state_dict()))
+            assert float(algorithm.acting.share) == share
+    assert logged == pytest.approx(used)
+    assert logged == pytest.approx([1.0, 0.75, 0.5, 0.25, 0.0])
+    algorithm, rollout = pair(env, "kl", teacher_share=(1.0, 0.0))
+    algorithm.next_progress = 0.5
+    assert [algorithm.update(rollout)["teacher_share"] for _ in range(2)] == [1.0, 1.0]  # an old one, too
+    assert float(algorithm.acting.share) == 0.0
+
+
 def test_values_are_neither_computed_nor_learned():
     env = ScriptedEnv(3)
     algorithm, rollout = pair(env, "kl", n_epochs=1)
@@ -319,7 +340,8 @@ def test_a_run_resumes_bit_by_bit_and_is_the_same_without_lag(taught, tmp_path):
         assert same(whole[part], other[part]), part
     lines = [line for line in read_metrics(tmp_path / "whole" / "metrics.jsonl") if "update/imitation_loss" in line]
     assert lines[-1]["update/imitation_loss"] < lines[0]["update/imitation_loss"]
-    assert [line["update/teacher_share"] for line in lines] == [0.5, 0.375, 0.25, 0.125]
+    shares = [line["update/teacher_share"] for line in lines]
+    assert shares == pytest.approx([0.5, 1 / 3, 1 / 6, 0.0])  # from the first rollout to the last
 
 
 def test_another_teacher_is_noticed_when_a_run_is_resumed(taught, tmp_path):

@@ -86,6 +86,8 @@ class BaseAlgorithm(ABC):
         """The processes that train this policy together; see ``join``."""
         self.progress = 0.0
         """Share of the training that is over, in [0, 1]; set by the trainer, used by schedules."""
+        self.next_progress: float | None = None
+        """The same after the update to come, when the next rollout begins; ``None`` where nobody tells."""
         self.buffer: RolloutBuffer | None = None
         self._collector: SyncCollector | None = None
         self._rollout: TensorDictBase | None = None

@@ -48,7 +48,8 @@ class DistillationCfg(MinibatchCfg):
     teacher_share: tuple[Fraction, Fraction] = (0.0, 0.0)
     """Share of the envs in which the teacher acts in the student's place: at first, and in the end."""
     teacher_until: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Share of the training after which the latter is reached; in between it changes linearly."""
+    """Share of the training after which the latter is reached, by its last rollout at the latest; in between it
+    changes linearly."""
     lr_schedule: Literal["constant", "linear"] = "constant"
     """Step size: constant, or falling to zero over the training."""
 
@@ -60,10 +61,12 @@ class DistillationCfg(MinibatchCfg):
         found = next((base / given for base in (folder, Path.cwd()) if (base / given).exists()), Path.cwd() / given)
         return self.replace(teacher=str(found.absolute()))
 
-    def share_at(self, progress: float) -> float:
-        """Return the share of the envs in which the teacher acts, after a share of the training."""
+    def share_at(self, progress: float, rollout: float = 0.0) -> float:
+        """Return the share of the envs in which the teacher acts, after a share of the training; ``rollout`` is what
+        one rollout adds to it."""
         first, last = self.teacher_share
-        return first + (last - first) * min(1.0, progress / self.teacher_until)
+        until = min(self.teacher_until, 1.0 - rollout)  # where the last rollout begins
+        return first if progress == 0.0 else first + (last - first) * min(1.0, progress / max(until, 1e-9))
 
 
 def mismatches(teacher: Teacher, observation_space: Any, action_space: Any, actions: Any = None) -> list[str]:
@@ -195,6 +198,7 @@ class Distillation(MinibatchAlgorithm):
         self.digest = ""
         """Hash of the teacher's weights."""
         self.acting = Guided(policy)
+        self._shares: dict[int, float] = {}  # by version of the weights: rollouts may be of older ones
 
     @property
     def teacher_source(self) -> str:
@@ -220,7 +224,7 @@ class Distillation(MinibatchAlgorithm):
         policy.device = self.device
         self.teacher, self.digest = teacher, content_digest(policy)
         self.acting = Guided(self.policy, policy if max(self.cfg.teacher_share) > 0.0 else None)
-        self._set_share()
+        self._set_share(self.cfg.share_at(self.progress))
 
     def join(self, ranks: Ranks) -> None:
         """Train the policy together with other processes, all of which have the same teacher."""
@@ -248,9 +252,10 @@ class Distillation(MinibatchAlgorithm):
             meter.end_epoch("imitation_loss")
 
         metrics = meter.means() | {"learning_rate": self.optimizer.learning_rate}
-        metrics["teacher_share"] = cfg.share_at(self.progress)
+        metrics["teacher_share"] = self._share_in(rollout)
         self._finish_update(rollout)
-        self._set_share()
+        following = self.progress if self.next_progress is None else self.next_progress
+        self._set_share(cfg.share_at(following, max(0.0, following - self.progress)))
         return metrics
 
     def _loss(self, batch: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
@@ -301,12 +306,26 @@ class Distillation(MinibatchAlgorithm):
     def _evaluate_again(self, minibatches: Minibatches, rollout: TensorDictBase) -> None:
         """Nothing is compared with the precision in which rollouts were collected."""
 
-    def _set_share(self) -> None:
-        self.acting.share.fill_(self.cfg.share_at(self.progress))
+    def _set_share(self, share: float) -> None:
+        """Let the teacher act in this share of the envs from the present version of the weights on."""
+        version = int(self.policy.version)
+        self._shares = {v: s for v, s in self._shares.items() if v < version} | {version: share}
+        self.acting.share.fill_(share)
+
+    def _share_in(self, rollout: TensorDictBase) -> float:
+        """Return the share that a rollout was collected with, by the versions that did so."""
+        newest, versions = max(self._shares), rollout.get("policy_version", None)
+        if versions is None:
+            return self._shares[newest]
+        found, counts = (part.tolist() for part in versions.unique(return_counts=True))
+        used = [self._shares.get(version, self._shares[newest]) for version in found]
+        self._shares = {v: share for v, share in self._shares.items() if v >= found[0] or v == newest}
+        return sum(share * count for share, count in zip(used, counts, strict=True)) / sum(counts)
 
     def state_dict(self) -> dict[str, Any]:
         source = "" if self.teacher is None else self.teacher.source
-        return super().state_dict() | {"teacher": {"source": source, "digest": self.digest}}
+        shares = {str(version): share for version, share in self._shares.items()}
+        return super().state_dict() | {"teacher": {"source": source, "digest": self.digest}, "shares": shares}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         known = state["teacher"]
@@ -318,4 +337,5 @@ class Distillation(MinibatchAlgorithm):
                 "from the other one, begin a new run with --trainer.init_from RUN"
             )
         super().load_state_dict(state)
-        self._set_share()
+        self._shares = {int(version): share for version, share in state.get("shares", {}).items()}
+        self._set_share(self._shares.get(int(self.policy.version), self.cfg.share_at(self.progress)))
