@@ -35,6 +35,7 @@ complete -o filenames -F _embodichain embodichain
 _ZSH = "autoload -U +X bashcompinit && bashcompinit\n"
 _BY_NAME = ("play", "stream", "record", "train", "envs")
 """Commands whose argument may be the name of an environment."""
+_SUBCOMMANDS = {"envs": ("list", "check"), "robots": ("list", "check")}
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,9 @@ def main(argv: Sequence[str]) -> int:
         from embodichain.envs.registration import list_envs
 
         names = [spec.id for spec in list_envs()]
+    words = {command: [*_SUBCOMMANDS.get(command, ()), *(names if command in _BY_NAME else ())] for command in COMMANDS}
     cases = [
-        f'    {command}) options="{" ".join(options)}" names="{" ".join(names if command in _BY_NAME else ())}" ;;'
+        f'    {command}) options="{" ".join(options)}" names="{" ".join(words[command])}" ;;'
         for command, options in _options().items()
     ]
     script = _BASH.format(commands=" ".join(COMMANDS), cases="\n".join(cases))
@@ -80,7 +82,7 @@ def _options() -> dict[str, list[str]]:
         for name, flags in (("engine", engine), ("train", training))
     }
     more: dict[str, Iterable[str]] = {"stream": fields["engine"], "record": fields["engine"], "train": fields["train"]}
-    own = {"train": ["--config", "--resume", "--trust"], "envs": ["list", "check"]}
+    own = {"train": ["--config", "--resume", "--trust"]}
     return {
         command: sorted({"--help", *own.get(command, ()), *_own_options(command), *more.get(command, ())})
         for command in COMMANDS

@@ -41,6 +41,8 @@ class EvalArgs:
     """Film one episode; the file goes to the folder 'videos' of the run."""
     output: Path | None = None
     """File for the figures (.json), every episode included."""
+    config: Path | None = None
+    """File with other settings of the environment (a gym_config.json), over those of the run."""
     trust: Trust = ()
 
 
@@ -63,8 +65,9 @@ def opened_run(
     num_envs: int | None,
     seed: int,
     video: bool,
+    config: Path | None = None,
 ) -> Iterator[LoadedRun]:
-    """Load the policy of a run, and make the environments that the run's evaluations use."""
+    """Load the policy of a run, and make the environments that the run's evaluations use, with settings of a file."""
     from embodichain.agents.rl.checkpoint import (
         check_parts,
         find_checkpoint,
@@ -74,12 +77,20 @@ def opened_run(
     )
     from embodichain.agents.rl.config import TrainCfg, complete
     from embodichain.agents.rl.train import make_eval_env
+    from embodichain.config import load_config, merge
+    from embodichain.config.files import find_shipped
 
     folder = find_checkpoint(run, which).resolve()
     state = load_checkpoint(folder)
     check_parts(state, folder, "config", "trainer")
     cfg = complete(TrainCfg.from_dict(state["config"], source=str(folder)), trusted_modules, str(folder))
     settings = cfg.trainer.replace(num_eval_episodes=episodes, eval_video=video)
+    if config is not None:
+        given = load_config(find_shipped(config))
+        if given.get("id", settings.environment["id"]) == settings.environment["id"]:
+            settings = settings.replace(eval_gym_config=merge(settings.eval_gym_config, given))
+        else:
+            settings = settings.replace(gym_config=given, eval_gym_config={})
     with reading_checkpoint(str(folder)):
         step = int(state["trainer"]["global_step"])
     count = min(num_envs or settings.num_eval_envs, episodes)
@@ -96,7 +107,7 @@ def main(argv: Sequence[str]) -> int:
         from embodichain.config import save_config
 
     check_counts({"--episodes": args.episodes, "--num-envs": args.num_envs})
-    asked = (args.run, args.checkpoint, args.trust, args.episodes, args.num_envs, args.seed, args.video)
+    asked = (args.run, args.checkpoint, args.trust, args.episodes, args.num_envs, args.seed, args.video, args.config)
     began = time.perf_counter()
     with opened_run(*asked) as run:
         film = run.checkpoint.parent.parent / "videos" / f"eval_step_{run.step:012d}.mp4" if args.video else None
@@ -107,6 +118,14 @@ def main(argv: Sequence[str]) -> int:
     print_files(console, result.files, result.problem)
     if args.output is not None:
         summary, episodes = asdict(result.summary), [asdict(episode) for episode in result.episodes]
-        figures = {"checkpoint": str(run.checkpoint), "step": run.step, "seed": args.seed, **summary, "each": episodes}
+        setting = {} if args.config is None else {"config": str(args.config)}
+        figures = {
+            "checkpoint": str(run.checkpoint),
+            **setting,
+            "step": run.step,
+            "seed": args.seed,
+            **summary,
+            "each": episodes,
+        }
         console.print(f"wrote {save_config(figures, args.output)}", markup=False, highlight=False, soft_wrap=True)
     return 0

@@ -34,7 +34,8 @@ class PlayArgs:
     """Roll a policy in an environment; print how it did and, if asked, film it."""
 
     id: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="ID|RUN")]
-    """Name of the environment, a task of this package or any Gymnasium id; or folder of a run, whose policy acts."""
+    """Name of the environment, a task of this package or any Gymnasium id, or its file (a gym_config.json); or folder
+    of a run, whose policy acts."""
     episodes: int = 20
     """Number of episodes."""
     num_envs: int | None = None
@@ -56,7 +57,7 @@ class PlayArgs:
     checkpoint: Literal["best", "latest"] = "best"
     """Of a run: which of its checkpoints."""
     config: Path | None = None
-    """File with settings of the environment (a gym_config.json)."""
+    """File with settings of the environment (a gym_config.json); those of a run go below it."""
     trust: Trust = ()
 
 
@@ -81,7 +82,11 @@ def main(argv: Sequence[str]) -> int:
             env, act = stack.enter_context(_acting_run(args, num_envs))
         else:
             source = args.id if args.config is None else args.config
-            overrides: dict[str, Any] = {"id": args.id, "num_envs": num_envs, "seed": args.seed}
+            overrides: dict[str, Any] = {"num_envs": num_envs, "seed": args.seed}
+            if not args.id.endswith((".json", ".yaml", ".yml")):
+                overrides["id"] = args.id
+            elif args.config is not None:
+                raise ConfigError(f"--config: expected the name of an environment before it, got the file {args.id}")
             env = stack.enter_context(make_to_watch(source, args.trust, video=args.video is not None, **overrides))
             act = choose_policy(env, args.policy or "expert", args.seed)
         recorder = None
@@ -103,10 +108,10 @@ def _acting_run(args: PlayArgs, num_envs: int) -> Iterator[tuple[VecEnv, PolicyA
     from embodichain.agents.rl.evaluation import PolicyActor
     from embodichain.envs.wrappers import chunked
 
-    if args.policy is not None or args.config is not None:
-        raise ConfigError("--policy and --config: expected neither, as the policy of a run acts in its own environment")
+    if args.policy is not None:
+        raise ConfigError("--policy: expected none, as the policy of the run acts")
     asked = (Path(args.id), args.checkpoint, args.trust, args.episodes, num_envs, args.seed, args.video is not None)
-    with opened_run(*asked) as run:
+    with opened_run(*asked, args.config) as run:
         env = chunked(run.env, run.policy.chunk_size)
         yield env, PolicyActor(run.policy, env)
 

@@ -300,22 +300,26 @@ def _new_entry(name: str, text: str, flags: Mapping[str, Flag]) -> dict[str, Fla
     return {}
 
 
-def positional_first(argv: Sequence[str], values: Mapping[str, int]) -> list[str]:
+def positional_first(argv: Sequence[str], values: Mapping[str, int], looks: str = "") -> list[str]:
     """Put the one positional argument before the flags, which may be those of a config besides the command's own.
 
     ``values`` says how many words a flag of the command takes; one of a config takes any number, but at least one.
+    Of several words that may be the argument, it is one that ``looks``, a regular expression, finds; else the last one.
     """
     words = list(argv)
     flags = [index for index, word in enumerate(words) if _WORD.match(word)]
     if not flags or flags[0] > 0:
         return words
-    for begin, end in reversed(list(zip(flags, [*flags[1:], len(words)], strict=True))):
+    candidates: list[int] = []
+    for begin, end in zip(flags, [*flags[1:], len(words)], strict=True):
         name, is_joined, _ = words[begin].lstrip("-").replace("-", "_").partition("=")
         others = range(begin + 1 + (0 if is_joined else values.get(name, 1)), end)
-        for index in reversed(others):
-            if not _VALUE.fullmatch(words[index]):
-                return [words[index], *words[:index], *words[index + 1 :]]
-    return words
+        candidates += [index for index in others if not _VALUE.fullmatch(words[index])]
+    if not candidates:
+        return words
+    alike = [index for index in candidates if looks and re.search(looks, words[index])]
+    index = (alike or candidates)[-1]
+    return [words[index], *words[:index], *words[index + 1 :]]
 
 
 def _field_docs(owner: type[Any] | None) -> dict[str, str]:

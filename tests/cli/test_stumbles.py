@@ -87,6 +87,10 @@ def folder(tmp_path, monkeypatch):
         ("play CartPoleRL --num_envs four", "--num-envs: expected an integer, got 'four'"),
         ("play CartPoleRL --speed fast", "--speed: expected a number, got 'fast'"),
         ("play CartPoleRl --epsiodes 3", "--epsiodes"),
+        (
+            "train CartPoleRL --trainer.run_dir a/b/c --policy.critic_obs robot",
+            "holds no numbers for the policy to see",
+        ),
         ("envs check CartPole-v9", "unknown environment 'CartPole-v9'"),
         ("eval nowhere", "nowhere"),
         ("play Pendulum-v1", "Pendulum-v1 has no expert: use --policy random"),
@@ -127,6 +131,20 @@ def test_play_and_eval_show_the_same_table_of_a_run(run, capfd):
     shown = capfd.readouterr().out.splitlines()
     assert [line for line in shown if "mean" in line or "rate" in line] == table
     assert main(["play", str(run), "--policy", "random"]) == 2
+
+
+def test_a_policy_is_judged_in_another_setting_of_its_environment(run, folder, capfd):
+    short = folder / "short.json"
+    short.write_text(json.dumps({"id": "CartPoleRL", "max_episode_steps": 3}))
+    words = ["--episodes", "2", "--seed", "5"]
+    assert main(["eval", str(run), *words, "--config", "short.json", "--output", "figures.json"]) == 0
+    figures = json.loads((folder / "figures.json").read_text())
+    assert [each["length"] for each in figures["each"]] == [3, 3]
+    assert figures["config"] == "short.json"
+    assert main(["play", str(run), *words, "--config", "short.json"]) == 0
+    assert main(["play", "short.json", *words, "--policy", "zero"]) == 0
+    told = capfd.readouterr().out
+    assert len(re.findall(r"mean length\s+│\s+3", told)) == 3, told
 
 
 def test_a_loaded_policy_acts_without_gradients(run):

@@ -22,12 +22,22 @@ Train a policy as a train_config.json (or .yaml) says, or continue a run as if i
   --SECTION.FIELD VALUE     change any field; 'embodichain train CONFIG --help' lists them
 """
 
+SWITCHES = (
+    *(f"trainer.{name}" for name in ("enable_eval", "eval_deterministic", "eval_video", "nan_guard", "use_wandb")),
+    *(f"policy.{name}" for name in ("normalize_obs", "normalize_value", "critic_images")),
+    *(f"algorithm.cfg.{name}" for name in ("normalize_advantage", "normalize_reward", "clip_value_loss")),
+    *(f"algorithm.cfg.{name}" for name in ("cuda_graphs", "reset_every_rollout", "truncate_at_first_done")),
+)
+"""Flags that need no value, known before anything heavy is imported."""
+_LOOKS_LIKE_CONFIG = r"\.(json|ya?ml)$|RL$|-v\d+$"
+
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse command line arguments to ``config`` or ``resume`` (paths), ``trust`` and ``overrides`` (the rest)."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not {"--config", "--resume"} & {word.partition("=")[0] for word in words}:
-        words = positional_first(words, {"distributed": 0, "no_distributed": 0, "help": 0, "h": 0})
+        own = ("distributed", "no_distributed", "help", "h")
+        words = positional_first(words, dict.fromkeys((*own, *SWITCHES), 0), _LOOKS_LIKE_CONFIG)
     leading = words.pop(0) if words and not words[0].startswith("-") else None
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage=_USAGE, exit_on_error=False)
     parser.add_argument("--config", type=Path)

@@ -80,7 +80,7 @@ class RunFolder:
         self.lock = RunLock(path)
         self.is_new = False
         """Whether this process made the folder."""
-        self.has_new_parent = False
+        self.new_parents: list[Path] = []
         """Whether it made the one above, too."""
         self.is_named = True
         """Whether the user chose its name."""
@@ -90,12 +90,12 @@ class RunFolder:
         """Make the folder of a new run and lock it; ``TrainingStateError`` if there is a checkpoint in it already."""
         name, number = f"{cfg.trainer.exp_name}_{time.strftime('%Y%m%d-%H%M%S')}", 1
         path = Path(cfg.trainer.run_dir or Path(cfg.trainer.output_dir) / name)
-        has_new_parent = cfg.trainer.run_dir is None and not os.path.lexists(path.parent)
+        new_parents = [parent for parent in path.parents if not os.path.lexists(parent)]
         while cfg.trainer.run_dir is None and not _is_new(path):  # a run of this name was started in the same second
             number += 1
             path = path.with_name(f"{name}-{number}")
         folder = cls(path)
-        folder.has_new_parent = has_new_parent
+        folder.new_parents = new_parents
         folder.is_named = cfg.trainer.run_dir is not None
         folder.is_new = not folder.is_named or not os.path.lexists(path)
         folder.lock.acquire()
@@ -117,9 +117,9 @@ class RunFolder:
         is_used = len(steps) >= kept + 1 or any(steps) or (self.metrics.is_file() and _has_line(self.metrics))
         if self.is_new and not is_used and not (self.path / "failure").exists():
             shutil.rmtree(self.path, ignore_errors=True)
-            if self.has_new_parent:
-                with contextlib.suppress(OSError):  # another run may be in it by now
-                    self.path.parent.rmdir()
+            with contextlib.suppress(OSError):  # another run may be in one of them by now
+                for parent in self.new_parents:
+                    parent.rmdir()
 
     def begin(self, cfg: TrainCfg) -> None:
         """Write the config of a new run, and remove what one without a checkpoint has left.

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from embodichain.agents.rl.config import load_train_config, override
+from embodichain.agents.rl.arguments import SWITCHES, parse_args
+from embodichain.agents.rl.config import TrainCfg, load_train_config, override, schemas_of
 from embodichain.agents.rl.models import ActorCritic, ActorCriticCfg
+from embodichain.config.command_line import flags_of
 from embodichain.errors import ConfigError, UntrustedModuleError
 from tests.agents.rl.training_cases import write_config
 
@@ -101,6 +103,7 @@ def test_settings_of_a_policy_of_ones_own_are_its_own():
     assert Mine.settings_type() is None
 
 
+DIRECT = r"(trainer|policy|algorithm\.cfg)\.\w+$"
 GYM = "--trainer.gym_config."
 CURRICULUM = {"curriculum": {"by": "steps", "from": [0.0, 0.0], "to": [-0.1, 0.1], "between": [0.0, 9.0]}}
 
@@ -136,6 +139,30 @@ def test_networks_of_policies_that_decide_on_chunks_are_flags_and_checked_early(
     assert override(config, ["--policy.critic.hidden_sizes", "8", "8"]).policy["critic"]["hidden_sizes"] == [8, 8]
     with pytest.raises(ConfigError, match=r"critic\.hidden_sizes\.0: expected"):
         override(config, ["--policy.critic.hidden_sizes", "0"])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--trainer.seed 1 CartPoleRL --policy.critic_obs robot/qvel robot/qpos",
+        "--trainer.enable_eval CartPoleRL",
+        "--trainer.enable_eval false CartPoleRL",
+        "--policy.critic_obs robot/qvel CartPoleRL --trainer.eval_video",
+    ],
+)
+def test_the_config_is_found_among_flags(words):
+    args = parse_args(words.split())
+    assert str(args.config) == "CartPoleRL"
+    assert args.overrides == [word for word in words.split() if word != "CartPoleRL"]
+
+
+def test_flags_without_a_value_are_known_beforehand():
+    switches = set()
+    for name in ("ppo", "grpo", "distill"):
+        cfg = TrainCfg(algorithm={"name": name})
+        flags = flags_of(cfg, TrainCfg, (), schemas_of(cfg))
+        switches |= {flag.name for flag in flags if flag.annotation is bool and re.match(DIRECT, flag.name)}
+    assert switches == set(SWITCHES)
 
 
 def test_flags_that_something_else_decides_are_refused():
