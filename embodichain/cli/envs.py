@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ListArgs:
-    """List the environments: what they are, what they observe and what they take."""
+    """List the environments: one line for each, which says what it is."""
 
+    long: bool = False
+    """Also say what they observe and what actions they take."""
     gymnasium: bool = False
     """Also list the ids that are registered with Gymnasium."""
     trust: Trust = ()
@@ -64,14 +66,24 @@ def _list(console: Console, args: ListArgs) -> int:
         from embodichain.envs.registration import list_envs, make
 
     import_trusted(args.trust, config_folders())
-    table = Table("id", "what", "observation", "action", box=None, header_style="bold", pad_edge=False)
-    for spec in list_envs():
-        with make(spec.id, num_envs=1) as env:
-            manager = env.action_manager
-            size = str(manager.action_dim) if manager.choices is None else f"one of {manager.choices.tolist()}"
-            action = f"{manager.action_type} {size}"
-            table.add_row(spec.id, spec.description, _describe(env.observation_space), action)
-    console.print(table)
+    if args.long:
+        table = Table("id", "what", "observation", "action", box=None, header_style="bold", pad_edge=False)
+        for spec in list_envs():
+            with make(spec.id, num_envs=1) as env:
+                manager = env.action_manager
+                size = str(manager.action_dim) if manager.choices is None else f"one of {manager.choices.tolist()}"
+                action = f"{manager.action_type} {size}"
+                table.add_row(spec.id, spec.description, _describe(env.observation_space), action)
+        console.print(table)
+    else:
+        widest = max(len(spec.id) for spec in list_envs())
+        for spec in list_envs():
+            line = f"{spec.id:<{widest}}  {spec.description.partition(';')[0].rstrip('.')}"
+            line = line if len(line) <= console.width else line[: console.width - 1].rstrip() + "…"
+            console.print(line, markup=False, highlight=False)
+        console.print(
+            "\nembodichain envs list --long tells what they observe and what actions they take.", markup=False
+        )
     if args.gymnasium:
         names = sorted(name for name in gym.registry if not name.startswith("embodichain/"))
         console.print("\nregistered with Gymnasium:", style="bold")

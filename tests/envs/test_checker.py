@@ -508,8 +508,17 @@ def test_discrete_choices_out_of_range_are_tried():
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def test_envs_list_shows_the_tasks(capsys):
+def test_envs_list_shows_the_tasks(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     assert main(["envs", "list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    from embodichain.envs.registration import list_envs
+
+    for spec in list_envs():  # one line each, of which a terminal shows all
+        assert [line for line in lines if line.split(" ")[0] == spec.id and len(line.split()) > 3]
+    assert max(map(len, lines)) <= 80
+    assert len(lines) == len(list_envs()) + 2
+    assert main(["envs", "list", "--long"]) == 0
     shown = capsys.readouterr().out
     assert all(name in shown for name in ("CartPoleRL", "ReachRL", "PushCubeRL", "PickCubeRL"))
     assert "delta_qpos" in shown
