@@ -11,6 +11,7 @@ from embodichain.envs.scene_cfg import Color as Color
 from embodichain.envs.scene_cfg import GoalCfg as GoalCfg
 from embodichain.envs.scene_cfg import ObjectCfg as ObjectCfg
 from embodichain.envs.scene_cfg import PoseRangeCfg as PoseRangeCfg
+from embodichain.envs.scene_cfg import Rotation as Rotation
 from embodichain.envs.scene_cfg import SceneCfg as SceneCfg
 from embodichain.envs.scene_cfg import ViewCfg as ViewCfg
 
@@ -302,7 +303,7 @@ class ArmCfg(Config):
     """Where the base stands, in metres."""
     yaw: Number | None = None
     """Heading of the base about the vertical, in radians."""
-    quat: tuple[Number, Number, Number, Number] | None = None
+    quat: Rotation | None = None
     """Orientation of the base (w, x, y, z), instead of ``yaw``."""
 
 

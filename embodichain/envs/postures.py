@@ -10,7 +10,7 @@ import mujoco
 import numpy as np
 
 from embodichain.envs.env_cfg import ArmCfg
-from embodichain.envs.robot_model import HINGE, site_frame
+from embodichain.envs.robot_model import HINGE, check_start, site_frame
 from embodichain.envs.robots import ArmParts
 from embodichain.errors import ConfigError
 
@@ -37,6 +37,7 @@ def find_start(model: mujoco.MjModel, cfg: ArmCfg, key: str, parts: ArmParts, ho
     if home is not None:
         data.qpos[:] = home
     count, fingers = len(parts.joints), len(parts.fingers)
+    bounds = list(zip(parts.lower, parts.upper, strict=True))
     if cfg.init_qpos:
         if len(cfg.init_qpos) not in (count, count + fingers):
             raise ConfigError(
@@ -44,10 +45,12 @@ def find_start(model: mujoco.MjModel, cfg: ArmCfg, key: str, parts: ArmParts, ho
             )
         parts.init, parts.init_from = [float(q) for q in cfg.init_qpos[:count]], "init_qpos"
         parts.init_fingers = [float(q) for q in cfg.init_qpos[count:]]
+        check_start(f"{key}.init_qpos", parts.joints, parts.init, bounds)
         return
     addresses = [int(model.joint(name).qposadr[0]) for name in parts.joints]
     if home is not None and cfg.init_tool is None:
         parts.init, parts.init_from = [float(home[a]) for a in addresses], "a keyframe of the model"
+        check_start(f"{key}.init_qpos is left to a keyframe of the model, which", parts.joints, parts.init, bounds)
         return
     if parts.site is None or count < 2:
         reference = np.clip(model.qpos0[addresses], parts.lower, parts.upper)

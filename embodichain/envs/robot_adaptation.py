@@ -26,8 +26,10 @@ from embodichain.envs.robot_model import (
     HINGE,
     SLIDE,
     below,
+    check_start,
     coupled_joints,
     free_base,
+    free_name,
     path_joints,
     read_arm,
     site_frame,
@@ -44,7 +46,7 @@ from embodichain.envs.robots import (
     servo_scale,
     tendon_joints,
 )
-from embodichain.errors import ConfigError, nearest
+from embodichain.errors import AssetError, ConfigError, nearest
 
 _KEPT = 8  # adapted files that are kept
 _FOOT_LEVEL = 0.1  # ends of limbs that are higher than this above the lowest are hands, in metres
@@ -91,9 +93,14 @@ class _Adaptation:
 
     def run(self) -> tuple[mujoco.MjSpec, RobotSpec]:
         """Return the changed spec and what was found out."""
-        self._name_parts()
+        for name, arm in self.part.arms.items():
+            twice = sorted({joint for joint in arm.joints if arm.joints.count(joint) > 1})
+            if twice:
+                raise ConfigError(f"{self._key(name)}.joints: {', '.join(twice)} is given twice; name each joint once")
+        _name_parts(self.spec)
+        given = {key.name: len(key.qpos) for key in self.spec.keys}
         model = self._compile()
-        home = self._home(model)
+        home = self._home(model, given)
         if any(arm.tool for arm in self.part.arms.values()):
             self._mount_tools(model)
             model = self._compile()
@@ -105,6 +112,7 @@ class _Adaptation:
             arms = [(name, self._machine(model, cfg)) for name, cfg in self.part.arms.items()]
         else:
             arms = [(name, self._read(model, name, cfg, home)) for name, cfg in self.part.arms.items()]
+        self._check_apart(arms)
         if self.cfg.walks and not self.ours:
             for name, parts in arms:
                 self._drive(model, parts, self.part.arms[name].replace(gravity_compensation=False))
@@ -127,32 +135,34 @@ class _Adaptation:
     def _compile(self) -> mujoco.MjModel:
         return compile_robot(self.spec, self.file)
 
-    def _name_parts(self) -> None:
-        """Give a name to joints and actuators that have none."""
-        taken = {joint.name for joint in self.spec.joints}
-        for i, joint in enumerate(self.spec.joints):
-            if not joint.name:
-                name = f"{joint.parent.name or 'body'}_joint"
-                joint.name = name if name not in taken else f"{name}_{i}"
-                taken.add(joint.name)
-        for i, body in enumerate(self.spec.bodies):
-            if not body.name:
-                body.name = f"body_{i}"
-        taken = {actuator.name for actuator in self.spec.actuators}
-        for i, actuator in enumerate(self.spec.actuators):
-            if not actuator.name:
-                name = f"{actuator.target}_drive"
-                actuator.name = name if name not in taken else f"{name}_{i}"
-                taken.add(actuator.name)
+    def _check_apart(self, arms: list[tuple[str, ArmParts]]) -> None:
+        """Raise ``ConfigError`` for arms of one file that are to move the same joints."""
+        for i, (name, parts) in enumerate(arms):
+            for other, others in arms[:i]:
+                shared = [joint for joint in parts.joints if joint in others.joints]
+                if shared:
+                    raise ConfigError(
+                        f"{self._key(name)}: it moves the same joints as {self._key(other)} ({', '.join(shared)}); "
+                        "name the joints or the tool_site of each arm, or give each a pos to be a robot of its own"
+                    )
 
-    def _home(self, model: mujoco.MjModel) -> dict[str, float]:
-        """Return the joint positions of the keyframe ``home``, or of the first one; the spec loses its keyframes."""
+    def _home(self, model: mujoco.MjModel, given: dict[str, int]) -> dict[str, float]:
+        """Return the joint positions of the keyframe ``home``, or of the first one; the spec loses its keyframes.
+
+        ``given`` is how many positions the file gives for each.
+        """
         keys = [model.key(i).name for i in range(model.nkey)]
         for key in list(self.spec.keys):
             self.spec.delete(key)
         if not keys:
             return {}
-        qpos = model.key_qpos[keys.index("home") if "home" in keys else 0]
+        index = keys.index("home") if "home" in keys else 0
+        if given.get(keys[index], 0) not in (0, model.nq):
+            raise AssetError(
+                f"{self.file}: the keyframe {keys[index]!r} has {given[keys[index]]} positions (qpos), and the model "
+                f"{model.nq}; correct or delete it"
+            )
+        qpos = model.key_qpos[index]
         joints = [model.joint(j) for j in range(model.njnt) if int(model.jnt_type[j]) in (HINGE, SLIDE)]
         return {joint.name: float(qpos[joint.qposadr[0]]) for joint in joints}
 
@@ -165,6 +175,8 @@ class _Adaptation:
                 f"{self.key}.init_qpos: expected {count} joints and 0 fingers, got {len(cfg.init_qpos)} numbers"
             )
         low, high = ([float(r[i]) for r in ranges] for i in (0, 1))
+        if cfg.init_qpos:
+            check_start(f"{self.key}.init_qpos", cfg.joints, cfg.init_qpos, list(zip(low, high, strict=True)))
         return ArmParts(list(cfg.joints), low, high, "", init=list(cfg.init_qpos or [0.0] * count))
 
     def _walker(self, model: mujoco.MjModel, cfg: ArmCfg, home: dict[str, float]) -> ArmParts:
@@ -187,6 +199,8 @@ class _Adaptation:
         ranges = [cfg.limits.get(name, tuple(model.joint(name).range.tolist())) for name in joints]
         low, high = ([float(r[i]) for r in ranges] for i in (0, 1))
         start = [home.get(name, float(model.qpos0[model.joint(name).qposadr[0]])) for name in joints]
+        source = "" if cfg.init_qpos else " is left to the model, which"
+        check_start(f"{self.key}.init_qpos{source}", joints, cfg.init_qpos or start, list(zip(low, high, strict=True)))
         return ArmParts(joints, low, high, "", init=list(cfg.init_qpos or start))
 
     def _add_feet(self, model: mujoco.MjModel, parts: ArmParts) -> None:
@@ -254,6 +268,7 @@ class _Adaptation:
             if known is None and not cfg.tool.endswith(".xml"):
                 find_named("tool", cfg.tool, TOOLS)
             tool = read_spec(ASSETS / known.asset if known else find_file(cfg.tool))
+            _name_parts(tool)
             prefix = f"{name}/tool/" if len(self.part.arms) > 1 else "tool/"
             if known is not None:
                 self.our_fingers[name] = tuple(prefix + finger for finger in known.fingers)
@@ -375,7 +390,8 @@ class _Adaptation:
             for sensor in [s for s in self.spec.sensors if s.objname == actuator.name]:
                 self.spec.delete(sensor)
             self.spec.delete(actuator)
-        servo = self.spec.add_actuator(name=f"{name}_servo", target=name, trntype=mujoco.mjtTrn.mjTRN_JOINT)
+        called = free_name(f"{name}_servo", [actuator.name for actuator in self.spec.actuators])
+        servo = self.spec.add_actuator(name=called, target=name, trntype=mujoco.mjtTrn.mjTRN_JOINT)
         servo.gaintype, servo.biastype = mujoco.mjtGain.mjGAIN_FIXED, mujoco.mjtBias.mjBIAS_AFFINE
         servo.gainprm[0], servo.biasprm[1], servo.biasprm[2] = stiffness, -stiffness, -damping
         servo.ctrllimited, servo.ctrlrange = int(mujoco.mjtLimited.mjLIMITED_TRUE), list(bounds)
@@ -430,6 +446,30 @@ class _Adaptation:
         )
         added = tuple(joint for joint in self.added if joint in (*parts.joints, *parts.fingers))
         return ArmSpec(name, parts, grip, down, added, plain)
+
+
+def _name_parts(spec: mujoco.MjSpec) -> None:
+    """Give a name to joints, bodies, actuators and sites that have none."""
+    taken = {joint.name for joint in spec.joints}
+    for i, joint in enumerate(spec.joints):
+        if not joint.name:
+            name = f"{joint.parent.name or 'body'}_joint"
+            joint.name = name if name not in taken else f"{name}_{i}"
+            taken.add(joint.name)
+    for i, body in enumerate(spec.bodies):
+        if not body.name:
+            body.name = f"body_{i}"
+    taken = {actuator.name for actuator in spec.actuators}
+    for i, actuator in enumerate(spec.actuators):
+        if not actuator.name:
+            name = f"{actuator.target}_drive"
+            actuator.name = name if name not in taken else f"{name}_{i}"
+            taken.add(actuator.name)
+    taken = {site.name for site in spec.sites}
+    for site in spec.sites:
+        if not site.name:
+            site.name = free_name("unnamed_site", taken)
+            taken.add(site.name)
 
 
 def _undriven_fingers(model: mujoco.MjModel, parts: ArmParts) -> list[str]:

@@ -7,7 +7,7 @@ model accordingly.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import mujoco
 import numpy as np
@@ -24,6 +24,7 @@ FREE = int(mujoco.mjtJoint.mjJNT_FREE)
 _TOOL_WORDS = ("tcp", "tool", "pinch", "grasp", "grip", "eef", "end_effector", "ee", "attachment", "flange", "wrist")
 _SHORTEST_ARM = 3  # joints from which on a branch of a robot may be an arm of its own, and no finger
 ADDED_SITE = "tool_frame"
+_ROUNDED = 1e-3  # by which a posture may be beyond a limit, as files round both
 
 
 def names(model: mujoco.MjModel, kind: str) -> list[str]:
@@ -280,7 +281,24 @@ def _site_name(model: mujoco.MjModel, body: int, site: int | None) -> tuple[str,
     if site is not None:
         return model.site(site).name, None
     name = model.body(body).name
-    return f"{name}_{ADDED_SITE}", name
+    return free_name(f"{name}_{ADDED_SITE}", names(model, "site")), name
+
+
+def free_name(wanted: str, taken: Collection[str]) -> str:
+    """Return a name, with a number if there is one like it already."""
+    numbered = (f"{wanted}_{i}" for i in range(2, len(taken) + 3))
+    return next(name for name in (wanted, *numbered) if name not in taken)
+
+
+def check_start(key: str, joints: Sequence[str], at: Sequence[float], bounds: Sequence[tuple[float, float]]) -> None:
+    """Raise ``ConfigError`` for joints that would start outside of their limits."""
+    outside = [
+        f"{name} at {value:.4g}, outside its limits [{low:.4g}, {high:.4g}]"
+        for name, value, (low, high) in zip(joints, at, bounds, strict=True)
+        if not low - _ROUNDED <= value <= high + _ROUNDED
+    ]
+    if outside:
+        raise ConfigError(f"{key} has {_listed(outside)}; give positions within them, in radians or metres")
 
 
 def _rank(site: str) -> tuple[int, int]:

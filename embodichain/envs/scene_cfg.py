@@ -32,6 +32,8 @@ def _rotation(quat: tuple[float, float, float, float]) -> tuple[float, float, fl
     return quat
 
 
+Rotation = Annotated[tuple[Number, Number, Number, Number], AfterValidator(_rotation)]
+"""Orientation as a quaternion (w, x, y, z), of any length but 0."""
 Rgba = Annotated[tuple[Fraction, ...], Field(min_length=3, max_length=4)]
 ThingName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]*$")]
 """Name of something in a scene."""
@@ -57,7 +59,7 @@ class ObjectCfg(Config):
     """Its colour: a name, or red, green, blue and perhaps opacity from 0 to 1."""
     pose: PoseRangeCfg = PoseRangeCfg(x=(0.5, 0.5))
     """Where it starts: its middle in x and y, the height of its lowest point, and its heading."""
-    quat: Annotated[tuple[Number, Number, Number, Number], AfterValidator(_rotation)] = (1.0, 0.0, 0.0, 0.0)
+    quat: Rotation = (1.0, 0.0, 0.0, 0.0)
     """How it is turned before its heading: a lying cylinder has (0.7071, 0.7071, 0, 0)."""
     min_distance: NotNegative = 0.0
     """Least distance, in the plane, from the middle of everything placed before it (fixtures, objects, goals)."""
