@@ -117,9 +117,13 @@ def add_robot(spec: mujoco.MjSpec, robot: RobotCfg) -> None:
 
 def furnish(spec: mujoco.MjSpec, cfg: SceneCfg) -> None:
     """Build the objects, fixtures, goals of a scene into a model that is not compiled yet."""
+    kinds = {"body": spec.bodies, "geom": spec.geoms, "site": spec.sites, "joint": spec.joints, "mesh": spec.meshes}
+    taken = {part.name: kind for kind, parts in reversed(kinds.items()) for part in parts}
     for name, thing in things(cfg).items():
-        if spec.body(name) is not None:
-            raise ConfigError(f"env.scene: the scene of this task has a body {name!r} already; choose another name")
+        known = next((part for part in (name, f"{name}_mesh") if part in taken), None)
+        if known is not None:
+            kind = taken[known]
+            raise ConfigError(f"env.scene: the scene of this task has a {kind} {known!r} already; choose another name")
         if isinstance(thing, ObjectCfg):
             _add_object(spec, name, thing)
         elif isinstance(thing, GoalCfg):

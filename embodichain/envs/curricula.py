@@ -135,6 +135,7 @@ class Curricula:
         """``final`` keeps all ranges at their ends, for evaluation."""
         self._final = final
         self._ranges: dict[str, MovingRange] = {}
+        self._keys: dict[str, str] = {}
         self._asked: set[MovingRange] = set()
         self._windows: dict[int, int] = {}
         self._like = torch.zeros(num_envs, dtype=torch.float64, device=device)
@@ -150,10 +151,14 @@ class Curricula:
         """Names of the ranges that follow success."""
         return [name for name, given in self._ranges.items() if given.curriculum.by == "success"]
 
-    def add(self, tree: Any, path: str, used: bool = False) -> None:
-        """Let all ranges of a config move; ``used``: they are known to be drawn from, see :meth:`check`."""
-        for name, given in moving_ranges(tree, path):
-            self._ranges[name] = given
+    def add(self, tree: Any, path: str, key: str, used: bool = False) -> None:
+        """Let all ranges of a config at ``key`` move; their names begin with ``path``.
+
+        ``used``: they are known to be drawn from, see :meth:`check`.
+        """
+        for inside, given in moving_ranges(tree):
+            name = f"{path}.{inside}" if path else inside
+            self._ranges[name], self._keys[name] = given, f"{key}.{inside}"
             if used:
                 self._asked.add(given)
             if not self._final:
@@ -167,13 +172,14 @@ class Curricula:
     def check(self, has_success: bool) -> None:
         """Raise ``ConfigError`` for ranges that nobody draws from, and for success where there is none."""
         problems = [
-            f"{name}: the task takes this range as it is, so that it cannot follow a curriculum; give [low, high]"
+            f"{self._keys[name]}: the task takes this range as it is, so that it cannot follow a curriculum; "
+            "give [low, high]"
             for name, given in self._ranges.items()
             if given not in self._asked
         ]
         if not has_success:
             told = "the task has no success to follow"
-            problems += [f"{name}.curriculum.by: {told}; use steps" for name in self.needs_success]
+            problems += [f"{self._keys[name]}.curriculum.by: {told}; use steps" for name in self.needs_success]
         if problems:
             raise ConfigError(problems)
 

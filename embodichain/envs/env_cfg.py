@@ -120,11 +120,19 @@ class RewardTermCfg(Config):
     """Its parameters."""
 
 
+def _called_apart(cameras: list[CameraCfg]) -> list[CameraCfg]:
+    names = [camera.name for camera in cameras]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"two cameras are called {twice[0]!r}: names must differ")
+    return cameras
+
+
 @configclass
 class ObservationsCfg(Config):
     """What is observed beyond the task's own vectors, and how well."""
 
-    cameras: list[CameraCfg] = []
+    cameras: Annotated[list[CameraCfg], AfterValidator(_called_apart)] = []
     """Cameras to render at every step, observed as ``image/<name>``."""
     noise: dict[str, NotNegative | NoiseCfg] = {}
     """Errors by observation; ``{"robot/qpos": 0.01}`` is the standard deviation of Gaussian noise."""
@@ -143,7 +151,8 @@ class RewardsCfg(Config):
     weights: dict[str, Number] = {}
     """Weights of the task's reward terms that differ from its own."""
     terms: dict[str, RewardTermCfg | None] = {}
-    """Further terms by name, such as ``{"reach": {"func": "near", "weight": 1.0, ...}}``; ``null`` leaves one out."""
+    """Further terms by name, such as ``{"reach": {"func": "near", "weight": 1.0, ...}}``; one with the name of a term
+    of the task replaces it, and ``null`` leaves it out."""
 
 
 @configclass

@@ -87,6 +87,12 @@ def operate(nominal: Any, drawn: Any, operation: Operation) -> Any:
     ]()
 
 
+def check_positive(world: World, bounds: tuple[float, float], distribution: Distribution) -> None:
+    """Raise ``ConfigError`` for a range that has no logarithm, where one is needed."""
+    if distribution == "log_uniform" and bounds[0] <= 0:
+        raise ConfigError(f"{world.key}.params.range: log_uniform needs positive numbers, got {list(bounds)}")
+
+
 class FieldTerm(EventTerm):
     """Draws elements of one field of the model."""
 
@@ -97,8 +103,7 @@ class FieldTerm(EventTerm):
         self._nominal = world.tensor(np.array(_field(world.model, field)[tuple(_plain(part) for part in index)]))
         self.range, self.operation = values["range"], values["operation"]
         self._distribution, self._shared = values["distribution"], values["shared"]
-        if self._distribution == "log_uniform" and self.range[0] <= 0:
-            raise ConfigError(f"{world.key}.params.range: log_uniform needs positive numbers, got {list(self.range)}")
+        check_positive(world, self.range, self._distribution)
         if self.operation == "scale" and not bool((self._nominal != 0).any()):
             raise ConfigError(f"{world.key}.params.operation: nothing to scale, {field} is 0 there; use add or abs")
 
@@ -412,6 +417,7 @@ class Gravity(EventTerm):
         if lowest < 0 or self._size == 0:
             what = "the model has none" if self._size == 0 else f"its magnitude would be {lowest:.4g}"
             raise ConfigError(f"{world.key}.params.range: gravity must not be negative, and {what}")
+        check_positive(world, range, distribution)
         if tilt[0] < 0:
             raise ConfigError(f"{world.key}.params.tilt: expected angles from 0 on, in radians, got {list(tilt)}")
         down = nominal / self._size

@@ -264,8 +264,9 @@ class DomainRandomization:
         """``world.key`` is the path of ``cfg``."""
         self._physics, self._events = world.physics, [*_object_events(cfg, world), *_config_events(cfg, world)]
         for event in self._events:
-            curricula.add(event.params, event.name, used=True)
-            curricula.add({"interval_range_s": event.between}, event.name, used=True)
+            key = f"env.events.{event.name}"
+            curricula.add(event.params, event.name, f"{key}.params", used=True)
+            curricula.add({"interval_range_s": event.between}, event.name, key, used=True)
         self._later = [event for event in self._events if event.mode != "reset"]
         self._acting = [event for event in self._events if type(event.term).act is not EventTerm.act]
         self._lasting = [event for event in self._events if type(event.term).every_step is not EventTerm.every_step]

@@ -15,7 +15,7 @@ from embodichain.config import load_config, merge
 from embodichain.config.compat import translate_gym_config
 from embodichain.config.files import find_shipped
 from embodichain.envs import MUJOCO_SUITE, TASKS, register_with_gymnasium
-from embodichain.envs.env_cfg import GymCfg
+from embodichain.envs.env_cfg import EnvCfg, GymCfg
 from embodichain.envs.gl_backend import choose_backend
 from embodichain.envs.gymnasium_env import make_gymnasium
 from embodichain.envs.gymnasium_env.construct import resolve_spec
@@ -205,6 +205,11 @@ def _make(cfg: GymCfg, trusted_modules: Collection[str]) -> VecEnv:
         return TaskEnv(cfg, task, MujocoWarpPhysics(model, cfg.num_envs, cfg.device, task.outputs, rows))
     if unknown := _unknown_id(cfg.id):
         raise UnknownNameError(unknown)
+    plain, env = EnvCfg(), cfg.env
+    given = [name for name in ("events", "scene", "rewards", "actions") if getattr(env, name) != getattr(plain, name)]
+    if given:
+        told = "is simulated by Gymnasium, where this cannot be set; leave it out"
+        raise ConfigError([f"env.{name}: {cfg.id} {told}" for name in given])
     if cfg.num_envs > MAX_COPIES:
         problem = f"num_envs: expected at most {MAX_COPIES} copies of a Gymnasium environment, got {cfg.num_envs}"
         raise ConfigError(problem, cfg.id)

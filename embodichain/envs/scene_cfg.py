@@ -39,13 +39,22 @@ ThingName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]*$")]
 """Name of something in a scene."""
 
 
+_LARGEST = 1000.0  # metres of something that a scene can hold
+
+
+def _holdable(size: tuple[float, ...]) -> tuple[float, ...]:
+    if max(size) > _LARGEST:
+        raise ValueError(f"expected at most {_LARGEST:g} metres, got {list(size)}")
+    return size
+
+
 @configclass
 class ObjectCfg(Config):
     """A thing in the scene: it lies on the table and can be moved, unless it is ``fixed``."""
 
     shape: Literal["box", "sphere", "cylinder", "capsule", "mesh"] = "box"
     """Its shape."""
-    size: Annotated[tuple[Positive, ...], Field(min_length=1, max_length=3)] = (0.025,)
+    size: Annotated[tuple[Positive, ...], Field(min_length=1, max_length=3), AfterValidator(_holdable)] = (0.025,)
     """In metres, as in MJCF: half lengths of a box (one: a cube); radius; radius and half length."""
     file: str | None = None
     """Mesh of the shape ``mesh`` (obj, stl, msh); it collides as its convex hull."""
@@ -77,7 +86,7 @@ class GoalCfg(Config):
 
     shape: Literal["disc", "sphere", "box"] = "sphere"
     """Shape of the mark."""
-    size: Positive = 0.02
+    size: Annotated[float, Field(gt=0, le=_LARGEST)] = 0.02
     """Radius, or half length, of the mark in metres."""
     color: Color | Rgba = (0.2, 0.7, 0.3, 0.6)
     """Colour of the mark."""
@@ -101,6 +110,12 @@ class ViewCfg(Config):
     """Vertical field of view in degrees."""
     body: str | None = None
     """Body that carries it, such as ``robot/tool/gripper``; default: none, it stands still."""
+
+    @model_validator(mode="after")
+    def _check_direction(self) -> Self:
+        if self.pos == self.lookat:
+            raise ValueError(f"lookat must differ from pos, got {self.pos} for both")
+        return self
 
 
 @configclass
@@ -297,6 +312,12 @@ Pixels = Annotated[int, Field(gt=0, le=8192)]
 Vector = tuple[float, float, float]
 
 
+def _plain_name(name: str) -> str:
+    if not name or "/" in name or name != name.strip():
+        raise ValueError(f"expected a name without slashes (attach names a camera of the model), got {name!r}")
+    return name
+
+
 def _distinct(outputs: tuple[Output, ...]) -> tuple[Output, ...]:
     if len(set(outputs)) < len(outputs):
         raise ValueError(f"each output is given once, got {', '.join(outputs)}")
@@ -307,8 +328,8 @@ def _distinct(outputs: tuple[Output, ...]) -> tuple[Output, ...]:
 class CameraCfg(Config):
     """One camera: either one of the model (``attach``) or one that stands at ``pos`` and looks at ``lookat``."""
 
-    name: str = MISSING
-    """Name of the camera; its images are observed as ``image/<name>``."""
+    name: Annotated[str, AfterValidator(_plain_name)] = MISSING
+    """Name of the camera, without slashes; its images are observed as ``image/<name>``."""
     outputs: Annotated[tuple[Output, ...], Field(min_length=1), AfterValidator(_distinct)] = ("rgb",)
     """What is observed: ``rgb`` (uint8 ``image/<name>`` ``[H, W, 3]``), ``depth`` (float32 metres along the view
     direction, ``depth/<name>`` ``[H, W, 1]``), ``segmentation`` (int32 ids of bodies, ``segmentation/<name>``

@@ -97,9 +97,9 @@ class TaskEnv(VecEnv):
         world = World(physics, self.robot, seconds, self.action_manager.action_dim, "env.events", object_body)
         events = DomainRandomization(env.events, world, self._curricula)
         poses = env.events.replace(randomize_friction=None, randomize_mass=None, terms={})  # those are events
-        self._curricula.add({f: getattr(env, f) for f in env.__dataclass_fields__ if f not in _SECTIONS}, "")
-        self._curricula.add(poses, "")
-        self._curricula.add(env.observations, "observations", used=True)
+        self._curricula.add({f: getattr(env, f) for f in env.__dataclass_fields__ if f not in _SECTIONS}, "", "env")
+        self._curricula.add(poses, "", "env.events")
+        self._curricula.add(env.observations, "observations", "env.observations", used=True)
         self._observations.calibration = events.calibration
         return events
 
@@ -461,5 +461,9 @@ def _reward_weights(cfg: GymCfg, task: Task, terms: RewardTerms) -> dict[str, fl
         raise ConfigError(
             [f"env.rewards.weights.{n}: no such reward term of {cfg.id}.{nearest(n, known)}" for n in unknown]
         )
+    missing = [name for name in terms.removed if name not in known]
+    if missing:
+        problems = [f"env.rewards.terms.{n}: {cfg.id} has no such term to leave out" for n in missing]
+        raise ConfigError([told + f".{nearest(n, known)}" for told, n in zip(problems, missing, strict=True)])
     weights = {**known, **cfg.env.rewards.weights, **dict.fromkeys(terms.removed, 0.0)}
     return {name: weight for name, weight in weights.items() if weight != 0.0}

@@ -176,6 +176,9 @@ class RewardTerms:
             except UnmeasuredError as error:
                 problems.append(error.told_at(key, self._params[name]))
                 continue
+            except ConfigError as error:
+                problems += [f"{key}: {problem}" for problem in error.problems]
+                continue
             except KeyError:  # what one's own function reads may be there after a step alone
                 continue
             if value.shape != action.shape[:1]:
@@ -191,6 +194,10 @@ class ObservationTerms:
     def __init__(self, cfgs: Mapping[str, ObservationTermCfg | None], task: Task) -> None:
         used = {name: cfg for name, cfg in cfgs.items() if cfg is not None}
         self._task, self._params = task, {name: cfg.params for name, cfg in used.items()}
+        unclear = [path for path in cfgs if not all(path.split("/"))]
+        if unclear:
+            told = "expected a path of names, such as 'cube/offset'"
+            raise ConfigError([f"env.observations.terms: {told}, got {path!r}" for path in unclear])
         self._terms = _bind_all(OBSERVATIONS, used, "env.observations.terms")
         self._removed = [name for name, cfg in cfgs.items() if cfg is None]
         self.needs_last_action = _need_last_action(OBSERVATIONS, used)
@@ -203,6 +210,8 @@ class ObservationTerms:
                 term(self._task, scene)
             except UnmeasuredError as error:
                 problems.append(error.told_at(f"env.observations.terms.{path}", self._params[path]))
+            except ConfigError as error:
+                problems += [f"env.observations.terms.{path}: {problem}" for problem in error.problems]
         if problems:
             raise ConfigError(problems)
 
@@ -218,6 +227,9 @@ class ObservationTerms:
                 node = node.setdefault(group, {})
                 if not isinstance(node, dict):
                     raise ConfigError(f"env.observations.terms.{path}: {group!r} is an observation, not a group")
+            if isinstance(node.get(leaf), dict):
+                inside = ", ".join(f"{path}/{name}" for name in node[leaf])
+                raise ConfigError(f"env.observations.terms.{path}: this is a group, of {inside}; choose another name")
             node[leaf] = value.unsqueeze(1) if value.dim() == 1 else value
         return tree
 
@@ -226,7 +238,10 @@ def _take_out(tree: dict[str, Any], path: str) -> None:
     *groups, leaf = path.split("/")
     nodes = [tree]
     for group in groups:
-        nodes.append(nodes[-1].get(group, {}))
+        inner = nodes[-1].get(group, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"env.observations.terms.{path}: {group!r} is an observation, not a group")
+        nodes.append(inner)
     if leaf not in nodes[-1]:
         known = "/".join(groups) or "the observation"
         problem = f"nothing to leave out; {known} has {', '.join(nodes[-1]) or 'nothing'}"
@@ -253,7 +268,12 @@ def _bind_all(
 
 
 def _need_last_action(registry: Registry[Any], cfgs: Mapping[str, Any]) -> bool:
-    return any(registry.resolve(cfg.func, cfg.params, "")[0] in _remembering for cfg in cfgs.values())
+    for cfg in cfgs.values():
+        function, params = registry.resolve(cfg.func, cfg.params, "")
+        stages = params["stages"] if function is Staged else []
+        if function in _remembering or _need_last_action(registry, dict(enumerate(stages))):
+            return True
+    return False
 
 
 _PARTS = {"pos": "position", "quat": "orientation", "linvel": "velocity", "angvel": "angular velocity"}
@@ -308,9 +328,18 @@ def position(scene: Scene, place: Place) -> Tensor:
     return _point(tuple(place), some.device).expand(some.shape[0], 3)
 
 
+def _place_of(scene: Scene, place: Place, least: int = 1) -> Tensor:
+    """Return where something is, ``[n, 2 or 3]``; ``ConfigError`` for what is no place, or has no height."""
+    found = position(scene, place)
+    if found.dim() != 2 or not max(2, least) <= found.shape[1] <= 6:
+        expected = "a thing with a height" if least == 3 else "a thing or a place"
+        raise ConfigError(f"expected {expected}, and {place!r} is measured in the shape {list(found.shape[1:])}")
+    return found
+
+
 def offset(scene: Scene, of: Place, to: Place) -> Tensor:
     """Return the way from one place to another, ``[n, 3]``, or ``[n, 2]`` if one of them has no height."""
-    start, end = position(scene, of), position(scene, to)
+    start, end = _place_of(scene, of), _place_of(scene, to)
     size = min(start.shape[1], end.shape[1])
     return end[:, :size] - start[:, :size]
 
@@ -373,7 +402,7 @@ def closeness(
 @register_reward("lifted")
 def lifted(task: Task, scene: Scene, action: Tensor, of: str, height: Positive, rest: NotNegative = 0.0) -> Tensor:
     """Progress in [0, 1] of a thing's height from ``rest`` to ``rest + height``, in metres."""
-    return ((position(scene, of)[:, 2] - rest) / height).clamp(0.0, 1.0)
+    return ((_place_of(scene, of, least=3)[:, 2] - rest) / height).clamp(0.0, 1.0)
 
 
 @register_reward("upright")
@@ -434,6 +463,8 @@ def joint_speed(task: Task, scene: Scene, action: Tensor) -> Tensor:
 @register_reward("joint_limits")
 def joint_limits(task: Task, scene: Scene, action: Tensor, margin: NotNegative = 0.1) -> Tensor:
     """How far joints are within ``margin`` of their limits or beyond them, summed, in radians or metres."""
+    if not hasattr(task, "robot"):
+        raise ConfigError(f"{task.cfg.id} knows no robot with limits; leave joint_limits out")
     joints = measured(scene, "qpos")[:, task.robot.joint_columns]
     low, high = task.robot.lower + margin - joints, joints - task.robot.upper + margin
     return (low.clamp_min(0.0) + high.clamp_min(0.0)).sum(dim=1)

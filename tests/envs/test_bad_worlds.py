@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from embodichain.envs.env_cfg import RobotCfg
+from embodichain.envs.registration import make
 from embodichain.envs.robots import Robot, build_model, describe
 from embodichain.errors import AssetError, ConfigError
 
@@ -69,3 +70,88 @@ def test_robots_that_cannot_be_meant_are_one_message(tmp_path, text, settings, t
     with pytest.raises((ConfigError, AssetError)) as caught:
         build_model("table_scene.xml", RobotCfg.from_dict(given))
     assert told in str(caught.value)
+
+
+def rewards(**terms):
+    return {"rewards": {"terms": terms}}
+
+
+def observations(**terms):
+    return {"observations": {"terms": terms}}
+
+
+def events(**terms):
+    return {"events": terms}
+
+
+def cameras(*names):
+    return {"observations": {"cameras": [{"name": name, "pos": [1, 0, 1], "lookat": [0, 0, 0]} for name in names]}}
+
+
+MOVING = {"curriculum": {"by": "success", "from": [0.9, 1.1], "to": [0.5, 1.5], "between": [0.1, 0.9]}}
+POINT = {"func": "position", "params": {"of": "ee"}}
+CAMERA = {"pos": [1.0, 0.0, 1.0], "lookat": [1.0, 0.0, 1.0]}
+
+
+@pytest.mark.parametrize(
+    ("id", "env", "told"),
+    [
+        ("CartPoleRL", {"scene": {"objects": {"cube": {}}}}, "env.scene: CartPoleRL has cart and pole alone"),
+        ("LiftBarRL", {"scene": {"objects": {"bar": None}}}, "env.scene: LiftBarRL needs the object 'bar'"),
+        ("LiftBarRL", {"scene": {"goals": {"goal": None}}}, "and the goal 'goal'"),
+        ("ReachRL", {"scene": {"objects": {"table": {}}}}, "has a geom 'table' already; choose another name"),
+        (
+            "ReachRL",
+            {"scene": {"objects": {"cube": {"size": [1e20]}}}},
+            "env.scene.objects.cube.size: expected at most 1000 metres",
+        ),
+        ("ReachRL", {"scene": {"cameras": {"eye": CAMERA}}}, "lookat must differ from pos"),
+        ("ReachRL", cameras(""), "env.observations.cameras.0.name: expected a name without slashes"),
+        ("ReachRL", cameras("a/b"), "expected a name without slashes (attach names a camera of the model), got 'a/b'"),
+        ("ReachRL", cameras("a", "a"), "two cameras are called 'a'"),
+        (
+            "ReachRL",
+            events(g={"func": "gravity", "params": {"range": [0, 1], "distribution": "log_uniform"}}),
+            "params.range: log_uniform needs positive numbers, got [0.0, 1.0]",
+        ),
+        ("HalfCheetah-v5", rewards(x={"func": "success"}), "env.rewards.terms.x: the task measures no 'success'"),
+        ("HalfCheetah-v5", rewards(x={"func": "joint_limits"}), "env.rewards.terms.x: HalfCheetah-v5 knows no robot"),
+        (
+            "HalfCheetah-v5",
+            events(it={"func": "friction", "params": {"range": MOVING}}),
+            "env.events.it.params.range.curriculum.by: the task has no success to follow",
+        ),
+        (
+            "PushCubeRL",
+            rewards(x={"func": "lifted", "params": {"of": "goal", "height": 0.1}}),
+            "env.rewards.terms.x: expected a thing with a height, and 'goal' is measured in the shape [2]",
+        ),
+        (
+            "PushCubeRL",
+            rewards(x={"func": "near", "params": {"of": "distance", "to": "ee"}}),
+            "env.rewards.terms.x: expected a thing or a place, and 'distance'",
+        ),
+        ("ReachRL", rewards(zzz=None), "env.rewards.terms.zzz: ReachRL has no such term to leave out."),
+        ("ReachRL", observations(**{"robot/qpos/x": None}), "'qpos' is an observation, not a group"),
+        ("ReachRL", observations(**{"": POINT}), "expected a path of names, such as 'cube/offset', got ''"),
+        ("ReachRL", observations(**{"a//b/": POINT}), "got 'a//b/'"),
+        ("ReachRL", observations(robot=POINT), "env.observations.terms.robot: this is a group, of robot/qpos"),
+        ("CartPole-v1", events(it={"func": "mass"}), "env.events: CartPole-v1 is simulated by Gymnasium"),
+    ],
+)
+def test_worlds_that_cannot_be_meant_are_one_message(id, env, told):
+    with pytest.raises(ConfigError) as caught:
+        make({"id": id, "env": env}, num_envs=1, seed=0, num_threads=1)
+    assert told in str(caught.value)
+    assert len(caught.value.problems) == 1
+
+
+def test_a_stage_may_be_the_rate_of_actions():
+    """The last action is kept for a stage as it is for a term, and is zero at the start."""
+    stages = [{"func": "action_rate", "done": 0.25}, {"func": "success"}]
+    terms = {"x": {"func": "staged", "params": {"stages": stages}}}
+    with make({"id": "ReachRL", "env": {"rewards": {"terms": terms}}}, num_envs=1, seed=0, num_threads=1) as env:
+        size = env.action_space.shape[-1]
+        for action, expected in ((0.25, 0.125), (0.25, 0.0), (-0.25, 0.5)):
+            *_, info = env.step(torch.full((1, size), action))
+            assert info["rewards"]["x"].item() == pytest.approx(expected, abs=1e-6)

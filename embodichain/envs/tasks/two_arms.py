@@ -67,10 +67,8 @@ class TwoArmTask(Task):
         super().__init__(cfg, physics, robot)
         if set(robot.arms) != {"left", "right"} or not all(arm.num_fingers for arm in robot.arms.values()):
             raise ConfigError(f"robot.arms: {cfg.id} needs two arms with grippers, 'left' and 'right'")
-        missing = [
-            name for name in (self.thing, "goal") if name not in {**cfg.env.scene.objects, **cfg.env.scene.goals}
-        ]
-        if missing:
+        named = {**cfg.env.scene.objects, **cfg.env.scene.goals}
+        if named.get(self.thing) is None or named.get("goal") is None:
             raise ConfigError(f"env.scene: {cfg.id} needs the object {self.thing!r} and the goal 'goal'")
         self.tools = {name: ToolArm(robot, cfg.id, name) for name in ("left", "right")}
         self._nq = int(physics.model.nq)
