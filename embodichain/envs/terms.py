@@ -271,7 +271,7 @@ def _need_last_action(registry: Registry[Any], cfgs: Mapping[str, Any]) -> bool:
     for cfg in cfgs.values():
         function, params = registry.resolve(cfg.func, cfg.params, "")
         stages = params["stages"] if function is Staged else []
-        if function in _remembering or _need_last_action(registry, dict(enumerate(stages))):
+        if function in _remembering or _need_last_action(registry, {str(i): stage for i, stage in enumerate(stages)}):
             return True
     return False
 

@@ -103,7 +103,7 @@ CAMERA = {"pos": [1.0, 0.0, 1.0], "lookat": [1.0, 0.0, 1.0]}
         (
             "ReachRL",
             {"scene": {"objects": {"cube": {"size": [1e20]}}}},
-            "env.scene.objects.cube.size: expected at most 1000 metres",
+            "objects.cube.size: expected at most 1000 metres",
         ),
         ("ReachRL", {"scene": {"cameras": {"eye": CAMERA}}}, "lookat must differ from pos"),
         ("ReachRL", cameras(""), "env.observations.cameras.0.name: expected a name without slashes"),

@@ -831,5 +831,5 @@ def test_a_wrong_curriculum_is_told(id, range, message):
 
 def test_success_can_be_followed_only_where_there_is_one():
     event = {"func": "mass", "params": {"range": curriculum("success", [0, 1], **{"from": [1, 1], "to": [1, 2]})}}
-    with pytest.raises(ConfigError, match=r"it\.range\.curriculum\.by: the task has no success to follow; use steps"):
+    with pytest.raises(ConfigError, match=r"events\.it\.params\.range\.curriculum\.by: the task has no success"):
         small("Ant-v5", env={"events": {"it": event}})
