@@ -208,3 +208,10 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if twice := sorted(key for key, count in Counter(key for key, _ in pairs).items() if count > 1):
         raise ValueError(f"key {', '.join(map(repr, twice))} comes twice in one object")
     return dict(pairs)
+
+
+def find_beside(given: str, folder: Path) -> str:
+    """Return the absolute path of a file or folder that a config names, relative to its folder or to where we are."""
+    path = Path(given).expanduser()
+    found = next((base / path for base in (folder, Path.cwd()) if (base / path).exists()), Path.cwd() / path)
+    return str(found.absolute())

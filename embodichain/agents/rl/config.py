@@ -34,7 +34,7 @@ from embodichain.config import (
 )
 from embodichain.config.command_line import flags_of, to_plain
 from embodichain.config.compat import translate_train_config
-from embodichain.config.files import find_config, find_shipped
+from embodichain.config.files import find_beside, find_config, find_shipped
 from embodichain.envs.env_cfg import GymCfg
 from embodichain.envs.physics.mujoco_cpu import available_cores
 from embodichain.envs.registration import list_envs, load_gym_config
@@ -119,8 +119,8 @@ class TrainerCfg(Config):
     output_dir: str = "runs"
     """Folder for the folders of runs."""
     init_from: str | None = None
-    """Run or checkpoint whose policy the training begins with, such as one that was distilled; of a run the best
-    checkpoint. A critic that it lacks begins anew."""
+    """Run or checkpoint whose policy the training begins with, such as one that was distilled, relative to the config's
+    folder or to the working directory; of a run the best checkpoint. A critic that it lacks begins anew."""
     run_dir: str | None = None
     """Folder of this run; default: a new one in output_dir, named after exp_name and the time."""
     import_modules: list[str] = []
@@ -254,7 +254,8 @@ def complete(
     _attempt(errors, lambda: check_policy(cfg.policy))
     if environment is None or checked is None or errors:
         raise _together(errors, source)
-    trainer = cfg.trainer.with_mode().replace(gym_config=environment)
+    begun = cfg.trainer.init_from if cfg.trainer.init_from is None else find_beside(cfg.trainer.init_from, folder)
+    trainer = cfg.trainer.with_mode().replace(gym_config=environment, init_from=begun)
     return cfg.replace(trainer=trainer, algorithm=cfg.algorithm.replace(cfg=checked.to_dict()))
 
 

@@ -20,11 +20,19 @@ from embodichain.agents.processes.shared_memory import format_bytes
 from embodichain.agents.rl.algo.base import BaseAlgorithm, Teacher, build_algo
 from embodichain.agents.rl.arguments import given_environment, parse_args
 from embodichain.agents.rl.buffer.vla_buffer import VLABuffer
-from embodichain.agents.rl.checkpoint import check_parts, find_checkpoint, load_checkpoint, load_policy, load_weights
+from embodichain.agents.rl.checkpoint import (
+    check_parts,
+    find_checkpoint,
+    list_checkpoints,
+    load_checkpoint,
+    load_policy,
+    load_weights,
+)
 from embodichain.agents.rl.collector.async_collector import AsyncCollector
 from embodichain.agents.rl.collector.recovery import EnvRecovery
 from embodichain.agents.rl.collector.remote_env import START_TIMEOUT, STEP_TIMEOUT, RemoteEnv
 from embodichain.agents.rl.collector.sync_collector import SyncCollector
+from embodichain.agents.rl.collector.weights import content_digest
 from embodichain.agents.rl.config import (
     TrainCfg,
     TrainerCfg,
@@ -181,7 +189,7 @@ def opened_trainer(
     with ExitStack() as stack:
         stack.callback(folder.lock.release)
         try:
-            trainer = build_trainer(cfg, folder, trusted_modules, console, ranks, resumed=state is not None)
+            trainer = build_trainer(cfg, folder, trusted_modules, console, ranks, resumed=state)
             stack.callback(trainer.env.close)
             stack.callback(trainer.collector.close)
             if trainer.eval_env is not None:
@@ -206,11 +214,12 @@ def build_trainer(
     trusted_modules: Collection[str] = (),
     console: Console | None = None,
     ranks: Ranks | None = None,
-    resumed: bool = False,
+    resumed: Mapping[str, Any] | None = None,
 ) -> Trainer:
     """Construct everything a completed config describes, and the trainer that holds it.
 
-    ``resumed``: a checkpoint of the run itself is restored afterwards, so the policy need not begin from another one.
+    ``resumed``: a checkpoint of the run itself that is restored afterwards, so the policy need not begin from another
+    one, and its teacher is the one that it had.
     """
     ranks = Ranks() if ranks is None else ranks
     given, cfg = cfg, for_rank(cfg, ranks)
@@ -229,12 +238,14 @@ def build_trainer(
     with ranks.together("building"):
         env = maker()
         policy = build_policy(cfg.policy, env.observation_space, env.action_space, torch.device(settings.device))
-        if settings.init_from is not None and not resumed:
+        if settings.init_from is not None and resumed is None:
             begin_from(settings.init_from, policy)
         env, maker = in_chunks(env, policy.chunk_size), replace(maker, chunk_size=policy.chunk_size)
         algorithm = build_algo(cfg.algorithm.name, algorithm_settings(cfg), policy)
         if algorithm.teacher_source is not None:
-            teacher = load_teacher(algorithm.teacher_source, settings.device, trusted_modules)
+            teacher = _known_teacher(cfg, resumed, trusted_modules)
+            if teacher is None:
+                teacher = load_teacher(algorithm.teacher_source, settings.device, trusted_modules)
             algorithm.teach(teacher, env, _actions(settings.environment))
             _LOG.info("learning from %s", teacher.source)
         eval_env = make_eval_env(cfg, trusted_modules) if settings.enable_eval and ranks.is_first else None
@@ -247,16 +258,42 @@ def build_trainer(
 
 
 def begin_from(source: str, policy: Policy) -> None:
-    """Give a policy the weights of a run or checkpoint, as an untrained one's; a critic that they lack stays new."""
+    """Give a policy the weights of a run or checkpoint, as an untrained one's; a critic that they lack stays new, and
+    one that the policy lacks is left out. So is what only an auxiliary loss trains."""
     try:
         folder = find_checkpoint(source, "best")
         state = load_checkpoint(folder)
     except CheckpointError as error:
         raise ConfigError(f"trainer.init_from: {error}") from error
     check_parts(state, folder, "policy")
-    lacking = {name: value for name, value in policy.state_dict().items() if policy.in_critic(name)}
-    load_weights(policy, lacking | state["policy"], f"trainer.init_from: {folder}")
+    own = policy.state_dict()
+    lacking = {name: value for name, value in own.items() if policy.in_critic(name) or _part(name) == "auxiliary"}
+    unused = {"auxiliary"} if policy.has_critic else {"auxiliary", "critic"}
+    given = {name: value for name, value in state["policy"].items() if name in own or _part(name) not in unused}
+    load_weights(policy, lacking | given, f"trainer.init_from: {folder}")
     policy.version.zero_()
+
+
+def _part(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _known_teacher(
+    cfg: TrainCfg, resumed: Mapping[str, Any] | None, trusted_modules: Collection[str]
+) -> Teacher | None:
+    """Return the teacher that a run to continue had, if no other one is named and a checkpoint still holds it: the
+    teacher's run may have a better one by now."""
+    known = {} if resumed is None else resumed["algorithm"].get("teacher", {})
+    named = cfg.algorithm.cfg.get("teacher")
+    if resumed is None or not known.get("source") or resumed["config"]["algorithm"]["cfg"].get("teacher") != named:
+        return None
+    recorded = Path(known["source"])
+    for folder in (recorded, *reversed(list_checkpoints(recorded.parent))):
+        with suppress(ConfigError):  # a checkpoint that is not intact holds nothing
+            teacher = load_teacher(str(folder), cfg.trainer.device, trusted_modules)
+            if content_digest(teacher.policy) == known["digest"]:
+                return teacher
+    return None
 
 
 def load_teacher(source: str, device: str, trusted_modules: Collection[str]) -> Teacher:

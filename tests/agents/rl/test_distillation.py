@@ -14,13 +14,14 @@ import torch
 from tensordict import TensorDict
 from torch.distributions import Bernoulli, Categorical, Independent, Normal, kl_divergence
 
+from embodichain.agents.rl import train
 from embodichain.agents.rl.algo import Distillation, DistillationCfg
 from embodichain.agents.rl.algo.distillation import Guided, Teacher, mismatches
 from embodichain.agents.rl.checkpoint import find_checkpoint, load_checkpoint, load_policy
 from embodichain.agents.rl.collector import SyncCollector
 from embodichain.agents.rl.collector.config import AsyncCfg
 from embodichain.agents.rl.collector.weights import InferenceCopy, WeightStore, without_weights
-from embodichain.agents.rl.config import TrainCfg
+from embodichain.agents.rl.config import TrainCfg, load_train_config
 from embodichain.agents.rl.models import build_policy
 from embodichain.agents.rl.models.distributions import DistributionCfg, build_head
 from embodichain.agents.rl.models.observation import FeatureEncoder
@@ -362,6 +363,27 @@ def test_another_teacher_is_noticed_when_a_run_is_resumed(taught, tmp_path):
         resume_training(tmp_path / "run", ["--trainer.iterations", "3", "--algorithm.cfg.teacher", str(teacher)])
 
 
+def test_a_run_resumes_although_its_teacher_trained_on(taught, tmp_path):
+    """From the checkpoint of that teacher, wherever it is in its run; without one, a message says what to do."""
+    teacher = tmp_path / "teacher"
+    shutil.copytree(taught, teacher)
+    distill(tmp_path, "run", teacher, iterations=1)
+    known = load_checkpoint(find_checkpoint(tmp_path / "run"))["algorithm"]["teacher"]
+    resume_training(teacher, ["--trainer.iterations", "2"])
+    best, last = teacher / "checkpoints" / "best", find_checkpoint(teacher)
+    shutil.rmtree(best)
+    shutil.copytree(last, best)
+    assert known["source"] == str(best)
+    assert resume_training(tmp_path / "run", ["--trainer.iterations", "2"]).iteration == 2
+    assert load_checkpoint(find_checkpoint(tmp_path / "run"))["algorithm"]["teacher"]["digest"] == known["digest"]
+    for folder in (teacher / "checkpoints").glob("step_*"):
+        if folder != last:
+            shutil.rmtree(folder)
+    with pytest.raises(CheckpointError, match=r"--resume RUN --algorithm\.cfg\.teacher CHECKPOINT") as caught:
+        resume_training(tmp_path / "run", ["--trainer.iterations", "3"])
+    assert not getattr(caught.value, "__notes__", [])  # the same command would fail again
+
+
 def test_a_teacher_of_another_environment_is_one_message(taught, tmp_path):
     with pytest.raises(ConfigError) as caught:
         distill(tmp_path, "run", taught, gym_config={"id": "ReachRL", "max_episode_steps": 20, "num_threads": 1})
@@ -411,6 +433,29 @@ def test_a_critic_that_the_given_policy_lacks_begins_anew(taught, tmp_path):
     student = load_policy(tmp_path / "alone", which="latest").state_dict()
     first = load_checkpoint(tmp_path / "ppo" / "checkpoints" / "step_000000000000")["policy"]
     assert all(torch.equal(first[name], value) for name, value in student.items() if name != "version")
+
+
+def test_a_policy_begins_from_one_with_a_critic_and_an_auxiliary_loss_beside_the_config(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    env = ScriptedEnv(2)
+    torch.manual_seed(0)
+    source = make_policy(env, **BLIND, auxiliary_coef=0.5)
+    monkeypatch.setattr(train, "find_checkpoint", lambda *_: tmp_path)
+    monkeypatch.setattr(train, "load_checkpoint", lambda _: {"policy": source.state_dict()})
+    for policy in (make_policy(env, "actor_only", **BLIND), make_policy(env, **BLIND)):
+        train.begin_from("source", policy)
+        held = source.state_dict()
+        assert all(torch.equal(value, held[name]) for name, value in policy.state_dict().items())
+    source = make_policy(env, **BLIND)
+    policy = make_policy(env, **BLIND, auxiliary_coef=0.5)
+    before = policy.auxiliary.weight.clone()
+    train.begin_from("source", policy)
+    assert torch.equal(policy.auxiliary.weight, before)
+    assert torch.equal(policy.actor[0].weight, source.actor[0].weight)
+    (tmp_path / "source").mkdir()
+    path = write_config(tmp_path / "p.json", tmp_path / "run", trainer={"init_from": "source"})
+    assert load_train_config(path).trainer.init_from == str(tmp_path / "source")
 
 
 def test_a_blind_student_learns_what_its_memory_can_tell(tmp_path):

@@ -27,6 +27,7 @@ from embodichain.agents.rl.utils import AlgorithmCfg, MinibatchCfg
 from embodichain.agents.rl.utils.distributed import Ranks
 from embodichain.agents.rl.utils.tensordicts import Observation
 from embodichain.config.classes import MISSING, Fraction, configclass
+from embodichain.config.files import find_beside
 from embodichain.envs.vec_env import VecEnv
 from embodichain.errors import CheckpointError, ConfigError
 
@@ -57,9 +58,7 @@ class DistillationCfg(MinibatchCfg):
         """Return these settings with an absolute path of the teacher, so that a run is resumed from anywhere."""
         if self.teacher is MISSING:
             raise ConfigError("teacher: expected the folder of a run or of a checkpoint, got none", "algorithm.cfg")
-        given = Path(self.teacher).expanduser()
-        found = next((base / given for base in (folder, Path.cwd()) if (base / given).exists()), Path.cwd() / given)
-        return self.replace(teacher=str(found.absolute()))
+        return self.replace(teacher=find_beside(self.teacher, folder))
 
     def share_at(self, progress: float, rollout: float = 0.0) -> float:
         """Return the share of the envs in which the teacher acts, after a share of the training; ``rollout`` is what
@@ -333,8 +332,8 @@ class Distillation(MinibatchAlgorithm):
             source = "" if self.teacher is None else self.teacher.source
             raise CheckpointError(
                 f"algorithm.cfg.teacher: {source} holds another policy than the one this run learns from, which was in "
-                f"{known['source']}: put that one back, or name a copy of it with --algorithm.cfg.teacher. To learn "
-                "from the other one, begin a new run with --trainer.init_from RUN"
+                f"{known['source']}: put that one back, or name a copy of it: --resume RUN --algorithm.cfg.teacher "
+                "CHECKPOINT. To learn from the other one, begin a new run with --trainer.init_from RUN"
             )
         super().load_state_dict(state)
         self._shares = {int(version): share for version, share in state.get("shares", {}).items()}
