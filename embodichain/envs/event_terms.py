@@ -96,6 +96,8 @@ def check_positive(world: World, bounds: tuple[float, float], distribution: Dist
 class FieldTerm(EventTerm):
     """Draws elements of one field of the model."""
 
+    replaces = True
+
     def __init__(self, world: World, index: tuple[Any, ...], values: dict[str, Any]) -> None:
         """``index`` are the elements, without the env; ``values`` are ``range, operation, distribution, shared``."""
         super().__init__(world)
@@ -248,6 +250,7 @@ class Inertia(FieldTerm):
 class CenterOfMass(EventTerm):
     """Displacement of the centre of mass of bodies, in metres, in the frame of the body."""
 
+    replaces = True
     fields = ("body_ipos",)
 
     def __init__(
@@ -326,6 +329,7 @@ class JointStiffness(JointTerm):
 class ActuatorGains(EventTerm):
     """Gains of servos: ``kp`` scales stiffness, gain and bias alike, ``kd`` the damping of the servo."""
 
+    replaces = True
     fields = ("actuator_gainprm", "actuator_biasprm")
 
     def __init__(
@@ -361,6 +365,8 @@ class ActuatorGains(EventTerm):
 
 class ActuatorStrength(EventTerm):
     """What actuators can do at most: the force range, or the gain of a motor that has none."""
+
+    replaces = True
 
     def __init__(
         self,
@@ -400,6 +406,7 @@ class ActuatorStrength(EventTerm):
 class Gravity(EventTerm):
     """Gravity: its magnitude, and an angle by which it leans to a direction that is drawn."""
 
+    replaces = True
     fields = ("opt.gravity",)
 
     def __init__(

@@ -114,6 +114,8 @@ class EventTerm:
 
     modes: ClassVar[tuple[str, ...]] = ("reset", "interval", "step")
     """When it may happen; the first is the default."""
+    replaces: ClassVar[bool] = False
+    """Whether it writes the model whatever is there, so that no second event may write the same elements."""
     fields: tuple[str, ...] = ()
     """What it writes: fields of the model, ``qpos``, ``qvel``."""
 
@@ -281,6 +283,31 @@ class DomainRandomization:
             self._model |= {field: value for field, value in event.live.items() if field in event.term.fields}
         self._nominal = {name: value[:1].clone() for name, value in self._model.items()}
         self._derives = any(event.derives for event in self._events)
+        self._check_shared(world.key)
+
+    def _check_shared(self, key: str) -> None:
+        """Raise ``ConfigError`` if two events replace the same elements of the model: one of them would do nothing."""
+        replacing = [event for event in self._events if event.term.replaces]
+        fields = [field for event in replacing for field in event.term.fields]
+        writers: dict[str, list[tuple[str, Tensor]]] = {}
+        streams = RandomStreams(1, self._physics.device)
+        problems = []
+        for event in replacing:
+            shared = [field for field in event.term.fields if fields.count(field) > 1]
+            if not shared:
+                continue
+            rows = {f: torch.full_like(self._nominal[f], math.nan) for f in event.term.fields}
+            event.term.apply(rows, Draw(streams, self._all[:1], event.channel, None))
+            for field in shared:
+                written = ~rows[field].isnan()
+                others = [name for name, elements in writers.setdefault(field, []) if bool((elements & written).any())]
+                if others:
+                    told = f"{others[0]} draws the same elements of {field}; let them choose different ones"
+                    advice = ", or set the parameter inertia of mass to false" if field == "body_inertia" else ""
+                    problems.append(f"{key}.{event.name}: {told}{advice}, or leave one out")
+                writers[field].append((event.name, written))
+        if problems:
+            raise ConfigError(problems)
 
     @property
     def active(self) -> bool:
@@ -392,6 +419,9 @@ def _config_events(cfg: EventsCfg, world: World) -> list[_Event]:
         if entry is None:
             continue
         key = f"{world.key}.{name}"
+        if "/" in name or "." in name:
+            problems.append(f"{key}: expected a name of an event without '/' and '.'")
+            continue
         try:
             made.append(_make(name, entry, World(**{**vars(world), "key": key})))
         except ConfigError as error:

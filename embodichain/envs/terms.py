@@ -396,6 +396,8 @@ def closeness(
     task: Task, scene: Scene, action: Tensor, of: Place, to: Place, start: Positive, end: NotNegative = 0.0
 ) -> Tensor:
     """Progress in [0, 1] of a distance from ``start`` (0) to ``end`` (1), in metres."""
+    if start <= end:
+        raise ConfigError(f"closeness: expected a start greater than end, got start {start} and end {end}")
     return ((start - length(offset(scene, of, to))) / (start - end)).clamp(0.0, 1.0)
 
 
@@ -433,6 +435,8 @@ def is_held(scene: Scene, of: str, width: float, reach: float = 0.025) -> Tensor
 @register_reward("opened")
 def opened(task: Task, scene: Scene, action: Tensor, of: str, target: float, start: float = 0.0) -> Tensor:
     """Progress in [0, 1] of an articulated thing's opening from ``start`` to ``target``."""
+    if target == start:
+        raise ConfigError(f"opened: expected a target other than start, got {target} for both")
     return ((measured(scene, of, "opening") - start) / (target - start)).clamp(0.0, 1.0)
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from embodichain.envs.registration import make
+from embodichain.errors import ConfigError
 
 
 def build(id: str, env: dict[str, Any] | None = None, num_envs: int = 1, **cfg: Any) -> Any:
@@ -127,3 +128,32 @@ def test_limits_from_a_servo_with_a_gear(tmp_path: Path) -> None:
     servo = 'position joint="{}" kp="500" kv="50" gear="-2" ctrlrange="-2 4"'
     robot = build("ReachRL", robot={"mjcf": write(tmp_path, arm(limits=""), drives(servo))}).robot
     assert (robot.lower.tolist(), robot.upper.tolist()) == ([-2.0] * 4, [1.0] * 4)
+
+
+def test_events_that_overwrite_each_other_are_refused() -> None:
+    mass = {"func": "mass", "params": {"bodies": "cube", "range": [2, 2]}}
+    inertia = {"func": "inertia", "params": {"bodies": "cube", "range": [1.1, 1.1]}}
+    with pytest.raises(ConfigError, match=r"env\.events\.b: a draws the same elements of body_inertia"):
+        build("PushCubeRL", {"events": {"a": mass, "b": inertia}})
+    mass["params"]["inertia"] = False
+    rolling = {"func": "friction", "params": {"geoms": "cube", "kind": "rolling", "range": [2, 2]}}
+    sliding = {"func": "friction", "params": {"geoms": "cube", "range": [3, 3]}}
+    env = build("PushCubeRL", {"events": {"a": mass, "b": inertia, "c": rolling, "d": sliding}})
+    model, geom, body = env.physics.model, env.physics.model.geom("cube").id, env.physics.model.body("cube").id
+    factor = env.physics.model_field("geom_friction")[0, geom] / torch.tensor(model.geom_friction[geom])
+    assert factor.tolist() == pytest.approx([3.0, 1.0, 2.0])
+    assert float(env.physics.model_field("body_mass")[0, body]) == pytest.approx(2 * model.body_mass[body])
+
+
+@pytest.mark.parametrize("name", ["a/x", "a.x"])
+def test_names_of_events_have_no_separators(name: str) -> None:
+    with pytest.raises(ConfigError, match="without '/' and '.'"):
+        build("PushCubeRL", {"events": {name: {"func": "mass", "params": {"range": [1, 2]}}}})
+
+
+@pytest.mark.parametrize(
+    ("func", "params"), [("closeness", {"to": "goal", "start": 0.1, "end": 0.2}), ("opened", {"target": 0.0})]
+)
+def test_progress_without_a_way_is_refused(func: str, params: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"env\.rewards\.terms\.x: {func}: expected a "):
+        build("PushCubeRL", {"rewards": {"terms": {"x": {"func": func, "params": {"of": "cube", **params}}}}})
