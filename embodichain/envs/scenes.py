@@ -26,6 +26,7 @@ from embodichain.errors import ConfigError
 TRIES = 24
 """Places that are drawn for a thing with a ``min_distance``; the first that is far enough from the others is taken."""
 _GEOM = mujoco.mjtGeom
+_TAKEN = ("robot", "object", "image", "depth", "segmentation", "instruction", "ee")  # in observations, and measured
 Thing: TypeAlias = ObjectCfg | GoalCfg | Any
 
 
@@ -36,7 +37,7 @@ def things(cfg: SceneCfg) -> dict[str, Thing]:
         for name, thing in entries.items():
             if thing is None:
                 continue
-            if name in found or name in ("robot", "object", "image", "ee"):
+            if name in found or name in _TAKEN:
                 raise ConfigError(f"env.scene.{section}.{name}: this name is taken; choose another")
             found[name] = thing
     return found
@@ -50,20 +51,31 @@ def turned(cfg: ObjectCfg) -> list[float]:
 
 def rest_height(model: mujoco.MjModel, body: str) -> float:
     """Return how far a body's origin is above its lowest point, turned as the model has it."""
+    return _extent(model, body, 2, -1.0)
+
+
+def middle(model: mujoco.MjModel, body: str) -> tuple[float, float]:
+    """Return where the middle of a body is from its origin in x and y, turned as the model has it."""
+    x, y = (0.5 * (_extent(model, body, axis, 1.0) - _extent(model, body, axis, -1.0)) for axis in (0, 1))
+    return x, y
+
+
+def _extent(model: mujoco.MjModel, body: str, axis: int, sign: float) -> float:
+    """Return how far a body reaches from its origin along an axis of the world, or against it (``sign`` -1)."""
     number = model.body(body).id
     turn = np.empty(9)
     mujoco.mju_quat2Mat(turn, model.body_quat[number])
-    lowest = 0.0
+    found = []
     for geom in range(model.body_geomadr[number], model.body_geomadr[number] + model.body_geomnum[number]):
         rotation = np.empty(9)
         mujoco.mju_quat2Mat(rotation, model.geom_quat[geom])
-        up = (turn.reshape(3, 3) @ rotation.reshape(3, 3))[2]  # the vertical in the frame of the geom
-        at = float((turn.reshape(3, 3) @ model.geom_pos[geom])[2])
-        lowest = max(lowest, _reach(model, geom, up) - at)
-    return lowest
+        along = (turn.reshape(3, 3) @ rotation.reshape(3, 3))[axis]  # the axis in the frame of the geom
+        at = float((turn.reshape(3, 3) @ model.geom_pos[geom])[axis])
+        found.append(reach(model, geom, -sign * along) + sign * at)
+    return max(found, default=0.0)
 
 
-def _reach(model: mujoco.MjModel, geom: int, up: np.ndarray) -> float:
+def reach(model: mujoco.MjModel, geom: int, up: np.ndarray) -> float:
     """Return how far a geom reaches below its origin, against the direction ``up`` in its frame."""
     size, kind = model.geom_size[geom], model.geom_type[geom]
     if kind == _GEOM.mjGEOM_MESH:
@@ -88,6 +100,8 @@ class _Placed:
     quat: tuple[float, ...]
     """How it is turned before its heading."""
     min_distance: float
+    middle: tuple[float, float]
+    """Where the middle of a mesh is from its origin, before its heading."""
     qpos: int
     """Where its free joint is in ``qpos``; -1 for a mocap body."""
 
@@ -116,6 +130,8 @@ class PlacedScene:
         }
         """Names of what is observed, and whether it moves by itself."""
         self._placed = [_place(model, name, thing) for name, thing in found.items() if _area(thing) is not None]
+        places = [model.body(name).pos[:2].tolist() for name, thing in found.items() if _area(thing) is None]
+        self._still = [torch.tensor([at], dtype=torch.float64, device=physics.device) for at in places]
         self._ranges = [bounds for placed in self._placed for bounds in placed.ranges]
         self._quats = [torch.tensor([p.quat], dtype=torch.float64, device=physics.device) for p in self._placed]
         self._free = {name: _address(model, name) for name in found if _address(model, name)[0] >= 0}
@@ -127,6 +143,10 @@ class PlacedScene:
             for site in (model.site(i).name for i in range(model.nsite))
             if site.startswith(f"{name}/")
         }
+        clashes = [name for name in self._parts if name in found]
+        if clashes:
+            told = "a part of a fixture has this name; choose another"
+            raise ConfigError([f"env.scene: {name}: {told}" for name in clashes])
 
     def sample(self, env_ids: Tensor, streams: RandomStreams, start: ResetState) -> None:
         """Draw where everything is in the next episodes, and write it into their reset states."""
@@ -134,12 +154,15 @@ class PlacedScene:
             return
         drawn = draw_ranges(self._ranges, env_ids, streams)
         parts = drawn.split([len(placed.ranges) for placed in self._placed], dim=1)
-        taken: list[Tensor] = []
+        taken = [at.expand(env_ids.numel(), 2) for at in self._still]
         for placed, turned, part in zip(self._placed, self._quats, parts, strict=True):
             spots = part[:, : 2 * placed.tries].view(-1, placed.tries, 2)
             spot = _first_free(spots, taken, placed.min_distance) if placed.tries > 1 else spots[:, 0]
             taken.append(spot)
             height, yaw = part[:, -2:-1] + placed.rest, part[:, -1]
+            if placed.middle != (0.0, 0.0):
+                (x, y), c, s = placed.middle, torch.cos(yaw), torch.sin(yaw)
+                spot = spot - torch.stack((c * x - s * y, s * x + c * y), dim=1)
             pose = torch.cat((spot, height, about_vertical(yaw, turned)), dim=1)
             if placed.qpos >= 0:
                 start.qpos[:, placed.qpos : placed.qpos + 7] = pose
@@ -196,7 +219,9 @@ def _place(model: mujoco.MjModel, name: str, thing: Thing) -> _Placed:
     area = _area(thing) or PoseRangeCfg()
     rest = rest_height(model, name) if isinstance(thing, ObjectCfg) or _address(model, name)[0] >= 0 else 0.0
     quat = tuple(turned(thing)) if isinstance(thing, ObjectCfg) else (1.0, 0.0, 0.0, 0.0)
-    return _Placed(name, area, rest, quat, float(getattr(thing, "min_distance", 0.0)), _address(model, name)[0])
+    away = middle(model, name) if isinstance(thing, ObjectCfg) and thing.shape == "mesh" else (0.0, 0.0)
+    distance = float(getattr(thing, "min_distance", 0.0))
+    return _Placed(name, area, rest, quat, distance, away, _address(model, name)[0])
 
 
 def _address(model: mujoco.MjModel, body: str) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import mujoco
 import pytest
 import torch
 
@@ -147,7 +148,7 @@ def test_events_that_overwrite_each_other_are_refused() -> None:
 
 @pytest.mark.parametrize("name", ["a/x", "a.x"])
 def test_names_of_events_have_no_separators(name: str) -> None:
-    with pytest.raises(ConfigError, match="without '/' and '.'"):
+    with pytest.raises(ConfigError, match="expected a name of an event without"):
         build("PushCubeRL", {"events": {name: {"func": "mass", "params": {"range": [1, 2]}}}})
 
 
@@ -157,3 +158,34 @@ def test_names_of_events_have_no_separators(name: str) -> None:
 def test_progress_without_a_way_is_refused(func: str, params: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"env\.rewards\.terms\.x: {func}: expected a "):
         build("PushCubeRL", {"rewards": {"terms": {"x": {"func": func, "params": {"of": "cube", **params}}}}})
+
+
+def test_mesh_off_its_origin_is_placed_by_its_middle_and_rests_on_the_table(tmp_path: Path) -> None:
+    corners = [(1 + x, 1 + y, 1 + z) for x in (0, 0.1) for y in (0, 0.04) for z in (0, 0.02)]
+    faces = ["1 2 4", "1 4 3", "5 7 8", "5 8 6", "1 5 6", "1 6 2", "3 4 8", "3 8 7", "1 3 7", "1 7 5", "2 6 8", "2 8 4"]
+    lines = [f"v {x} {y} {z}" for x, y, z in corners] + [f"f {face}" for face in faces]
+    (tmp_path / "m.obj").write_text("\n".join(lines))
+    pose = {"x": [0.3, 0.3], "y": [0.3, 0.3], "yaw": [0.7, 0.7]}
+    thing = {"shape": "mesh", "file": str(tmp_path / "m.obj"), "pose": pose}
+    env = build("PushCubeRL", {"scene": {"objects": {"q": thing}}})
+    model = env.physics.model
+    data = mujoco.MjData(model)
+    env.physics.load(data, 0)
+    mujoco.mj_forward(model, data)
+    geom = model.geom("q").id
+    points = model.mesh_vert @ data.geom_xmat[geom].reshape(3, 3).T + data.geom_xpos[geom]
+    assert 0.5 * (points.min(axis=0) + points.max(axis=0))[:2] == pytest.approx([0.3, 0.3], abs=1e-6)
+    assert points[:, 2].min() == pytest.approx(0.0, abs=1e-6)
+
+
+def test_objects_keep_their_distance_from_a_fixture_that_stays() -> None:
+    thing = {"min_distance": 0.2, "pose": {"x": [0.2, 0.7], "y": [-0.4, 0.4]}}
+    scene = {"fixtures": {"tray": {"kind": "bin", "pos": [0.5, 0, 0]}}, "objects": {"b": thing}}
+    obs, _ = build("ReachRL", {"scene": scene}, num_envs=64).reset(seed=0)
+    assert (obs["tray", "pos"] - obs["b", "pos"])[:, :2].norm(dim=1).min() >= 0.2
+
+
+@pytest.mark.parametrize("name", ["depth", "instruction", "cab_drawer_0"])
+def test_names_that_are_observed_already_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}: .*choose another"):
+        build("PushCubeRL", {"scene": {"fixtures": {"cab": {"kind": "drawer"}}, "objects": {name: {}}}})
