@@ -568,7 +568,7 @@ EVERYTHING = {
             "y": {"curriculum": {"by": "steps", "from": [0, 0], "to": [-0.1, 0.1], "between": [0, 40]}}
         },
         "grip": {"func": "friction", "params": {"range": [0.5, 1.5], "distribution": "gaussian"}},
-        "links": {"func": "mass", "params": {"range": [0.8, 1.2], "bodies": "robot/.*"}},
+        "links": {"func": "mass", "params": {"inertia": False, "range": [0.8, 1.2], "bodies": "robot/.*"}},
         "moments": {"func": "inertia", "params": {"range": [0.9, 1.1], "bodies": "robot/.*"}},
         "load": {"func": "center_of_mass", "params": {"bodies": "forearm", "x": [-0.02, 0.02]}},
         "damping": {
@@ -592,9 +592,10 @@ EVERYTHING = {
         "jitter": {"func": "action_noise", "params": {"std": 0.1, "bias": [-0.1, 0.1]}},
         "zero": {"func": "joint_offset", "params": {"range": [-0.02, 0.02]}},
         "more": {
-            "func": "mass",
+            "func": "friction",
             "params": {
                 "bodies": "cube",
+                "kind": "torsional",
                 "range": {"curriculum": {"by": "success", "from": [1, 1], "to": [2, 3], "between": [0, 0.5]}},
             },
         },
