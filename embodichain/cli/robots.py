@@ -188,8 +188,16 @@ def _print_parts(console: Console, report: RobotReport) -> None:
         table.add_row("[yellow]added[/yellow]", escape(need))
     console.print(table)
     console.print("\nconfig:", style="bold")
-    lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in snippet(report).items())
+    settings = snippet(report)
+    lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in settings.items())
     console.print(f'"robot": {{\n{lines}\n}}', markup=False, soft_wrap=True)
+    if report.needs:
+        console.print("\nThe file alone is not enough: keep what was added in the config.", style="yellow")
+    if report.cfg.mjcf is not None:
+        console.print("\nwith a name of its own, in Python:", style="bold")
+        given = [repr(report.cfg.uid), repr(settings.pop("mjcf")), *(f"{k}={v!r}" for k, v in settings.items())]
+        arguments = "".join(f"    {argument},\n" for argument in given)
+        console.print(f"register_robot(\n{arguments})", markup=False, highlight=False, soft_wrap=True)
 
 
 def snippet(report: RobotReport) -> dict[str, Any]:

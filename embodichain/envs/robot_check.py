@@ -126,7 +126,7 @@ def suggest(cfg: RobotCfg) -> tuple[RobotCfg, list[str]]:
     hinges = {model.joint(j).name: (-TURN, TURN) for j in endless if int(model.jnt_type[j]) == HINGE}
     slides = [model.joint(j).name for j in endless if int(model.jnt_type[j]) != HINGE]
     if hinges:
-        needs.append(f"without limits: {', '.join(hinges)}; a turn to either side is assumed")
+        needs.append(f"without limits: {', '.join(hinges)}; limits are required, a turn to either side is assumed")
         cfg = cfg.replace(limits={**cfg.limits, **hinges})
     if slides and not cfg.arms:
         needs.append(f"slides without limits: {', '.join(slides)}; they are held where they are")

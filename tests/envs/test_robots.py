@@ -381,8 +381,14 @@ def test_robots_check_says_what_it_found(save, capsys, monkeypatch):
     assert "7 joints to l6" in said
     assert "driven by squeeze" in said
     assert "servos take their place" in said
-    config = json.loads("{" + said[said.index('"robot": {') :] + "}")
-    assert built(**config["robot"])[1].has_servos
+    config = json.JSONDecoder().raw_decode(said[said.index('"robot": {') + len('"robot": ') :])[0]
+    assert built(**config)[1].has_servos
+    assert "The file alone is not enough" in said
+    given = {}
+    calls = {"register_robot": lambda name, mjcf, **settings: given.update(name=name, mjcf=mjcf, **settings)}
+    exec(said[said.index("register_robot(") :], calls)
+    assert given.pop("name") == path.split("/")[-2]
+    assert given == config
     assert main(["robots", "check", save(arm(free=FREE))]) == 0
     assert "free (joint 'root')" in capsys.readouterr().out
     weak = SERVOS.replace('joint="j3" kp="800"', 'joint="j3" kp="800" forcerange="-0.01 0.01"')
@@ -392,7 +398,7 @@ def test_robots_check_says_what_it_found(save, capsys, monkeypatch):
         main(["robots", "check", save(arm(limits="0 0", drives=SERVOS.replace("/>", ' ctrllimited="false"/>') + PULL))])
         == 0
     )
-    assert "without limits" in capsys.readouterr().out
+    assert "limits are required" in capsys.readouterr().out
     assert main(["robots", "list"]) == 0
     assert "ur5" in capsys.readouterr().out
     assert main(["robots", "check", "ur6"]) == 2
