@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 
 import gymnasium as gym
 import numpy as np
@@ -11,12 +12,20 @@ import torch
 from tensordict import TensorDict
 
 from embodichain.agents.rl.algo import GRPO, PPO, GRPOCfg, PPOCfg
+from embodichain.agents.rl.checkpoint import find_checkpoint, list_checkpoints, load_checkpoint
 from embodichain.agents.rl.collector import SyncCollector
+from embodichain.agents.rl.config import TrainCfg
 from embodichain.agents.rl.models import build_policy
 from embodichain.agents.rl.models.tokens import TokenCfg, TokenHead
+from embodichain.agents.rl.train import resume_training, train_from_config
+from embodichain.config import merge
 from embodichain.envs.registration import make
 from embodichain.envs.wrappers import chunked
 from embodichain.errors import ConfigError, RolloutError
+from tests.agents.rl.test_checkpoint import same
+from tests.agents.rl.training_cases import GRPO as GRPO_RUN
+from tests.agents.rl.training_cases import PPO as PPO_RUN
+from tests.agents.rl.training_cases import train_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -133,6 +142,26 @@ def test_it_is_learned_with(name, level):
         assert 0.5 * factors * math.log(5) < first["entropy"] <= factors * math.log(5) + 1e-4
     assert not torch.equal(policy.head.out.weight, before)
     assert math.isfinite(algorithm.update(collector.collect(8))["policy_loss"])
+
+
+@pytest.mark.parametrize("name", ["ppo", "grpo"])
+@pytest.mark.parametrize("policy", ["flow", "tokens"])
+def test_a_run_resumes_bit_by_bit(policy, name, tmp_path):
+    trainer = {"iterations": 2, "enable_eval": False, "keep_checkpoints": 9, "save_freq": 1, "buffer_size": 6}
+    data = train_config(tmp_path / "whole", trainer=trainer)
+    level = {"flow": "denoising_step", "tokens": "token"}[policy]
+    own = {"flow": {"num_steps": 2, "noise_at": "one"}, "tokens": SMALL}[policy]
+    data["policy"] = {"name": policy, "chunk_size": 3, "normalize_obs": True, policy: own}
+    data["algorithm"] = merge({"ppo": PPO_RUN, "grpo": GRPO_RUN}[name], {"cfg": {"log_prob_per": level}})
+    train_from_config(TrainCfg.from_dict(data))
+    shutil.copytree(tmp_path / "whole", tmp_path / "again")
+    steps = list_checkpoints(tmp_path / "again" / "checkpoints")
+    assert len(steps) == 3
+    resume_training(steps[1])
+    whole, again = (load_checkpoint(find_checkpoint(tmp_path / run)) for run in ("whole", "again"))
+    for part in ("policy", "algorithm", "env", "collector", "random"):
+        assert same(whole[part], again[part]), part
+    assert not same(whole["policy"], load_checkpoint(steps[1])["policy"])
 
 
 def test_wrong_settings_and_tokens_are_named():
