@@ -46,6 +46,12 @@ def find_start(model: mujoco.MjModel, cfg: ArmCfg, key: str, parts: ArmParts, ho
         parts.init, parts.init_from = [float(q) for q in cfg.init_qpos[:count]], "init_qpos"
         parts.init_fingers = [float(q) for q in cfg.init_qpos[count:]]
         check_start(f"{key}.init_qpos", parts.joints, parts.init, bounds)
+        if parts.init_fingers:
+            limited = {
+                name: model.joint(name).range for name in parts.fingers if model.jnt_limited[model.joint(name).id]
+            }
+            ends = [cfg.limits.get(name, limited.get(name, (-np.inf, np.inf))) for name in parts.fingers]
+            check_start(f"{key}.init_qpos", parts.fingers, parts.init_fingers, ends)
         return
     addresses = [int(model.joint(name).qposadr[0]) for name in parts.joints]
     if home is not None and cfg.init_tool is None:

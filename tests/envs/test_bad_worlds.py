@@ -13,6 +13,10 @@ LINK = """<body name="l{i}" pos="0 0 0.2"><joint name="j{i}" axis="{axis}" range
   <geom type="capsule" fromto="0 0 0 0 0 0.2" size="0.03" mass="1"/>"""
 
 
+HAND = """<body name="hand"><site name="tcp" pos="0 0 0.2"/><body name="finger">
+  <joint name="f" type="slide" axis="1 0 0" range="0 0.04"/><geom size="0.02"/></body></body>"""
+
+
 def robot(end="", motors="", more="", base=""):
     """The text of an arm of four joints."""
     links = "".join(LINK.format(i=i, axis="0 0 1" if i == 1 else "0 1 0") for i in range(1, 5))
@@ -59,7 +63,8 @@ def test_names_that_are_missing_or_taken_are_no_obstacle(tmp_path, parts, site):
         (robot(), {"arms": {"a": {}, "b": {}}}, "robot.arms.b: it moves the same joints as robot.arms.a"),
         (robot(), {"init_qpos": [0, 9, 0, 0]}, "robot.init_qpos has j2 at 9, outside its limits [-2, 2]"),
         (robot(more=key("0 0 -8 0")), {}, "keyframe of the model, which has j3 at -8, outside its limits"),
-        (robot(more=key("0 0")), {}, "qpos"),
+        (robot(more=key("0 0")), {}, "the keyframe 'home' has 2 positions (qpos), and the model 4"),
+        (robot(HAND), {"init_qpos": [0, 0, 0, 0, 4]}, "robot.init_qpos has f at 4, outside its limits [0, 0.04]"),
         (robot(), {"quat": [0, 0, 0, 0]}, "quat: expected a rotation"),
         (robot(), {"joints": ["j1", "j1"]}, "robot.joints: j1 is given twice"),
     ],
@@ -97,6 +102,7 @@ CAMERA = {"pos": [1.0, 0.0, 1.0], "lookat": [1.0, 0.0, 1.0]}
     ("id", "env", "told"),
     [
         ("CartPoleRL", {"scene": {"objects": {"cube": {}}}}, "env.scene: CartPoleRL has cart and pole alone"),
+        ("CartPoleRL", {"scene": {"goals": {"there": {}}}}, "env.scene: CartPoleRL has cart and pole alone"),
         ("LiftBarRL", {"scene": {"objects": {"bar": None}}}, "env.scene: LiftBarRL needs the object 'bar'"),
         ("LiftBarRL", {"scene": {"goals": {"goal": None}}}, "and the goal 'goal'"),
         ("ReachRL", {"scene": {"objects": {"table": {}}}}, "has a geom 'table' already; choose another name"),

@@ -30,7 +30,8 @@ class CartPole(Task):
     def __init__(self, cfg: GymCfg, physics: Physics, robot: Robot) -> None:
         if cfg.robot.uid != "cart":
             raise ConfigError(f"robot.uid: {cfg.id} needs the robot 'cart', got {cfg.robot.uid!r}")
-        if physics.model.nq != 2:
+        scene = cfg.env.scene
+        if any(thing is not None for part in (scene.objects, scene.fixtures, scene.goals) for thing in part.values()):
             raise ConfigError(f"env.scene: {cfg.id} has cart and pole alone; leave out objects, fixtures and goals")
         super().__init__(cfg, physics, robot)
         self._limits = torch.tensor([MAX_POSITION, MAX_ANGLE], device=physics.device)
