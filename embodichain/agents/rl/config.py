@@ -459,6 +459,17 @@ def _policy_name(cfg: TrainCfg) -> str:
     return str(cfg.policy.get("name", PolicyBlock().name))
 
 
+def tell_amounts(trainer: TrainerCfg, ranks: int = 1) -> None:
+    """Log how much a new training collects: whole rollouts, which may be more steps than it is asked for."""
+    per_rollout = ranks * (trainer.num_envs or 1) * trainer.buffer_size
+    count, total = num_iterations(trainer, ranks), trainer.total_steps
+    steps = "" if count is None else f", {count * per_rollout:,} steps in all"
+    is_more = count is not None and total is not None and count * per_rollout > total
+    rounded = f" (total_steps, {total:,}, rounded up to whole rollouts)" if is_more else ""
+    envs = f"{trainer.num_envs or 1} envs" if ranks == 1 else f"{ranks} ranks of {trainer.num_envs or 1} envs"
+    _LOG.info("%s, rollouts of %d steps%s%s", envs, trainer.buffer_size, steps, rounded)
+
+
 def warn_about_config(cfg: TrainCfg) -> None:
     """Log how rollouts are collected asynchronously, and warn of settings that have no effect or learn less."""
     trainer, settings = cfg.trainer, cfg.algorithm.cfg

@@ -17,6 +17,7 @@ from embodichain.errors import ConfigError
 
 _LOG = logging.getLogger(__name__)
 _FILE = "train_config.json"
+_GPU_FILE = "train_config_gpu.json"
 _NETWORK = {"type": "mlp", "network_cfg": {"hidden_sizes": [64, 64], "activation": "tanh"}}
 _CONTINUOUS = {"learning_rate": 3e-4, "n_epochs": 10, "batch_size": 64, "ent_coef": 0.0}
 _CHOICES = {"learning_rate": 5e-4, "n_epochs": 10, "batch_size": 128, "ent_coef": 0.01}
@@ -38,13 +39,15 @@ def config_of_environment(name: str, trusted_modules: Collection[str] = ()) -> t
     if shipped is not None:
         _LOG.info("config: %s", shipped)
         return load_config(shipped), shipped
+    if (for_gpu := shipped_config(name, _GPU_FILE)) is not None:
+        _LOG.info("a config for a GPU is shipped for %s: embodichain train %s", name, for_gpu)
     with make(name, trusted_modules, num_envs=1) as env:
         return default_config(name, env), Path(name)
 
 
-def shipped_config(name: str) -> Path | None:
+def shipped_config(name: str, file_name: str = _FILE) -> Path | None:
     """Return the file that this package has for trainings in an environment, whatever the case of its name."""
-    for file in sorted(shipped_configs().glob(f"agents/rl/**/{_FILE}")):
+    for file in sorted(shipped_configs().glob(f"agents/rl/**/{file_name}")):
         given = load_config(file)["trainer"]["gym_config"]
         if isinstance(given, str) and given.endswith(".json"):
             given = load_config(find_config(given, file.parent))
@@ -65,10 +68,11 @@ def default_config(name: str, env: VecEnv) -> dict[str, Any]:
     if is_batched:  # rollouts of as many steps, in larger minibatches
         settings, num_steps = settings | {"batch_size": 8 * settings["batch_size"]}, num_steps // 4
     kind = f"{'continuous' if is_continuous else 'discrete'} actions{' and images' if has_images else ''}"
-    _LOG.info(
-        "no config is shipped for %s: PPO with the defaults for %s, %d envs, rollouts of %d steps, %s steps in all",
-        *(name, kind, num_envs, num_steps, f"{total:,}"),
-    )
+    _LOG.info("no config is shipped for %s: PPO with the defaults for %s", name, kind)
+    if "instruction" in getattr(env.observation_space, "spaces", {}):
+        _LOG.info(
+            "the policy reads the words of 'instruction' as bytes; one with a language model is vla (docs/vla.md)"
+        )
     return {
         "trainer": {
             "exp_name": f"{re.sub(r'[^a-z0-9]+', '_', name.lower()).strip('_')}_ppo",

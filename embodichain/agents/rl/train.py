@@ -42,6 +42,7 @@ from embodichain.agents.rl.config import (
     for_rank,
     load_train_config,
     override,
+    tell_amounts,
     warn_about_config,
 )
 from embodichain.agents.rl.models.mlp import free_memory
@@ -226,6 +227,8 @@ def build_trainer(
     settings = cfg.trainer
     if ranks.is_first:
         warn_about_config(given)
+    if ranks.is_first and not resumed:
+        tell_amounts(given.trainer, ranks.count)
     seed_everything(settings.seed)
     stages, processes = settings.collector.pipeline_stages, settings.collector.env_processes
     maker = EnvMaker(

@@ -51,10 +51,21 @@ def test_shipped_config_goes_before_defaults():
     assert load_train_config("configs/agents/rl/push_cube/train_config.json") == cfg
 
 
-def test_a_gymnasium_environment_trains_by_its_name(tmp_path):
-    words = ["--trainer.total_steps", "64", "--trainer.buffer_size", "8", "--trainer.output_dir", str(tmp_path)]
+def test_configs_for_a_gpu_and_instructions_are_told(caplog):
+    with caplog.at_level("INFO"):
+        load_train_config("StackCubeLanguageRL")
+    assert "embodichain train" in caplog.text
+    assert "stack_cube_language/train_config_gpu.json" in caplog.text
+    assert "the words of 'instruction' as bytes" in caplog.text
+
+
+def test_a_gymnasium_environment_trains_by_its_name(tmp_path, caplog):
+    caplog.set_level("INFO")
+    words = ["--trainer.total_steps", "60", "--trainer.buffer_size", "8", "--trainer.output_dir", str(tmp_path)]
     result = train_from_config("CartPole-v1", [*words, "--trainer.enable_eval", "false"], console=Console(quiet=True))
     assert result.global_step == 64
+    told = "8 envs, rollouts of 8 steps, 64 steps in all (total_steps, 60, rounded up to whole rollouts)"
+    assert told in caplog.messages
     assert result.run_dir.name.startswith("cartpole_v1_ppo_")
 
 
