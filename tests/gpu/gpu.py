@@ -8,8 +8,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from embodichain.envs.gl_backend import choose_backend
 from embodichain.envs.registration import make
 from embodichain.envs.task_env import TaskEnv
+from embodichain.errors import RenderingError
 from embodichain.extras import available
 from embodichain.utils.cuda_graphs import refusing_to_wait
 
@@ -19,6 +21,14 @@ on_gpu = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 simulates = [*on_gpu, pytest.mark.skipif(not available("mujoco_warp"), reason="needs the extra 'gpu'")]
+
+
+def needs_opengl() -> None:
+    """Skip the test where the CPU's images, which it compares with, cannot be drawn."""
+    try:
+        choose_backend()
+    except RenderingError as error:
+        pytest.skip(f"needs OpenGL: {error}")
 
 
 @contextmanager

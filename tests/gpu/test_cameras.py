@@ -14,7 +14,7 @@ from torch import Tensor
 from embodichain.envs.task_env import TaskEnv
 from tests.envs.test_visual_events import ALL as LOOKS
 from tests.envs.test_visual_events import CAMERA
-from tests.gpu.gpu import make_task, no_waiting, simulates
+from tests.gpu.gpu import make_task, needs_opengl, no_waiting, simulates
 
 pytestmark = simulates
 OVER = {"name": "over", "pos": [0.6, 0.3, 1.2], "lookat": [0.55, 0.0, 0.0], "fovy": 50.0, "width": 160, "height": 120}
@@ -90,6 +90,7 @@ OUTPUTS = {"outputs": ["rgb", "depth", "segmentation"]}
 
 
 def test_depth_and_segmentation_are_those_of_the_cpu() -> None:
+    needs_opengl()
     """Edges of things may lie a pixel apart; elsewhere ids are equal, and depths to a millimetre."""
     cameras = {"observations": {"cameras": [OVER | OUTPUTS, SIDE | OUTPUTS]}}
     with make_task(num_envs=8, env=cameras) as gpu, make_task(num_envs=8, device="cpu", env=cameras) as cpu:
@@ -135,6 +136,7 @@ def test_a_recorded_step_shows_what_an_ordinary_one_shows(outputs: list[str]) ->
 
 
 def test_looks_that_differ_from_env_to_env_are_those_of_the_cpu() -> None:
+    needs_opengl()
     """Colours, textures, lights and cameras follow from the seed; a recorded reset draws and shows new ones."""
     settings: Any = {"observations": {"cameras": [CAMERA | {"outputs": ["rgb", "segmentation"]}]}, "events": LOOKS}
     with make_task(num_envs=8, env=settings, max_episode_steps=3) as gpu:

@@ -17,12 +17,10 @@ from embodichain.agents.rl.collector import acting as module
 from embodichain.agents.rl.models import ActorCritic, build_policy
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.config import load_config
-from embodichain.envs.gl_backend import choose_backend
 from embodichain.envs.registration import make
 from embodichain.envs.vec_env import VecEnv
 from embodichain.envs.wrappers import chunked, make_grouped
-from embodichain.errors import RenderingError
-from tests.gpu.gpu import on_gpu
+from tests.gpu.gpu import needs_opengl, on_gpu
 
 pytestmark = on_gpu
 LANGUAGE = Path(__file__).parents[2] / "configs/agents/rl/push_cube/gym_config_language_small.json"
@@ -41,10 +39,7 @@ def vectors(num_envs: int) -> VecEnv:
 
 
 def images(num_envs: int) -> VecEnv:
-    try:
-        choose_backend()
-    except RenderingError as error:
-        pytest.skip(f"needs OpenGL: {error}")
+    needs_opengl()
     return chunked(make(load_config(LANGUAGE), num_envs=num_envs, seed=0, num_threads=1), 4)
 
 
