@@ -28,6 +28,7 @@ from embodichain.agents.rl.models.observation import FeatureEncoder
 from embodichain.agents.rl.runs import read_metrics
 from embodichain.agents.rl.train import resume_training, train_from_config
 from embodichain.agents.rl.utils import flatten_dict_observation
+from embodichain.envs.wrappers import GroupedEnv
 from embodichain.errors import CheckpointError, ConfigError, ObservationError
 from tests.agents.rl.helpers import ScriptedEnv, box, make_policy
 from tests.agents.rl.test_checkpoint import same
@@ -226,6 +227,19 @@ def test_the_teacher_acts_in_its_share_of_the_envs():
         torch.manual_seed(3)
         students = algorithm.policy.act(obs)[0]
         assert torch.equal(action, torch.cat([own[:guided], students[guided:]])), progress
+
+
+def test_groups_that_take_turns_have_the_share_of_all():
+    """Of two envs in two groups 0.4 is one, which neither group has by itself."""
+    groups = [ScriptedEnv(1), ScriptedEnv(1)]
+    for group in groups:
+        group.action_manager = None
+    env = GroupedEnv(groups)
+    algorithm, _ = pair(ScriptedEnv(2), "kl", teacher_share=(0.4, 0.4))
+    rollout = SyncCollector(env, algorithm.acting, pipeline_stages=2).collect(3)
+    for row, guided in ((0, True), (1, False)):
+        own = algorithm.teacher.policy.get_action(rollout["observation"][row], deterministic=True)[0]
+        assert torch.allclose(rollout["action"][row], own, atol=1e-6) is guided
 
 
 def test_the_share_that_is_logged_is_the_one_that_collected():

@@ -109,6 +109,8 @@ class Guided(Policy):
         self.student, self.teacher = student, teacher
         self.is_recurrent = student.is_recurrent
         self.register_buffer("share", torch.zeros((), device=student.device))
+        self._rows: tuple[int, int] | None = None
+        self._place: Tensor | None = None  # the same on the device, which CUDA graphs read
 
     @property
     def device(self) -> torch.device:
@@ -146,6 +148,12 @@ class Guided(Policy):
     def hold_noise(self, noise: Tensor | None) -> None:
         self.student.hold_noise(noise)
 
+    def hold_rows(self, first: int, num_envs: int) -> None:
+        if self.teacher is None or self._rows == (first, num_envs):
+            return
+        self._rows, place = (first, num_envs), torch.tensor([float(first), float(num_envs)], device=self.device)
+        self._place = place if self._place is None else self._place.copy_(place)
+
     def initial_state(self, batch_size: int) -> Tensor | None:
         return self.student.initial_state(batch_size)
 
@@ -172,11 +180,14 @@ class Guided(Policy):
         return self.student.evaluate_sequences(obs, actions, state, start)
 
     def _guide(self, obs: Observation, action: Tensor) -> Tensor:
-        """Put the teacher's actions in the place of the student's in the first ``share`` of the rows."""
+        """Put the teacher's actions in the place of the student's in the first ``share`` of all envs."""
         if self.teacher is None:
             return action
         rows = action.shape[0]
-        guided = torch.arange(rows, device=action.device) < (self.share * rows).round()
+        count = (self.share * rows).round()
+        if self._place is not None:  # groups that take turns have their part of what all have
+            count = (self.share * self._place[1]).round() - self._place[0]
+        guided = torch.arange(rows, device=action.device) < count
         own = self.teacher.get_action(obs, deterministic=True)[0].to(action.dtype)
         return torch.where(guided.view(-1, *[1] * (action.ndim - 1)), own, action)
 

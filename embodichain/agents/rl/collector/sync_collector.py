@@ -258,6 +258,7 @@ class SyncCollector(BaseCollector):
     def decide(self, obs: Observation, state: Tensor | None, rows: slice = slice(None)) -> PolicyStep:
         """Let the policy choose the actions of some envs, ``rows``."""
         kept = self.callback is not None or self._pipeline is not None
+        self.policy.hold_rows(rows.start or 0, self.env.num_envs)
         return self._decider.decide(obs, state, self._values.deferred, kept, rows)
 
     def record_policy(self) -> None:
@@ -268,6 +269,7 @@ class SyncCollector(BaseCollector):
         obs = None if self.obs is None else self.obs[:rows]
         if obs is None and isinstance(self.env.observation_space, gym.spaces.Dict):
             obs = zeros_in(self.env.observation_space, rows, self.device)
+        self.policy.hold_rows(0, self.env.num_envs)
         with torch.no_grad(), torch_threads(self.num_threads), self.policy.without_dropout():
             self._decider.record(obs)
 

@@ -114,6 +114,9 @@ class Policy(nn.Module, ABC):
     def hold_noise(self, noise: Tensor | None) -> None:
         """Explore by this noise ``[batch, ...]`` of ``draw_noise`` from now on; ``None``: by new one every time."""
 
+    def hold_rows(self, first: int, num_envs: int) -> None:
+        """Act for the envs from ``first`` on, of ``num_envs`` in all, from now on."""
+
     def choose(self, obs: Observation) -> tuple[Tensor, Tensor]:
         """Return ``(action, log_prob)``; a policy with ``values_apart`` does not run its critic here."""
         return self.act(obs)[:2]
