@@ -173,6 +173,7 @@ class LiftBar(TwoArmTask):
         }
 
     def success(self, scene: Scene) -> Tensor:
+        """Tell where both arms hold the bar level and still, within ``success_threshold`` of the goal."""
         level = (scene["tilt"] < self.max_tilt) & (length(scene["bar_linvel"]) < _STILL)
         return (scene["held"] > 0) & level & (scene["distance"] < self._threshold)
 
@@ -247,6 +248,7 @@ class HandOver(TwoArmTask):
         return {"remaining": 1.0 - progress, "effort": mean_square(action), "success": scene["success"]}
 
     def success(self, scene: Scene) -> Tensor:
+        """Tell where the taker alone holds the stick still, within ``success_threshold`` of the goal."""
         return (scene["alone"] > 0) & (scene["distance"] < self._threshold) & (length(scene["stick_linvel"]) < _STILL)
 
     def metrics(self, scene: Scene) -> dict[str, Tensor]:
