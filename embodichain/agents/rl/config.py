@@ -459,7 +459,7 @@ def _policy_name(cfg: TrainCfg) -> str:
     return str(cfg.policy.get("name", PolicyBlock().name))
 
 
-def tell_amounts(trainer: TrainerCfg, ranks: int = 1) -> None:
+def tell_amounts(trainer: TrainerCfg, ranks: int = 1, chunk_size: int = 1) -> None:
     """Log how much a new training collects: whole rollouts, which may be more steps than it is asked for."""
     per_rollout = ranks * (trainer.num_envs or 1) * trainer.buffer_size
     count, total = num_iterations(trainer, ranks), trainer.total_steps
@@ -467,6 +467,9 @@ def tell_amounts(trainer: TrainerCfg, ranks: int = 1) -> None:
     is_more = count is not None and total is not None and count * per_rollout > total
     rounded = f" (total_steps, {total:,}, rounded up to whole rollouts)" if is_more else ""
     envs = f"{trainer.num_envs or 1} envs" if ranks == 1 else f"{ranks} ranks of {trainer.num_envs or 1} envs"
+    if chunk_size > 1:  # how many steps a chunk takes is known when it is done
+        _LOG.info("%s, rollouts of %d decisions on up to %d actions", envs, trainer.buffer_size, chunk_size)
+        return
     _LOG.info("%s, rollouts of %d steps%s%s", envs, trainer.buffer_size, steps, rounded)
 
 

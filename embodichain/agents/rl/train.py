@@ -227,8 +227,6 @@ def build_trainer(
     settings = cfg.trainer
     if ranks.is_first:
         warn_about_config(given)
-    if ranks.is_first and not resumed:
-        tell_amounts(given.trainer, ranks.count)
     seed_everything(settings.seed)
     stages, processes = settings.collector.pipeline_stages, settings.collector.env_processes
     maker = EnvMaker(
@@ -253,6 +251,8 @@ def build_trainer(
             _LOG.info("learning from %s", teacher.source)
         eval_env = make_eval_env(cfg, trusted_modules) if settings.enable_eval and ranks.is_first else None
         check_rollouts_fit(settings, env, policy)
+    if ranks.is_first and not resumed:
+        tell_amounts(settings, ranks.count, policy.chunk_size)
     if ranks.is_first and algorithm.start_rollout is not None:
         warn_about_length(settings.buffer_size, env.max_episode_steps, type(algorithm).__name__)
     algorithm.join(ranks)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from embodichain.agents.rl.config import load_train_config, override
+from embodichain.agents.rl.config import TrainerCfg, load_train_config, override, tell_amounts
 from embodichain.agents.rl.train import train_from_config
 from embodichain.cli.main import main
 from embodichain.errors import ConfigError, UnknownNameError
@@ -57,6 +57,12 @@ def test_configs_for_a_gpu_and_instructions_are_told(caplog):
     assert "embodichain train" in caplog.text
     assert "stack_cube_language/train_config_gpu.json" in caplog.text
     assert "the words of 'instruction' as bytes" in caplog.text
+
+
+def test_steps_of_chunks_are_not_foretold(caplog):
+    caplog.set_level("INFO")
+    tell_amounts(TrainerCfg(num_envs=4, buffer_size=8, iterations=2), chunk_size=3)
+    assert caplog.messages == ["4 envs, rollouts of 8 decisions on up to 3 actions"]
 
 
 def test_a_gymnasium_environment_trains_by_its_name(tmp_path, caplog):
