@@ -15,6 +15,7 @@ from embodichain.errors import ConfigError
 _SECONDS = 1.0  # in which a gripper is open or closed
 _NEARLY = 0.9  # cosine of the angle to an axis of the tool below which fingers are thought to move along it
 _HEAVY = 1e6  # inertia of the arm's joints while its gripper is tried
+_TOWARDS = 0.7  # share of its way by which a finger comes nearer to a jaw
 _FAR = 1.0  # metres beyond which the distance of two fingers is not measured
 
 
@@ -53,8 +54,13 @@ def try_grip(model: mujoco.MjModel, parts: ArmParts, cfg: ArmCfg, key: str) -> G
             f"set {key}.gripper to [] to go without"
         )
     pads = trial.pads(sides)
-    if pads is None:  # one finger: how far it travels
-        gap_closed, gap_open = 0.0, float(np.linalg.norm(trial.centres() - centres, axis=1).max())
+    if pads is None:  # one finger, against a jaw that stays; without one, how far it travels
+        travel = float(np.linalg.norm(trial.centres() - centres, axis=1).max())
+        near = trial.to_jaws()
+        trial.settle(np.array(opened))
+        far = trial.to_jaws()
+        jaws = [(gap, far[pair]) for pair, gap in near.items() if far[pair] - gap > _TOWARDS * travel]
+        gap_closed, gap_open = min(jaws, default=(0.0, travel))
     else:
         gap_closed = trial.apart(*pads)
         trial.settle(np.array(opened))
@@ -186,6 +192,14 @@ class _Trial:
                 return None
             found.append(self.geoms[int(there[np.argmin(far[there])])])
         return found[0], found[1]
+
+    def to_jaws(self) -> dict[tuple[int, int], float]:
+        """Return the distances of the hand's moving shapes from those that stay, as far as both collide."""
+        model, hand = self.model, self.model.body(self.parts.body).id
+        solid = [g for g in range(model.ngeom) if model.geom_contype[g] or model.geom_conaffinity[g]]
+        weld = model.body_weldid[model.geom_bodyid]
+        still = [g for g in solid if g not in self.geoms and weld[g] == model.body_weldid[hand]]
+        return {(one, two): self.apart(one, two) for one in self.geoms if one in solid for two in still}
 
     def apart(self, one: int, two: int) -> float:
         """Return the distance between two shapes, negative if they overlap."""

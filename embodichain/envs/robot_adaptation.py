@@ -31,6 +31,7 @@ from embodichain.envs.robot_model import (
     free_base,
     free_name,
     path_joints,
+    reach,
     read_arm,
     site_frame,
 )
@@ -217,15 +218,22 @@ class _Adaptation:
                 first, count = int(model.body_geomadr[body]), int(model.body_geomnum[body])
                 for geom in range(first, first + count):
                     if model.geom_contype[geom] or model.geom_conaffinity[geom]:
-                        bottom = float(data.geom_xpos[geom, 2] - model.geom_size[geom, 0])
+                        up = data.geom_xmat[geom].reshape(3, 3)[2]
+                        bottom = float(data.geom_xpos[geom, 2]) - reach(model, geom, up)
                         lowest[end] = min(lowest.get(end, (np.inf, geom)), (bottom, geom))
         if not lowest:
             raise ConfigError(f"{self.key}.walks: no leg of {self.file.name} can touch the ground")
-        reach = min(bottom for bottom, _ in lowest.values())
-        feet = [geom for bottom, geom in lowest.values() if bottom < reach + _FOOT_LEVEL]
+        ground = min(bottom for bottom, _ in lowest.values())
+        feet = [geom for bottom, geom in lowest.values() if bottom < ground + _FOOT_LEVEL]
         for number, geom in enumerate(sorted(feet)):
             body = self.spec.body(model.body(int(model.geom_bodyid[geom])).name)
-            body.add_site(name=f"foot_{number}", pos=model.geom_pos[geom], size=[float(model.geom_size[geom, 0])] * 3)
+            pos, up = model.geom_pos[geom].copy(), data.geom_xmat[geom].reshape(3, 3)[2]
+            radius = reach(model, geom, up)
+            if int(model.geom_type[geom]) == int(mujoco.mjtGeom.mjGEOM_CAPSULE):  # the lower of its two ends
+                rotation, radius = np.empty(9), float(model.geom_size[geom, 0])
+                mujoco.mju_quat2Mat(rotation, model.geom_quat[geom])
+                pos -= np.sign(up[2]) * model.geom_size[geom, 1] * rotation.reshape(3, 3)[:, 2]
+            body.add_site(name=f"foot_{number}", pos=pos, size=[radius] * 3)
 
     def _strip_world(self) -> None:
         """Leave out the ground and the lights of a robot's own scene."""

@@ -7,6 +7,7 @@ model accordingly.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 
 import mujoco
@@ -362,3 +363,17 @@ def _find_axis(model: mujoco.MjModel, data: mujoco.MjData, cfg: ArmCfg, parts: A
         away = np.eye(3)["xyz".index(cfg.tool_axis[-1])] * (-1.0 if cfg.tool_axis[0] == "-" else 1.0)
     largest = int(np.argmax(np.abs(away)))
     parts.axis = np.eye(3)[largest] * (1.0 if away[largest] >= 0 else -1.0)
+
+
+def reach(model: mujoco.MjModel, geom: int, up: np.ndarray) -> float:
+    """Return how far a geom reaches below its origin, against the direction ``up`` in its frame."""
+    size, kind = model.geom_size[geom], model.geom_type[geom]
+    if kind == mujoco.mjtGeom.mjGEOM_MESH:
+        mesh = int(model.geom_dataid[geom])
+        first = int(model.mesh_vertadr[mesh])
+        return float(-(model.mesh_vert[first : first + int(model.mesh_vertnum[mesh])] @ up).min())
+    if kind == mujoco.mjtGeom.mjGEOM_BOX:
+        return float(np.abs(up) @ size)
+    if kind == mujoco.mjtGeom.mjGEOM_CYLINDER:
+        return float(size[1] * abs(up[2]) + size[0] * math.sqrt(max(0.0, 1.0 - up[2] ** 2)))
+    return float(size[0] + (size[1] * abs(up[2]) if kind == mujoco.mjtGeom.mjGEOM_CAPSULE else 0.0))

@@ -20,12 +20,12 @@ from embodichain.envs.fixtures import PartPoint
 from embodichain.envs.kinematics import length
 from embodichain.envs.physics import Physics
 from embodichain.envs.random import RandomStreams
+from embodichain.envs.robot_model import reach
 from embodichain.envs.task import ResetState, Scene, draw_ranges
 from embodichain.errors import ConfigError
 
 TRIES = 24
 """Places that are drawn for a thing with a ``min_distance``; the first that is far enough from the others is taken."""
-_GEOM = mujoco.mjtGeom
 _TAKEN = ("robot", "object", "image", "depth", "segmentation", "instruction", "ee")  # in observations, and measured
 Thing: TypeAlias = ObjectCfg | GoalCfg | Any
 
@@ -73,20 +73,6 @@ def _extent(model: mujoco.MjModel, body: str, axis: int, sign: float) -> float:
         at = float((turn.reshape(3, 3) @ model.geom_pos[geom])[axis])
         found.append(reach(model, geom, -sign * along) + sign * at)
     return max(found, default=0.0)
-
-
-def reach(model: mujoco.MjModel, geom: int, up: np.ndarray) -> float:
-    """Return how far a geom reaches below its origin, against the direction ``up`` in its frame."""
-    size, kind = model.geom_size[geom], model.geom_type[geom]
-    if kind == _GEOM.mjGEOM_MESH:
-        mesh = int(model.geom_dataid[geom])
-        first = int(model.mesh_vertadr[mesh])
-        return float(-(model.mesh_vert[first : first + int(model.mesh_vertnum[mesh])] @ up).min())
-    if kind == _GEOM.mjGEOM_BOX:
-        return float(np.abs(up) @ size)
-    if kind == _GEOM.mjGEOM_CYLINDER:
-        return float(size[1] * abs(up[2]) + size[0] * math.sqrt(max(0.0, 1.0 - up[2] ** 2)))
-    return float(size[0] + (size[1] * abs(up[2]) if kind == _GEOM.mjGEOM_CAPSULE else 0.0))
 
 
 @dataclass(frozen=True)

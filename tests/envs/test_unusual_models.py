@@ -189,3 +189,33 @@ def test_objects_keep_their_distance_from_a_fixture_that_stays() -> None:
 def test_names_that_are_observed_already_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}: .*choose another"):
         build("PushCubeRL", {"scene": {"fixtures": {"cab": {"kind": "drawer"}}, "objects": {name: {}}}})
+
+
+@pytest.mark.parametrize("foot", ["box", "capsule", "cylinder"])
+def test_walkers_start_with_their_feet_on_the_ground(tmp_path: Path, foot: str) -> None:
+    shapes = {
+        "box": BOX_FOOT,
+        "capsule": '<geom type="capsule" size=".02 .05"/>',
+        "cylinder": '<geom type="cylinder" size=".05 .02"/>',
+    }
+    env = build("BipedVelocityRL", robot={"mjcf": legs(tmp_path, shapes[foot]), "walks": True})
+    model = env.physics.model
+    data = mujoco.MjData(model)
+    data.qpos[:] = env.task._home.cpu().numpy()
+    mujoco.mj_kinematics(model, data)
+    half = {"box": 0.02, "capsule": 0.07, "cylinder": 0.02}[foot]
+    soles = [data.body(f"robot/{side}_foot").xpos[2] - half for side in "lr"]
+    assert soles == pytest.approx([0.0, 0.0], abs=1e-6)
+    assert env.task.read()["feet"].shape == (1, 2, 3)
+
+
+def test_gap_of_one_finger_is_its_distance_from_the_jaw(tmp_path: Path) -> None:
+    pad = '<geom type="box" size=".01 .005 .05" {}/>'
+    slide = '<joint name="f1" type="slide" axis="0 -1 0" range="0 .04"/>'
+    jaw = pad.format('pos="0 -.04 .2"')
+    hand = f'<body name="f1" pos="0 .04 .2">{slide}{pad.format("")}</body>{jaw}'
+    bodies = arm().replace('<site name="tcp" pos="0 0 .1"/>', f'<site name="tcp" pos="0 0 .25"/>{hand}')
+    grip = '<actuator><motor name="grip" joint="f1" ctrlrange="-1 1" gear="10"/></actuator>'
+    found = build("PickCubeRL", robot={"mjcf": write(tmp_path, bodies, grip)}).robot.only_arm
+    gaps = [2 * float(found.opening(torch.tensor([[at]]))) for at in (0.0, 0.04)]
+    assert gaps == pytest.approx([0.07, 0.03], abs=1e-4)
