@@ -58,6 +58,10 @@ CONFIGS = [
 ]
 
 
+TRIES = 600 // len(CONFIGS)
+"""Damages of one kind per config: as many for all together however many are shipped."""
+
+
 def _places(data: Any, cfg: Any, declared: Any = None, place: Place = ()) -> Iterator[tuple[Place, Any, Any]]:
     """Yield the place, value and declared type of every entry below ``data``, as read into ``cfg``."""
     entries = data.items() if isinstance(data, Mapping) else enumerate(data) if isinstance(data, list) else ()
@@ -87,7 +91,7 @@ def test_undamaged_configs_load(load: Load, data: dict[str, Any]):
 
 @pytest.mark.parametrize(("load", "data"), CONFIGS)
 @given(draw=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=TRIES, deadline=None)
 def test_renamed_keys_are_named_with_the_nearest(load: Load, data: dict[str, Any], draw: st.DataObject):
     closed = [place for place, holder, _ in _places(data, load(data)) if is_config(holder)]
     place = draw.draw(st.sampled_from(closed))
@@ -106,7 +110,7 @@ def test_renamed_keys_are_named_with_the_nearest(load: Load, data: dict[str, Any
 
 @pytest.mark.parametrize(("load", "data"), CONFIGS)
 @given(draw=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=TRIES, deadline=None)
 def test_values_of_a_wrong_type_are_named(load: Load, data: dict[str, Any], draw: st.DataObject):
     typed = [place for place, _, kind in _places(data, load(data)) if kind is not Any and not _is_free(kind)]
     place = draw.draw(st.sampled_from(typed))
@@ -119,7 +123,7 @@ def test_values_of_a_wrong_type_are_named(load: Load, data: dict[str, Any], draw
 
 @pytest.mark.parametrize(("load", "data"), CONFIGS)
 @given(draw=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=TRIES, deadline=None)
 def test_numbers_that_are_none_are_named(load: Load, data: dict[str, Any], draw: st.DataObject):
     numbers = [place for place, _, kind in _places(data, load(data)) if strip(kind) in (int, float)]
     place = draw.draw(st.sampled_from(numbers))
@@ -133,7 +137,7 @@ def test_numbers_that_are_none_are_named(load: Load, data: dict[str, Any], draw:
 
 @pytest.mark.parametrize(("load", "data"), CONFIGS)
 @given(draw=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=2 * TRIES, deadline=None)
 def test_any_damage_is_a_config_or_a_config_error(load: Load, data: dict[str, Any], draw: st.DataObject):
     broken = copy.deepcopy(data)
     for _ in range(draw.draw(st.integers(1, 4))):

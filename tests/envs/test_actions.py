@@ -205,7 +205,7 @@ def test_a_gripper_adds_one_action():
 def test_effort_is_scaled_to_what_the_motor_can_do():
     cfg = RobotCfg(uid="cart")
     robot = Robot(build_model("cart_pole.xml", cfg), describe(cfg))
-    robot.arms[""].max_control = torch.tensor([3.0])
+    robot.arms[""].max_control, robot.arms[""].min_control = torch.tensor([3.0]), torch.tensor([-3.0])
     terms = RobotActionManager(ActionsCfg(effort=EffortTermCfg()), robot, 2, torch.device("cpu"))
     assert terms.control(torch.tensor([[0.5], [-1.0]]), torch.zeros(2, 1)).tolist() == [[1.5], [-3.0]]
 

@@ -172,7 +172,8 @@ def bounded() -> Iterator[None]:
 
 def _train(case: Case) -> list[str]:
     folder = case.random.choice(TRAINED)
-    files = [file for file in sorted(folder.glob("train_config*.json")) if "gpu" not in file.name]
+    needed = ("gpu", "distill")  # a GPU, and the run of a teacher
+    files = [file for file in sorted(folder.glob("train_config*.json")) if not any(n in file.name for n in needed)]
     file = case.random.choice(files)
     words = [case.config(file), "--trainer.output_dir", str(case.folder / "runs")]
     small = ["--trainer.num_envs", "8", "--trainer.buffer_size", "4", "--trainer.num_eval_envs", "2"]
