@@ -28,7 +28,7 @@ from embodichain.envs.physics import DERIVING, Physics
 from embodichain.envs.random import CHANNEL_DRAWS, RandomStreams, box_muller, channel
 from embodichain.envs.robots import Robot
 from embodichain.envs.task import ResetState
-from embodichain.envs.terms import Registry
+from embodichain.envs.terms import TermRegistry
 from embodichain.errors import ConfigError
 
 Distribution = Literal["uniform", "log_uniform", "gaussian"]
@@ -166,7 +166,7 @@ class _FunctionTerm(EventTerm):
 
 
 _HERE = __name__.rpartition(".")[0]
-EVENTS: Registry[Any] = Registry(
+EVENTS: TermRegistry[Any] = TermRegistry(
     "event",
     ("world", "rows", "draw"),
     {

@@ -40,7 +40,7 @@ LAST_ACTION = "last_action"
 """The action before the present one, zero in the first step: a quantity of the scene for terms that ask for it."""
 
 
-class Registry(Generic[F]):
+class TermRegistry(Generic[F]):
     """Functions (or classes) of one kind by name; a config gives their keyword arguments, which are checked."""
 
     def __init__(self, kind: str, given: Sequence[str], entry_points: Mapping[str, str] | None = None) -> None:
@@ -127,8 +127,8 @@ RewardTerm = Callable[..., Any]
 """``(task, scene, action, **params)`` -> ``[n]``, unweighted; or a class of such."""
 ObservationTerm = Callable[..., Any]
 """``(task, scene, **params)`` -> ``[n, size]`` or ``[n]``, float32; or a class of such."""
-REWARDS: Registry[RewardTerm] = Registry("reward function", ("task", "scene", "action"))
-OBSERVATIONS: Registry[ObservationTerm] = Registry("observation function", ("task", "scene"))
+REWARDS: TermRegistry[RewardTerm] = TermRegistry("reward function", ("task", "scene", "action"))
+OBSERVATIONS: TermRegistry[ObservationTerm] = TermRegistry("observation function", ("task", "scene"))
 _remembering: set[Any] = set()
 
 
@@ -142,7 +142,7 @@ def register_observation(name: str, last_action: bool = False) -> Callable[[F], 
     return lambda function: _register(OBSERVATIONS, name, last_action, function)
 
 
-def _register(registry: Registry[Callable[..., Any]], name: str, last_action: bool, function: F) -> F:
+def _register(registry: TermRegistry[Callable[..., Any]], name: str, last_action: bool, function: F) -> F:
     if last_action:
         _remembering.add(function)
     registry.register(name)(function)
@@ -253,7 +253,7 @@ def _take_out(tree: dict[str, Any], path: str) -> None:
 
 
 def _bind_all(
-    registry: Registry[F], cfgs: Mapping[str, RewardTermCfg] | Mapping[str, ObservationTermCfg], key: str
+    registry: TermRegistry[F], cfgs: Mapping[str, RewardTermCfg] | Mapping[str, ObservationTermCfg], key: str
 ) -> dict[str, Callable[..., Tensor]]:
     """Return all terms bound, or one error with all that is wrong."""
     bound, problems = {}, []
@@ -267,7 +267,7 @@ def _bind_all(
     return bound
 
 
-def _need_last_action(registry: Registry[Any], cfgs: Mapping[str, Any]) -> bool:
+def _need_last_action(registry: TermRegistry[Any], cfgs: Mapping[str, Any]) -> bool:
     for cfg in cfgs.values():
         function, params = registry.resolve(cfg.func, cfg.params, "")
         stages = params["stages"] if function is Staged else []

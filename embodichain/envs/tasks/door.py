@@ -1,27 +1,22 @@
 """Open a hinged door by its handle, along an arc."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from embodichain.envs.actions import RobotActionManager
 from embodichain.envs.env_cfg import GymCfg, PoseRangeCfg, RobotCfg, SceneCfg
 from embodichain.envs.fixtures import DoorCfg, turn
-from embodichain.envs.kinematics import mean_square
 from embodichain.envs.physics import Physics
 from embodichain.envs.primitives import DOWN, FORWARD, UP, grasp, pull_arc, sequence
 from embodichain.envs.robots import Robot
 from embodichain.envs.task import Scene
-from embodichain.envs.tasks.fixture_task import FixtureTask, fixture_of, fixture_task_cfg, near
+from embodichain.envs.tasks.fixture_task import OpeningTask, fixture_of, fixture_task_cfg
 
 _GOAL = 1.1  # radians by which the door is to be opened
 
 
-class OpenDoor(FixtureTask):
+class OpenDoor(OpeningTask):
     """Take the handle of a cabinet's door and pull the door open, along an arc about its hinges."""
-
-    reward_weights = {"reach": 0.1, "grasp": 0.1, "open": 0.4, "effort": -0.005, "success": 50.0}
 
     def __init__(self, cfg: GymCfg, physics: Physics, robot: Robot) -> None:
         self.cabinet, self.parts = fixture_of(cfg, "cabinet", DoorCfg), ["cabinet_door"]
@@ -45,21 +40,6 @@ class OpenDoor(FixtureTask):
         scene["held"] = self.held(scene, 2.0 * self.cabinet.handle.radius)
         scene["left"] = self._radius * (self.wide - scene["part_opening"])  # way of the handle
         return scene
-
-    def observe(self, scene: Scene) -> dict[str, Any]:
-        return {**super().observe(scene), "task": {"held": scene["held"].unsqueeze(1)}}
-
-    def reward_terms(self, scene: Scene, action: Tensor) -> dict[str, Tensor]:
-        return {
-            "reach": near(scene["to_part"]),
-            "grasp": scene["held"],
-            "open": (scene["part_opening"] / self.wide).clamp(0.0, 1.0),
-            "effort": mean_square(action),
-            "success": scene["success"],
-        }
-
-    def success(self, scene: Scene) -> Tensor:
-        return scene["left"] < self._threshold
 
     def metrics(self, scene: Scene) -> dict[str, Tensor]:
         return {"angle": scene["part_opening"], "held": scene["held"]}

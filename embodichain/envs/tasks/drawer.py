@@ -1,7 +1,5 @@
 """Open and close drawers of a cabinet: any of them, or the one that an instruction names."""
 
-from typing import Any
-
 from torch import Tensor
 
 from embodichain.envs.actions import RobotActionManager
@@ -13,7 +11,7 @@ from embodichain.envs.primitives import BACKWARD, FORWARD, grasp, press, pull, s
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.robots import Robot
 from embodichain.envs.task import ResetState, Scene
-from embodichain.envs.tasks.fixture_task import FixtureTask, fixture_of, fixture_task_cfg, near
+from embodichain.envs.tasks.fixture_task import FixtureTask, OpeningTask, fixture_of, fixture_task_cfg, near
 
 _COLORS: tuple[Color, ...] = ("red", "green", "blue")
 _AREA = PoseRangeCfg(x=(0.76, 0.82), y=(-0.1, 0.1), yaw=(-0.1, 0.1))
@@ -32,10 +30,8 @@ class DrawerTask(FixtureTask):
         self.wide = 0.9 * self.cabinet.travel  # how far an open drawer is pulled out
 
 
-class OpenDrawer(DrawerTask):
+class OpenDrawer(OpeningTask, DrawerTask):
     """Take a drawer of a cabinet by its handle and pull it open."""
-
-    reward_weights = {"reach": 0.1, "grasp": 0.1, "open": 0.4, "effort": -0.005, "success": 50.0}
 
     @staticmethod
     def default_cfg() -> GymCfg:
@@ -48,21 +44,6 @@ class OpenDrawer(DrawerTask):
         scene["held"] = self.held(scene, 2.0 * self.cabinet.handle.radius)
         scene["left"] = self.wide - scene["part_opening"]
         return scene
-
-    def observe(self, scene: Scene) -> dict[str, Any]:
-        return {**super().observe(scene), "task": {"held": scene["held"].unsqueeze(1)}}
-
-    def reward_terms(self, scene: Scene, action: Tensor) -> dict[str, Tensor]:
-        return {
-            "reach": near(scene["to_part"]),
-            "grasp": scene["held"],
-            "open": (scene["part_opening"] / self.wide).clamp(0.0, 1.0),
-            "effort": mean_square(action),
-            "success": scene["success"],
-        }
-
-    def success(self, scene: Scene) -> Tensor:
-        return scene["left"] < self._threshold
 
     def metrics(self, scene: Scene) -> dict[str, Tensor]:
         return {"opening": scene["part_opening"], "held": scene["held"]}

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from embodichain.envs.env_cfg import ActionsCfg, EndEffectorTermCfg, GymCfg, LanguageCfg, RobotCfg, SceneCfg
-from embodichain.envs.kinematics import length
+from embodichain.envs.kinematics import length, mean_square
 from embodichain.envs.physics import Physics
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.robots import Robot
@@ -115,6 +115,29 @@ class FixtureTask(KitTask):
         index = torch.arange(len(self.parts), device=scene["target"].device)
         wrong = (scene["parts_opening"] > opening) & (index != scene["target"].unsqueeze(1))
         return wrong.any(dim=1).to(torch.float32)
+
+
+class OpeningTask(FixtureTask):
+    """Take a part by its handle and open it; ``read`` measures ``held``, and ``left``, the way that is left."""
+
+    reward_weights = {"reach": 0.1, "grasp": 0.1, "open": 0.4, "effort": -0.005, "success": 50.0}
+    wide: float
+    """How far an open part is open; set by the constructor of a task."""
+
+    def observe(self, scene: Scene) -> dict[str, Any]:
+        return {**super().observe(scene), "task": {"held": scene["held"].unsqueeze(1)}}
+
+    def reward_terms(self, scene: Scene, action: Tensor) -> dict[str, Tensor]:
+        return {
+            "reach": near(scene["to_part"]),
+            "grasp": scene["held"],
+            "open": (scene["part_opening"] / self.wide).clamp(0.0, 1.0),
+            "effort": mean_square(action),
+            "success": scene["success"],
+        }
+
+    def success(self, scene: Scene) -> Tensor:
+        return scene["left"] < self._threshold
 
 
 def fixture_of(cfg: GymCfg, name: str, kind: type[Cfg]) -> Cfg:

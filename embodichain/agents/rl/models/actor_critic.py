@@ -71,6 +71,21 @@ class NormalizedCritic(nn.Module):
         last.bias.mul_(ratio).add_((shift - self.returns.shift) * self.returns.scale)
 
 
+class CriticPolicy(Policy):
+    """A policy with a ``critic`` network of its own, which may learn normalised returns."""
+
+    critic: nn.Module
+    critic_parts = ("critic",)
+
+    def update_value_normalizer(self, returns: Tensor) -> None:
+        if isinstance(self.critic, NormalizedCritic):
+            self.critic.update(returns)
+
+    @property
+    def value_scale(self) -> Tensor | float:
+        return self.critic.scale if isinstance(self.critic, NormalizedCritic) else 1.0
+
+
 @configclass
 class PolicyCfg(NetworkSettings):
     """A policy block of a training config, without ``name`` and ``action_dim``."""
@@ -278,7 +293,7 @@ class ActorCriticCfg(PolicyCfg):
     and the actor still needs nothing else."""
 
 
-class ActorCritic(NetworkPolicy):
+class ActorCritic(NetworkPolicy, CriticPolicy):
     """Actor-Critic: Gaussian with learnable log-std for a ``Box`` of actions, categorical for choices.
 
     ``actor`` maps features to the head's parameters (the means, by default), ``critic`` maps them, with the privileged
@@ -286,7 +301,6 @@ class ActorCritic(NetworkPolicy):
     """
 
     cfg_type: ClassVar[type[Config] | None] = ActorCriticCfg
-    critic_parts = ("critic",)
 
     def __init__(
         self,
@@ -326,14 +340,6 @@ class ActorCritic(NetworkPolicy):
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_auxiliary_loss": None}  # a copy has nothing to be taken, and a graph has no copy
-
-    def update_value_normalizer(self, returns: Tensor) -> None:
-        if isinstance(self.critic, NormalizedCritic):
-            self.critic.update(returns)
-
-    @property
-    def value_scale(self) -> Tensor | float:
-        return self.critic.scale if isinstance(self.critic, NormalizedCritic) else 1.0
 
     @classmethod
     def build(cls, cfg: Mapping[str, Any], obs_space: Any, action_space: Any, device: torch.device) -> Self:

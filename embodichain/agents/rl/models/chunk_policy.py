@@ -13,11 +13,11 @@ from pydantic import AfterValidator
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from embodichain.agents.rl.models.actor_critic import NormalizedCritic, build_network
+from embodichain.agents.rl.models.actor_critic import CriticPolicy, NormalizedCritic, build_network
 from embodichain.agents.rl.models.flow import FlowCfg, FlowHead
 from embodichain.agents.rl.models.mlp import ImageEncoderCfg, NetworkSettings, check_network
 from embodichain.agents.rl.models.observation import FeatureEncoder, ObservationSpace
-from embodichain.agents.rl.models.policy import Evaluation, Policy
+from embodichain.agents.rl.models.policy import Evaluation
 from embodichain.agents.rl.models.tokens import TokenCfg, TokenHead
 from embodichain.agents.rl.utils.tensordicts import Observation
 from embodichain.config.classes import Size, configclass
@@ -60,11 +60,10 @@ class TokenPolicyCfg(ChunkPolicyCfg):
     """How chunks become tokens, and how these are decoded."""
 
 
-class ChunkPolicy(Policy):
+class ChunkPolicy(CriticPolicy):
     """Observation -> encoder -> head with a decision, and a critic on the encoder's features."""
 
     has_decision = True
-    critic_parts = ("critic",)
     cfg_type: ClassVar[type[ChunkPolicyCfg]]
     """Class of the policy's block."""
 
@@ -112,14 +111,6 @@ class ChunkPolicy(Policy):
 
     def update_normalizer(self, obs: Observation) -> None:
         self.encoder.update_normalizer(obs)
-
-    def update_value_normalizer(self, returns: Tensor) -> None:
-        if isinstance(self.critic, NormalizedCritic):
-            self.critic.update(returns)
-
-    @property
-    def value_scale(self) -> Tensor | float:
-        return self.critic.scale if isinstance(self.critic, NormalizedCritic) else 1.0
 
     def _value(self, features: Tensor, privileged: Tensor | None) -> Tensor:
         inputs = features if privileged is None else torch.cat([features, privileged], dim=-1)
