@@ -44,6 +44,8 @@ class CheckArgs:
     """Time limit (default: the environment's own)."""
     max_steps: int = 1000
     """Largest number of steps of the longest trajectory."""
+    device: str | None = None
+    """Where it is simulated, such as cuda (default: the environment's own)."""
     trust: Trust = ()
 
 
@@ -109,10 +111,11 @@ def _check(console: Console, args: CheckArgs) -> int:
 
     check_counts({"--num-envs": args.num_envs, "--max-steps": args.max_steps})
     import_trusted(args.trust, config_folders())
-    limit = {} if args.max_episode_steps is None else {"max_episode_steps": args.max_episode_steps}
+    given = {"max_episode_steps": args.max_episode_steps, "device": args.device}
+    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
 
     def factory(num_envs: int) -> VecEnv:
-        return make(args.id, trusted_modules=args.trust, num_envs=num_envs, **limit)
+        return make(args.id, trusted_modules=args.trust, num_envs=num_envs, **options)
 
     with console.status(f"checking {args.id} ..."):
         results = run_checks(factory(args.num_envs), factory, args.max_steps)

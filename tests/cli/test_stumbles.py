@@ -92,6 +92,7 @@ def folder(tmp_path, monkeypatch):
             "holds no numbers for the policy to see",
         ),
         ("envs check CartPole-v9", "unknown environment 'CartPole-v9'"),
+        ("envs check CartPoleRL --device tpu", "device: string should match pattern"),
         ("eval nowhere", "nowhere"),
         ("play Pendulum-v1", "Pendulum-v1 has no expert: use --policy random"),
     ],
