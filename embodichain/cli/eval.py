@@ -75,7 +75,7 @@ def opened_run(
         load_policy,
         reading_checkpoint,
     )
-    from embodichain.agents.rl.config import TrainCfg, complete
+    from embodichain.agents.rl.run_config import saved_run_config
     from embodichain.agents.rl.train import make_eval_env
     from embodichain.config import load_config, merge
     from embodichain.config.files import find_shipped
@@ -83,7 +83,7 @@ def opened_run(
     folder = find_checkpoint(run, which).resolve()
     state = load_checkpoint(folder)
     check_parts(state, folder, "config", "trainer")
-    cfg = complete(TrainCfg.from_dict(state["config"], source=str(folder)), trusted_modules, str(folder))
+    cfg = saved_run_config(state["config"], trusted_modules, str(folder))
     settings = cfg.trainer.replace(num_eval_episodes=episodes, eval_video=video)
     if config is not None:
         given = load_config(find_shipped(config))

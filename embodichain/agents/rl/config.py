@@ -6,9 +6,9 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import torch
 
@@ -18,15 +18,22 @@ from embodichain.agents.rl.collector.config import AsyncCfg, CollectorBlock
 from embodichain.agents.rl.default_config import config_of_environment
 from embodichain.agents.rl.models.actor_critic import NetworkPolicy
 from embodichain.agents.rl.models.registry import PolicyBlock, check_policy, get_policy_class, policy_schemas
+from embodichain.agents.rl.run_config import (
+    FILE_SUFFIXES,
+    NumEnvs,
+    RunConfig,
+    RunSettings,
+    attempt,
+    environment_settings,
+    joined_errors,
+    problem_lines,
+)
 from embodichain.agents.rl.utils import ClippedCfg
 from embodichain.agents.rl.utils.distributed import Ranks, local_count, local_rank
 from embodichain.config import (
-    MISSING,
     Config,
     Count,
     Field,
-    Fraction,
-    Positive,
     Threads,
     configclass,
     load_config,
@@ -34,41 +41,23 @@ from embodichain.config import (
 )
 from embodichain.config.command_line import flags_of, to_plain
 from embodichain.config.compat import translate_train_config
-from embodichain.config.files import find_beside, find_config, find_shipped
+from embodichain.config.files import find_beside, find_shipped
 from embodichain.envs.env_cfg import GymCfg
 from embodichain.envs.physics.mujoco_cpu import available_cores
-from embodichain.envs.registration import list_envs, load_gym_config
-from embodichain.errors import ConfigError, EmbodiChainError, UnknownNameError
+from embodichain.errors import ConfigError, EmbodiChainError
 from embodichain.extras import check_trusted, config_folders, import_trusted
 
-_T = TypeVar("_T")
-Steps = Annotated[int, Field(ge=0, le=2**53)]
-NumEnvs = Annotated[int, Field(ge=1, le=2**20)]
-Seed = Annotated[int, Field(ge=0, lt=2**31)]
-_FILE_SUFFIXES = (".json", ".yaml", ".yml")
 _USED_BY_SYNC = ("pipeline_stages", "env_processes")
 _USED_BY_ENV_PROCESSES = ("max_restarts", "step_timeout", "start_timeout")
 _RANKS_OWN = ("trainer.run_dir", "trainer.output_dir")
 """Fields in which ranks may differ: of the folders, those of the first rank are used."""
-_BLOCKS = ("algorithm.cfg", "policy")
-"""Blocks of a config that classes of their own check."""
 _LOG = logging.getLogger(__name__)
 
 
 @configclass
-class TrainerCfg(Config):
+class TrainerCfg(RunSettings):
     """The block ``trainer``: how long, how much at a time, and what is kept. Steps are those of all envs and ranks."""
 
-    exp_name: Annotated[str, Field(pattern=r"^[\w.+-]+$")] = "run"
-    """Name of the experiment; the run's folder begins with it."""
-    seed: Seed = 0
-    """Seed of networks, actions, minibatches and of the environments."""
-    device: str = "cpu"
-    """Where the policy acts and is trained."""
-    gym_config: str | dict[str, Any] = MISSING
-    """The environment: a file (relative to this one), an id, or the settings themselves."""
-    eval_gym_config: dict[str, Any] = {}
-    """What is different about the environment in evaluations."""
     num_envs: NumEnvs | None = None
     """Number of environments stepped together, on each rank; default: what gym_config says."""
     buffer_size: Annotated[int, Field(ge=1, le=2**24)] = 32
@@ -77,64 +66,18 @@ class TrainerCfg(Config):
     """Training ends after this many rollouts."""
     total_steps: Count | None = None
     """Training ends after this many environment steps."""
-    max_seconds: Positive | None = None
-    """Training ends after this time, in seconds."""
-    target_return: float | None = None
-    """Training ends when an evaluation's mean return reaches this."""
-    target_success: Fraction | None = None
-    """Training ends when an evaluation's success rate reaches this."""
     collector: CollectorBlock = AsyncCfg()
     """How rollouts are collected; the mode sync uses pipeline_stages and env_processes alone, with their timeouts and
     restarts. ``ray`` collects in a cluster, whatever the mode."""
     model_type: Literal["standard", "vla"] | None = None
     """Alias of collector.mode: standard is sync, vla is async. Where it is given, it decides."""
-    enable_eval: bool = True
-    """Whether the policy is evaluated, in environments of its own."""
-    eval_freq: Steps = 200_000
-    """Steps between evaluations; 0 evaluates at the end only."""
-    num_eval_episodes: Count = 32
-    """Episodes per evaluation."""
-    num_eval_envs: NumEnvs = 32
-    """Environments that share these episodes."""
-    eval_seed: Seed = 1_000_003
-    """Seed of the evaluation episodes, which are the same every time."""
-    eval_deterministic: bool = True
-    """Whether evaluations take the most likely actions; false samples them, as training does."""
-    eval_video: bool = True
-    """Whether one episode of each evaluation is filmed."""
-    save_freq: Steps = 200_000
-    """Steps between checkpoints; 0 saves at the end only."""
-    keep_checkpoints: Count = 2
-    """Latest checkpoints that are kept; the best one is kept besides."""
-    nan_guard: bool = True
-    """Whether training stops at the first NaN or infinity, with the batch and the simulation saved."""
     collect_threads: Threads | None = None
     """Torch's threads while collecting; default: one for small policies."""
-    update_threads: Threads | None = None
-    """Torch's threads while learning; default: one for small minibatches."""
-    use_wandb: bool = False
-    """Whether to log to Weights & Biases as well."""
-    wandb_project: str = "embodichain"
-    """Project there."""
-    output_dir: str = "runs"
-    """Folder for the folders of runs."""
-    init_from: str | None = None
-    """Run or checkpoint whose policy the training begins with, such as one that was distilled, relative to the config's
-    folder or to the working directory; of a run the best checkpoint. A critic that it lacks begins anew."""
-    run_dir: str | None = None
-    """Folder of this run; default: a new one in output_dir, named after exp_name and the time."""
-    import_modules: list[str] = []
-    """Modules that define the policy, algorithm or task; each must be allowed with --trust."""
 
     @property
     def collects_async(self) -> bool:
         """Whether rollouts are collected while others are learned from, or elsewhere."""
         return self.collector.mode == "async" or self.collector.worker == "ray"
-
-    @property
-    def environment(self) -> dict[str, Any]:
-        """The environment's settings; an id stands for itself."""
-        return {"id": self.gym_config} if isinstance(self.gym_config, str) else self.gym_config
 
     def with_mode(self) -> TrainerCfg:
         """Return these settings with ``collector.mode`` in the place of its alias."""
@@ -155,13 +98,11 @@ class AlgorithmBlock(Config):
 
 
 @configclass
-class TrainCfg(Config):
+class TrainCfg(RunConfig):
     """A whole ``train_config.json``."""
 
     trainer: TrainerCfg = TrainerCfg()
     """Loop, evaluation and output."""
-    policy: dict[str, Any] = {"name": "actor_critic"}
-    """Name and settings of the policy."""
     algorithm: AlgorithmBlock = AlgorithmBlock()
     """Name and settings of the algorithm."""
 
@@ -175,7 +116,7 @@ def load_train_config(
     ``gym_config`` takes the place of the file's, which is not read then.
     """
     file = find_shipped(path)
-    if file.suffix in _FILE_SUFFIXES or file.is_file():
+    if file.suffix in FILE_SUFFIXES or file.is_file():
         given = load_config(file)
     else:
         import_trusted(trusted_modules, config_folders())
@@ -199,44 +140,19 @@ def _problems_below(data: Mapping[str, Any], folder: Path) -> list[str]:
         data[name] if isinstance(data.get(name), Mapping) else {} for name in ("trainer", "algorithm")
     )
     if isinstance(given := trainer.get("gym_config"), str | Mapping):
-        _attempt(errors, lambda: _environment(given, folder))
+        attempt(errors, lambda: environment_settings(given, folder))
     if not trainer.get("import_modules"):  # they may register the names
         name, settings, policy = algorithm.get("name", "ppo"), algorithm.get("cfg", {}), data.get("policy")
         if isinstance(settings, Mapping):
-            _attempt(errors, lambda: _algorithm_settings(str(name), settings))
+            attempt(errors, lambda: _algorithm_settings(str(name), settings))
         if isinstance(policy, Mapping):
-            _attempt(errors, lambda: check_policy(policy))
-    return [line for error in errors for line in _lines(error)]
+            attempt(errors, lambda: check_policy(policy))
+    return [line for error in errors for line in problem_lines(error)]
 
 
 def _algorithm_settings(name: str, settings: Mapping[str, Any], folder: Path | None = None) -> Config:
     """Return checked settings; paths are relative to ``folder``."""
     return get_algo_class(name).cfg_type.from_dict(settings, source="algorithm.cfg").located(folder or Path.cwd())
-
-
-def _attempt(errors: list[EmbodiChainError], call: Callable[[], _T]) -> _T | None:
-    """Return what a call returns; keep its error for a report of all of them."""
-    try:
-        return call()
-    except (ConfigError, UnknownNameError) as error:
-        errors.append(error)
-        return None
-
-
-def _lines(error: EmbodiChainError) -> list[str]:
-    """Return what is wrong, each with its whole key, or the file in which it is."""
-    if not isinstance(error, ConfigError):
-        return [str(error)]
-    prefix = f"{error.source}{'.' if error.source in _BLOCKS else ': '}" if error.source else ""
-    return [f"{prefix}{problem}" for problem in error.problems]
-
-
-def _together(errors: list[EmbodiChainError], source: str = "configuration") -> EmbodiChainError:
-    """Return one error for all that is wrong; a single one that names its own file stays as it is."""
-    only = errors[0] if len(errors) == 1 else None
-    if only is not None and not (isinstance(only, ConfigError) and only.source in ("", *_BLOCKS)):
-        return only
-    return ConfigError([line for error in errors for line in _lines(error)], source)
 
 
 def complete(
@@ -248,12 +164,12 @@ def complete(
     import_trusted(trusted_modules, [folder, Path.cwd()])
     missing = cfg.validate()
     errors: list[EmbodiChainError] = [ConfigError(f"{name}: expected a value, got none", "") for name in missing]
-    environment = None if missing else _attempt(errors, lambda: _environment(cfg.trainer.gym_config, folder))
+    environment = None if missing else attempt(errors, lambda: environment_settings(cfg.trainer.gym_config, folder))
     settings = {"device": cfg.trainer.device, **cfg.algorithm.cfg}
-    checked = _attempt(errors, lambda: _algorithm_settings(cfg.algorithm.name, settings, folder))
-    _attempt(errors, lambda: check_policy(cfg.policy))
+    checked = attempt(errors, lambda: _algorithm_settings(cfg.algorithm.name, settings, folder))
+    attempt(errors, lambda: check_policy(cfg.policy))
     if environment is None or checked is None or errors:
-        raise _together(errors, source)
+        raise joined_errors(errors, source)
     begun = cfg.trainer.init_from if cfg.trainer.init_from is None else find_beside(cfg.trainer.init_from, folder)
     trainer = cfg.trainer.with_mode().replace(gym_config=environment, init_from=begun)
     return cfg.replace(trainer=trainer, algorithm=cfg.algorithm.replace(cfg=checked.to_dict()))
@@ -282,7 +198,7 @@ def _with_choices(cfg: TrainCfg, words: list[str]) -> tuple[TrainCfg, list[str]]
     What the config says of another algorithm or policy goes with it, as far as the chosen one does not have it.
     """
     if (given := given_environment(words)) is not None:
-        cfg = cfg.replace(trainer=cfg.trainer.replace(gym_config=_environment(given, Path.cwd())))
+        cfg = cfg.replace(trainer=cfg.trainer.replace(gym_config=environment_settings(given, Path.cwd())))
         words = given_value(words, "trainer.gym_config")[1]
     algorithm, policy = (given_value(words, f"{block}.name")[0] for block in ("algorithm", "policy"))
     if algorithm is not None and algorithm != cfg.algorithm.name:
@@ -416,21 +332,10 @@ def num_iterations(trainer: TrainerCfg, ranks: int = 1, iteration: int = 0, glob
     return min(limits) if limits else None
 
 
-def _environment(given: str | Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return an environment's settings as a mapping; those of our own tasks complete with all defaults."""
-    source: str | Path | Mapping[str, Any] = given
-    if isinstance(given, str):
-        source = find_config(given, folder) if given.endswith(_FILE_SUFFIXES) else given
-        given = load_config(source) if isinstance(source, Path) else {"id": given}
-    checked = load_gym_config(source)
-    # A Gymnasium id has defaults of its own, such as its time limit: only what was given is passed on.
-    return checked.to_dict() if checked.id in {spec.id for spec in list_envs()} else dict(given)
-
-
 def _checked(cfg: TrainCfg) -> TrainCfg:
     """Check what can be checked before anything is built, and resolve what is given in two places."""
     trainer = cfg.trainer.with_mode()
-    environment = _environment(trainer.gym_config, Path.cwd())
+    environment = environment_settings(trainer.gym_config, Path.cwd())
     num_envs = trainer.num_envs or environment.get("num_envs", 1)
     resolved = trainer.replace(num_envs=num_envs, gym_config=environment | {"num_envs": num_envs, "seed": trainer.seed})
     problems = []
@@ -448,10 +353,10 @@ def _checked(cfg: TrainCfg) -> TrainCfg:
             f"gym_config.device is {simulated!r}; got {trainer.collector.env_processes}"
         )
     errors: list[EmbodiChainError] = [ConfigError(problems, "")] if problems else []
-    algorithm = _attempt(errors, lambda: _algorithm_settings(cfg.algorithm.name, cfg.algorithm.cfg))
-    _attempt(errors, lambda: check_policy(cfg.policy))
+    algorithm = attempt(errors, lambda: _algorithm_settings(cfg.algorithm.name, cfg.algorithm.cfg))
+    attempt(errors, lambda: check_policy(cfg.policy))
     if algorithm is None or errors:
-        raise _together(errors)
+        raise joined_errors(errors)
     return cfg.replace(trainer=resolved, algorithm=cfg.algorithm.replace(cfg=algorithm.to_dict()))
 
 

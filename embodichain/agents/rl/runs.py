@@ -33,22 +33,25 @@ from typing import Any, Self
 from embodichain.agents.rl.checkpoint import (
     BEST,
     CHECKPOINTS,
+    check_parts,
     checkpoint_step,
+    find_checkpoint,
     is_checkpoint,
     list_checkpoints,
     load_checkpoint,
     restore_former,
     save_checkpoint,
 )
-from embodichain.agents.rl.config import TrainCfg, TrainerCfg
+from embodichain.agents.rl.run_config import RunConfig, RunSettings
 from embodichain.agents.rl.run_lock import RunLock
 from embodichain.agents.rl.utils.distributed import Ranks, is_launched, is_torchrun, local_count
-from embodichain.config import save_config
+from embodichain.config import load_config, save_config
 from embodichain.errors import (
     CheckpointError,
     CheckpointUnreadableError,
     CheckpointVersionError,
     ConfigError,
+    EmbodiChainError,
     OutputError,
     RankError,
     TrainingStateError,
@@ -86,7 +89,7 @@ class RunFolder:
         """Whether the user chose its name."""
 
     @classmethod
-    def create(cls, cfg: TrainCfg) -> RunFolder:
+    def create(cls, cfg: RunConfig) -> RunFolder:
         """Make the folder of a new run and lock it; ``TrainingStateError`` if there is a checkpoint in it already."""
         name, number = f"{cfg.trainer.exp_name}_{time.strftime('%Y%m%d-%H%M%S')}", 1
         path = Path(cfg.trainer.run_dir or Path(cfg.trainer.output_dir) / name)
@@ -121,7 +124,7 @@ class RunFolder:
                 for parent in self.new_parents:
                     parent.rmdir()
 
-    def begin(self, cfg: TrainCfg) -> None:
+    def begin(self, cfg: RunConfig) -> None:
         """Write the config of a new run, and remove what one without a checkpoint has left.
 
         ``TrainingStateError`` if what is there may be more than that: nothing is changed then.
@@ -159,7 +162,7 @@ class RunFolder:
                 f"move {self.metrics.name} away"
             )
 
-    def configure(self, cfg: TrainCfg) -> None:
+    def configure(self, cfg: RunConfig) -> None:
         """Write the config into the folder, and keep as many checkpoints as it says."""
         self.keep = cfg.trainer.keep_checkpoints
         save_config(cfg, self.path / CONFIG_FILE)
@@ -298,7 +301,7 @@ def _run_of(path: Path) -> Path:
     raise CheckpointError(f"{shown}: expected a checkpoint or a run with a checkpoint in it, found neither")
 
 
-def open_folder(cfg: TrainCfg, folder: RunFolder | None, ranks: Ranks, anew: bool = False) -> RunFolder:
+def open_folder(cfg: RunConfig, folder: RunFolder | None, ranks: Ranks, anew: bool = False) -> RunFolder:
     """Return the folder of a run, which the first rank makes; the others may be on machines that do not have it.
 
     ``anew`` begins the run again in a folder that is given.
@@ -317,7 +320,7 @@ def open_folder(cfg: TrainCfg, folder: RunFolder | None, ranks: Ranks, anew: boo
     return folder if ranks.is_first and folder is not None else RunFolder(Path(made), cfg.trainer.keep_checkpoints)
 
 
-def run_to_continue(trainer: TrainerCfg, ranks: Ranks) -> Path | None:
+def run_to_continue(trainer: RunSettings, ranks: Ranks) -> Path | None:
     """Return the folder of the run if torchrun starts the ranks and it has a checkpoint there; ``None`` for a new run.
 
     The first rank decides. If another one has a checkpoint and it has none, a machine was lost: ``RankError``.
@@ -341,7 +344,56 @@ def run_to_continue(trainer: TrainerCfg, ranks: Ranks) -> Path | None:
     return None
 
 
-def resume_command(run: Path, trusted_modules: Collection[str] = ()) -> str:
+def read_saved(
+    run: str | os.PathLike[str], folder: RunFolder, command: str
+) -> tuple[str, dict[str, Any], dict[str, Any] | None]:
+    """Return where the config of a run to continue was read, that config, and the checkpoint, if there is one.
+
+    ``run`` is the run's folder or one of its checkpoints. ``CheckpointError`` if another command began it.
+    """
+    is_named = folder.path != Path(run)
+    found = (Path(run), load_checkpoint(run)) if is_named else folder.load_latest()
+    file = folder.path / CONFIG_FILE
+    saved: tuple[str, dict[str, Any], dict[str, Any] | None]
+    if found is not None:
+        check_parts(found[1], found[0], "config", "trainer", "policy", "algorithm")
+        saved = str(found[0]), found[1]["config"], found[1]
+    elif file.is_file():
+        saved = str(file), load_config(file), None
+    else:
+        raise CheckpointError(
+            f"{folder.path} holds neither a checkpoint nor {CONFIG_FILE}: begin the run with embodichain {command} "
+            f"CONFIG --trainer.run_dir {folder.path}"
+        )
+    if (other := command_of(saved[1])) != command:
+        raise CheckpointError(f"{saved[0]} is of embodichain {other}: {resume_command(folder.path, (), other)}")
+    return saved
+
+
+def command_of(config: Mapping[str, Any]) -> str:
+    """Return the command that a run's config is for."""
+    return "imitate" if "source" in config else "train"
+
+
+@contextmanager
+def telling_how_to_continue(
+    folder: RunFolder, trusted_modules: Collection[str] = (), ranks: Ranks | None = None, command: str = "train"
+) -> Iterator[None]:
+    """Add to an error that ends a run the command that continues it; one that has learned nothing leaves no folder."""
+    try:
+        yield
+    except BaseException as error:
+        if ranks is None or ranks.is_first:
+            folder.discard()
+        continues = isinstance(error, EmbodiChainError | KeyboardInterrupt) and not isinstance(error, ConfigError)
+        if continues and "--resume" not in str(error):  # a wrong config stays wrong
+            with contextlib.suppress(EmbodiChainError):
+                find_checkpoint(folder.path)
+                error.add_note(f"continue with: {resume_command(folder.path, trusted_modules, command)}")
+        raise
+
+
+def resume_command(run: Path, trusted_modules: Collection[str] = (), command: str = "train") -> str:
     """Return the command that continues a run as it was started; several machines have more options."""
     launcher = ""
     if is_launched():
@@ -349,13 +401,13 @@ def resume_command(run: Path, trusted_modules: Collection[str] = ()) -> str:
         launcher = f"torchrun {'...' if several else f'--nproc-per-node={local_count()}'} -m "
     here = f"{Path.cwd()}{os.sep}"
     trust = "".join(f" --trust {shlex.quote(module.removeprefix(here))}" for module in trusted_modules)
-    return f"{launcher}embodichain train --resume {run}{trust}"
+    return f"{launcher}embodichain {command} --resume {run}{trust}"
 
 
 class RunLog:
     """Writes scalars to TensorBoard, to a file with one JSON object per line, and to Weights & Biases if asked to."""
 
-    def __init__(self, run: RunFolder, cfg: TrainCfg, resumed_at: int | None = None, evaluated: bool = True) -> None:
+    def __init__(self, run: RunFolder, cfg: RunConfig, resumed_at: int | None = None, evaluated: bool = True) -> None:
         """Continue the log at step ``resumed_at``; ``evaluated`` tells whether the evaluation there is over."""
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
@@ -432,7 +484,7 @@ def _cut(file: Path, step: int, evaluated: bool) -> None:
     partial.replace(file)
 
 
-def _start_wandb(run: RunFolder, cfg: TrainCfg) -> Any:
+def _start_wandb(run: RunFolder, cfg: RunConfig) -> Any:
     """Open the run at Weights & Biases, the same one when resumed."""
     wandb = require("wandb", extra="track")
     file = run.path / WANDB_FILE

@@ -48,16 +48,26 @@ from embodichain.agents.rl.config import (
 from embodichain.agents.rl.models.mlp import free_memory
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.models.registry import build_policy
-from embodichain.agents.rl.runs import CONFIG_FILE, RunFolder, locked_run, open_folder, resume_command, run_to_continue
-from embodichain.agents.rl.trainer import Trainer, TrainingResult
+from embodichain.agents.rl.run_config import RunConfig
+from embodichain.agents.rl.run_loop import TrainingResult
+from embodichain.agents.rl.runs import (
+    RunFolder,
+    locked_run,
+    open_folder,
+    read_saved,
+    resume_command,
+    run_to_continue,
+    telling_how_to_continue,
+)
+from embodichain.agents.rl.trainer import Trainer
 from embodichain.agents.rl.utils.distributed import Ranks, global_rank, is_launched, is_torchrun, joined_ranks
 from embodichain.agents.rl.utils.tensordicts import space_bytes, space_from_data
-from embodichain.config import load_config, merge
+from embodichain.config import merge
 from embodichain.envs.physics.mujoco_cpu import available_cores
 from embodichain.envs.registration import make, make_to_watch
 from embodichain.envs.vec_env import VecEnv
 from embodichain.envs.wrappers import GroupedEnv, arrange, chunked, make_grouped
-from embodichain.errors import CheckpointError, ConfigError, EmbodiChainError
+from embodichain.errors import CheckpointError, ConfigError
 from embodichain.extras import config_folders, import_trusted, locate_trusted
 from embodichain.utils.console import MessageConsole, printing, shown_messages
 from embodichain.utils.torch_runtime import seed_everything
@@ -92,8 +102,8 @@ def _check_launch(distributed: bool | None) -> None:
         raise ConfigError("--no-distributed: start it without torchrun to train in one process", "command line")
 
 
-def report(result: TrainingResult, trusted_modules: Collection[str] = ()) -> str:
-    """Return what a person wants to know after a run."""
+def report(result: TrainingResult, trusted_modules: Collection[str] = (), command: str = "train") -> str:
+    """Return what a person wants to know after a run of a command."""
     speed = result.global_step / result.seconds if result.seconds else 0.0
     end = "interrupted" if result.reason == "interrupted" else f"ended by {result.reason}"
     lines = [f"{result.global_step} steps in {result.seconds:.0f} s ({speed:.0f} steps/s), {end}"]
@@ -101,7 +111,7 @@ def report(result: TrainingResult, trusted_modules: Collection[str] = ()) -> str
         lines.append(f"last evaluation: {result.evaluation}")
     lines.append(f"run: {result.run_dir}")
     if result.reason == "interrupted":
-        lines.append(f"continue with: {resume_command(result.run_dir, trusted_modules)}")
+        lines.append(f"continue with: {resume_command(result.run_dir, trusted_modules, command)}")
     return "\n".join(lines)
 
 
@@ -154,19 +164,7 @@ def _read_run(
     saved: tuple[str, dict[str, Any], dict[str, Any] | None] | None = None
     with ranks.together("reading the checkpoint"):
         if ranks.is_first:
-            is_named = folder.path != Path(run)
-            found = (Path(run), load_checkpoint(run)) if is_named else folder.load_latest()
-            file = folder.path / CONFIG_FILE
-            if found is not None:
-                check_parts(found[1], found[0], "config", "trainer", "policy", "algorithm")
-                saved = str(found[0]), found[1]["config"], found[1]
-            elif file.is_file():
-                saved = str(file), load_config(file), None
-            else:
-                raise CheckpointError(
-                    f"{folder.path} holds neither a checkpoint nor {CONFIG_FILE}: begin the run with embodichain train "
-                    f"CONFIG --trainer.run_dir {folder.path}"
-                )
+            saved = read_saved(run, folder, "train")
     source, config, state = ranks.from_first(saved)
     cfg = complete(TrainCfg.from_dict(config, source=source), trusted_modules, source)
     return override(cfg, list(overrides), trusted_modules=trusted_modules), state
@@ -189,24 +187,15 @@ def opened_trainer(
     console = console if ranks.is_first else MessageConsole(quiet=True)
     with ExitStack() as stack:
         stack.callback(folder.lock.release)
-        try:
-            trainer = build_trainer(cfg, folder, trusted_modules, console, ranks, resumed=state)
-            stack.callback(trainer.env.close)
-            stack.callback(trainer.collector.close)
-            if trainer.eval_env is not None:
-                stack.callback(trainer.eval_env.close)
-            if state is not None:
-                trainer.restore(state)
-            yield trainer
-        except BaseException as error:
-            if ranks.is_first:
-                folder.discard()
-            continues = isinstance(error, EmbodiChainError | KeyboardInterrupt) and not isinstance(error, ConfigError)
-            if continues and "--resume" not in str(error):  # a wrong config stays wrong
-                with suppress(EmbodiChainError):
-                    find_checkpoint(folder.path)
-                    error.add_note(f"continue with: {resume_command(folder.path, trusted_modules)}")
-            raise
+        stack.enter_context(telling_how_to_continue(folder, trusted_modules, ranks))
+        trainer = build_trainer(cfg, folder, trusted_modules, console, ranks, resumed=state)
+        stack.callback(trainer.env.close)
+        stack.callback(trainer.collector.close)
+        if trainer.eval_env is not None:
+            stack.callback(trainer.eval_env.close)
+        if state is not None:
+            trainer.restore(state)
+        yield trainer
 
 
 def build_trainer(
@@ -375,7 +364,7 @@ class EnvMaker:
         return chunked(make(self.gym_config | {"num_envs": num_envs}, self.trusted_modules), self.chunk_size)
 
 
-def make_eval_env(cfg: TrainCfg, trusted_modules: Collection[str] = (), **changes: Any) -> VecEnv:
+def make_eval_env(cfg: RunConfig, trusted_modules: Collection[str] = (), **changes: Any) -> VecEnv:
     """Return the environments that a policy of this config is evaluated in."""
     settings = cfg.trainer
     num_envs = min(settings.num_eval_envs, settings.num_eval_episodes)

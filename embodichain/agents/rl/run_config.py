@@ -1,0 +1,155 @@
+"""What the configs of all runs have in common, however their policy learns: output, evaluation, environment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from embodichain.config import (
+    MISSING,
+    Config,
+    Count,
+    Field,
+    Fraction,
+    Positive,
+    Threads,
+    configclass,
+    load_config,
+)
+from embodichain.config.files import find_config
+from embodichain.envs.registration import list_envs, load_gym_config
+from embodichain.errors import ConfigError, EmbodiChainError, UnknownNameError
+from embodichain.extras import check_trusted, config_folders, import_trusted
+
+_T = TypeVar("_T")
+Steps = Annotated[int, Field(ge=0, le=2**53)]
+NumEnvs = Annotated[int, Field(ge=1, le=2**20)]
+Seed = Annotated[int, Field(ge=0, lt=2**31)]
+FILE_SUFFIXES = (".json", ".yaml", ".yml")
+BLOCKS = ("algorithm.cfg", "policy")
+"""Blocks of a config that classes of their own check."""
+
+
+@configclass
+class RunSettings(Config):
+    """What every block ``trainer`` has: where a run writes to, how it is evaluated, and when it ends."""
+
+    exp_name: Annotated[str, Field(pattern=r"^[\w.+-]+$")] = "run"
+    """Name of the experiment; the run's folder begins with it."""
+    seed: Seed = 0
+    """Seed of networks, actions, minibatches and of the environments."""
+    device: str = "cpu"
+    """Where the policy acts and is trained."""
+    gym_config: str | dict[str, Any] = MISSING
+    """The environment: a file (relative to this one), an id, or the settings themselves."""
+    eval_gym_config: dict[str, Any] = {}
+    """What is different about the environment in evaluations."""
+    max_seconds: Positive | None = None
+    """Training ends after this time, in seconds."""
+    target_return: float | None = None
+    """Training ends when an evaluation's mean return reaches this."""
+    target_success: Fraction | None = None
+    """Training ends when an evaluation's success rate reaches this."""
+    enable_eval: bool = True
+    """Whether the policy is evaluated, in environments of its own."""
+    eval_freq: Steps = 200_000
+    """Steps between evaluations; 0 evaluates at the end only."""
+    num_eval_episodes: Count = 32
+    """Episodes per evaluation."""
+    num_eval_envs: NumEnvs = 32
+    """Environments that share these episodes."""
+    eval_seed: Seed = 1_000_003
+    """Seed of the evaluation episodes, which are the same every time."""
+    eval_deterministic: bool = True
+    """Whether evaluations take the most likely actions; false samples them, as training does."""
+    eval_video: bool = True
+    """Whether one episode of each evaluation is filmed."""
+    save_freq: Steps = 200_000
+    """Steps between checkpoints; 0 saves at the end only."""
+    keep_checkpoints: Count = 2
+    """Latest checkpoints that are kept; the best one is kept besides."""
+    nan_guard: bool = True
+    """Whether training stops at the first NaN or infinity, with the batch and the simulation saved."""
+    update_threads: Threads | None = None
+    """Torch's threads while learning; default: one for small minibatches."""
+    use_wandb: bool = False
+    """Whether to log to Weights & Biases as well."""
+    wandb_project: str = "embodichain"
+    """Project there."""
+    output_dir: str = "runs"
+    """Folder for the folders of runs."""
+    init_from: str | None = None
+    """Run or checkpoint whose policy the training begins with, such as one that was distilled, relative to the config's
+    folder or to the working directory; of a run the best checkpoint. A critic that it lacks begins anew."""
+    run_dir: str | None = None
+    """Folder of this run; default: a new one in output_dir, named after exp_name and the time."""
+    import_modules: list[str] = []
+    """Modules that define the policy, algorithm or task; each must be allowed with --trust."""
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """The environment's settings; an id stands for itself."""
+        return {"id": self.gym_config} if isinstance(self.gym_config, str) else self.gym_config
+
+
+@configclass
+class RunConfig(Config):
+    """What the config of every run has."""
+
+    trainer: RunSettings = RunSettings()
+    """Loop, evaluation and output."""
+    policy: dict[str, Any] = {"name": "actor_critic"}
+    """Name and settings of the policy."""
+
+
+def saved_run_config(config: Mapping[str, Any], trusted_modules: Collection[str], source: str) -> RunConfig:
+    """Return what a checkpoint says of its environment, evaluations and policy, whichever command wrote it.
+
+    The trusted modules are imported.
+    """
+    trainer, known = config.get("trainer"), RunSettings.__dataclass_fields__
+    own = {name: value for name, value in trainer.items() if name in known} if isinstance(trainer, Mapping) else trainer
+    cfg = RunConfig.from_dict({"trainer": own, "policy": config.get("policy")}, source)
+    check_trusted(cfg.trainer.import_modules, trusted_modules, source)
+    import_trusted(trusted_modules, config_folders())
+    if missing := cfg.validate():
+        raise ConfigError([f"{name}: expected a value, got none" for name in missing], source)
+    environment = environment_settings(cfg.trainer.gym_config, Path.cwd())
+    return cfg.replace(trainer=cfg.trainer.replace(gym_config=environment))
+
+
+def environment_settings(given: str | Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return an environment's settings as a mapping; those of our own tasks complete with all defaults."""
+    source: str | Path | Mapping[str, Any] = given
+    if isinstance(given, str):
+        source = find_config(given, folder) if given.endswith(FILE_SUFFIXES) else given
+        given = load_config(source) if isinstance(source, Path) else {"id": given}
+    checked = load_gym_config(source)
+    # A Gymnasium id has defaults of its own, such as its time limit: only what was given is passed on.
+    return checked.to_dict() if checked.id in {spec.id for spec in list_envs()} else dict(given)
+
+
+def attempt(errors: list[EmbodiChainError], call: Callable[[], _T]) -> _T | None:
+    """Return what a call returns; keep its error for a report of all of them."""
+    try:
+        return call()
+    except (ConfigError, UnknownNameError) as error:
+        errors.append(error)
+        return None
+
+
+def problem_lines(error: EmbodiChainError) -> list[str]:
+    """Return what is wrong, each with its whole key, or the file in which it is."""
+    if not isinstance(error, ConfigError):
+        return [str(error)]
+    prefix = f"{error.source}{'.' if error.source in BLOCKS else ': '}" if error.source else ""
+    return [f"{prefix}{problem}" for problem in error.problems]
+
+
+def joined_errors(errors: list[EmbodiChainError], source: str = "configuration") -> EmbodiChainError:
+    """Return one error for all that is wrong; a single one that names its own file stays as it is."""
+    only = errors[0] if len(errors) == 1 else None
+    if only is not None and not (isinstance(only, ConfigError) and only.source in ("", *BLOCKS)):
+        return only
+    return ConfigError([line for error in errors for line in problem_lines(error)], source)

@@ -1,0 +1,227 @@
+"""What the loops of all runs share, however the policy learns: counters, the log, evaluations, checkpoints."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+
+from embodichain.agents.rl.evaluation import Evaluation, evaluate
+from embodichain.agents.rl.models.policy import Policy
+from embodichain.agents.rl.run_config import RunConfig
+from embodichain.agents.rl.runs import RunFolder, RunLog
+from embodichain.agents.rl.utils.distributed import Ranks
+from embodichain.envs.vec_env import VecEnv
+from embodichain.errors import CheckpointError
+from embodichain.utils.console import ProgressView
+
+Scalars = Mapping[str, float]
+StopReason = Literal["iterations", "total_steps", "max_seconds", "target", "interrupted"]
+_RECENT = 100
+"""Episodes over which recent returns are averaged."""
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """What came of a run."""
+
+    run_dir: Path
+    """Folder of the run."""
+    global_step: int
+    """Environment steps taken, those before a resume included."""
+    iteration: int
+    """Rollouts learned from."""
+    seconds: float
+    """Time spent training."""
+    reason: StopReason
+    """Why it ended."""
+    evaluation: Evaluation | None
+    """The last evaluation."""
+
+
+@dataclass
+class Counters:
+    """How far a run has come."""
+
+    global_step: int = 0
+    """Environment transitions of all envs."""
+    iteration: int = 0
+    """Rollouts learned from."""
+    seconds: float = 0.0
+    """Time spent training, evaluations and checkpoints included."""
+    best_score: tuple[float, float] | None = None
+    """Score of the best evaluation."""
+    evaluated_at: int = -1
+    """Step of the last evaluation."""
+    evaluated: tuple[float, float | None] | None = None
+    """Mean return of the last evaluation, and its success rate if it is known."""
+    recent: deque[tuple[int, float, float | None]] = field(default_factory=deque)
+    """Of recent rollouts: number of episodes that ended, their mean return, and their success rate if it is known."""
+
+    @property
+    def mean_return(self) -> float | None:
+        """Mean return of recent episodes."""
+        return _weighted([(count, value) for count, value, _ in self.recent])
+
+    @property
+    def success_rate(self) -> float | None:
+        """Share of recent episodes that ended in success, where the task reports it."""
+        return _weighted([(count, value) for count, _, value in self.recent if value is not None])
+
+    def add_episodes(self, statistics: Scalars) -> None:
+        """Take in the episodes that ended in a rollout."""
+        if "episode/return" not in statistics:
+            return
+        count = int(statistics["episode/count"])
+        self.recent.append((count, statistics["episode/return"], statistics.get("episode/success")))
+        while sum(number for number, *_ in self.recent) - self.recent[0][0] >= _RECENT:
+            self.recent.popleft()
+
+    def to_data(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {**vars(self), "recent": list(self.recent)}
+
+    @staticmethod
+    def from_data(data: Mapping[str, Any]) -> Counters:
+        """Return the counters that ``to_data`` was called on."""
+        counters = Counters(**{**data, "recent": deque(data["recent"])})
+        whole = {name: getattr(counters, name) for name in ("global_step", "iteration", "evaluated_at")}
+        wrong = next((name for name, value in whole.items() if type(value) is not int or value < -1), None)
+        if wrong is not None or not isinstance(counters.seconds, float | int):
+            raise CheckpointError(f"the checkpoint has no proper {wrong or 'seconds'} in 'trainer': {dict(data)}")
+        return counters
+
+
+class RunLoop(ABC):
+    """A run that trains one policy: a subclass learns, and says what a checkpoint holds."""
+
+    def __init__(
+        self,
+        cfg: RunConfig,
+        policy: Policy,
+        folder: RunFolder,
+        eval_env: VecEnv | None = None,
+        console: Console | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self.cfg, self.policy, self.folder, self.eval_env = cfg, policy, folder, eval_env
+        self.ranks = Ranks() if ranks is None else ranks
+        self.view = ProgressView(cfg.trainer.exp_name, console)
+        self.counters = Counters()
+        self.evaluation: Evaluation | None = None
+        self._told_video_problem = False
+        self._saved_at = -1
+        self._resumed_at: int | None = None
+        self._log: RunLog | None = None
+        self._began = time.perf_counter()
+
+    @abstractmethod
+    def _state(self) -> dict[str, Any] | None:
+        """Return the content of a checkpoint, on the first rank; see ``checkpoint.py``."""
+
+    @property
+    def global_step(self) -> int:
+        """Environment transitions of all envs, on all ranks, so far."""
+        return self.counters.global_step
+
+    @property
+    def log(self) -> RunLog:
+        """Where the first rank writes scalars; opened when it is first used."""
+        if self._log is None:
+            evaluated = self.counters.evaluated_at == self._resumed_at
+            self._log = RunLog(self.folder, self.cfg, self._resumed_at, evaluated)
+        return self._log
+
+    def limit_met(self) -> StopReason | None:
+        """Return whether time is up, or an evaluation has reached its target."""
+        settings, now = self.cfg.trainer, self.counters
+        if settings.max_seconds is not None and now.seconds >= settings.max_seconds:
+            return "max_seconds"
+        wanted_return, wanted_success = settings.target_return, settings.target_success
+        if now.evaluated is None or (wanted_return is None and wanted_success is None):
+            return None
+        mean_return, success_rate = now.evaluated
+        enough = wanted_return is None or mean_return >= wanted_return
+        return "target" if enough and (success_rate or 0.0) >= (wanted_success or 0.0) else None
+
+    def _share_of_time(self) -> float:
+        """Return the share of the time that is over, where time is limited."""
+        seconds = self.cfg.trainer.max_seconds
+        return 0.0 if seconds is None else min(1.0, self.counters.seconds / seconds)
+
+    def evaluate(self) -> None:
+        """Evaluate the policy, on the first rank; log how it did, and save it if it is the best so far."""
+        settings, now = self.cfg.trainer, self.counters
+        is_best: bool | None = None
+        with self.ranks.together("evaluating"):
+            if self.eval_env is not None:
+                video = (
+                    self.folder.path / "videos" / f"step_{self.global_step:012d}.mp4" if settings.eval_video else None
+                )
+                episodes, seed, best = settings.num_eval_episodes, settings.eval_seed, settings.eval_deterministic
+                result = evaluate(self.policy, self.eval_env, episodes, seed, video, deterministic=best)
+                self.evaluation = result
+                now.evaluated = result.summary.mean_return, result.summary.success_rate
+                self.log.write(self.global_step, result.scalars() | {"time/total_seconds": self._update_clock()})
+                for file in result.files:
+                    self.log.video(self.global_step, file)
+                self.view.print(f"step {self.global_step}: evaluation {result}")
+                self._tell_video_problem(result.problem)
+                is_best = now.best_score is None or result.score > now.best_score
+                now.best_score = result.score if is_best else now.best_score
+        is_best = self.ranks.from_first(is_best)
+        if is_best is not None:
+            now.evaluated_at = self.global_step
+            self._saved_at = -1  # what was saved at this step does not know of it
+        if is_best:
+            self.save_checkpoint(best=True)
+
+    def _tell_video_problem(self, problem: str | None) -> None:
+        """Say once in a run why evaluations are not filmed, in what a person can act on: the reason and the remedy."""
+        if problem is not None and not self._told_video_problem:
+            self._told_video_problem = True
+            first, *_, last = (problem.splitlines() or [""]) * 2
+            self.view.print(f"no video: {first if first == last else f'{first} {last}'}")
+
+    def save_checkpoint(self, best: bool = False) -> None:
+        """Write a checkpoint of everything the next iteration depends on, on all ranks."""
+        self._saved_at = self.global_step
+        self._update_clock()
+        if self.ranks.is_first:
+            self.log.flush()
+        state = self._state()
+        with self.ranks.together("saving a checkpoint"):
+            if state is not None:
+                self.folder.save(self.global_step, state, best)
+
+    def _update_clock(self) -> float:
+        """Bring the time spent training up to date and return it."""
+        self.counters.seconds = time.perf_counter() - self._began
+        return self.counters.seconds
+
+    def _result(self, reason: StopReason) -> TrainingResult:
+        """Return what came of the run."""
+        now = self.counters
+        return TrainingResult(self.folder.path, now.global_step, now.iteration, now.seconds, reason, self.evaluation)
+
+    def _close_log(self) -> None:
+        """Write the log out."""
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+
+def crossed(frequency: int, before: int, step: int) -> bool:
+    """Tell whether a multiple of ``frequency`` lies behind one step and not behind a later one; 0 has none."""
+    return frequency > 0 and step // frequency > before // frequency
+
+
+def _weighted(counted: list[tuple[int, float]]) -> float | None:
+    total = sum(count for count, _ in counted)
+    return sum(count * value for count, value in counted) / total if total else None
