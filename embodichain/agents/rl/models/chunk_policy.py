@@ -18,7 +18,7 @@ from embodichain.agents.rl.models.flow import FlowCfg, FlowHead
 from embodichain.agents.rl.models.mlp import ImageEncoderCfg, NetworkSettings, check_network
 from embodichain.agents.rl.models.observation import FeatureEncoder, ObservationSpace
 from embodichain.agents.rl.models.policy import Evaluation
-from embodichain.agents.rl.models.tokens import TokenCfg, TokenHead
+from embodichain.agents.rl.models.tokens import TokenCfg, TokenHead, make_token_head
 from embodichain.agents.rl.utils.tensordicts import Observation
 from embodichain.config.classes import Size, configclass
 from embodichain.errors import ConfigError, RolloutError
@@ -138,4 +138,4 @@ class TokenPolicy(ChunkPolicy):
     cfg_type = TokenPolicyCfg
 
     def make_head(self, cfg: TokenPolicyCfg, width: int, action_dim: int) -> TokenHead:
-        return TokenHead(width, self.chunk_size, action_dim, cfg.tokens)
+        return make_token_head(width, self.chunk_size, action_dim, cfg.tokens)

@@ -1,5 +1,7 @@
 """Actions as tokens: every number of a chunk is one of a few bins, chosen one after the other or all at once.
 
+``encoding: "fast"`` chooses fewer tokens for a chunk, of frequencies in the place of numbers: ``fast_tokens.py``.
+
 The tokens are the decision. Their log-probabilities are ``[batch, chunk_size, action_dim]``: a ratio can be taken per
 token, per action or per chunk. Imitation is cross-entropy. Because each token is chosen from all bins, given
 those before it, two ways of doing something remain two: their mean is never done.
@@ -13,6 +15,7 @@ from pydantic import Field
 from tensordict import TensorDict, TensorDictBase
 from torch import Generator, Tensor, nn
 
+from embodichain.agents.rl.models.fast_tokens import END, FastCfg, FastTokenizer
 from embodichain.config.classes import Config, Number, Size, configclass
 from embodichain.errors import ConfigError, RolloutError
 
@@ -21,12 +24,16 @@ from embodichain.errors import ConfigError, RolloutError
 class TokenCfg(Config):
     """How chunks of actions become tokens, and how those are decoded."""
 
+    encoding: Literal["bins", "fast"] = "bins"
+    """What tokens stand for: the numbers of a chunk, or runs of its rounded frequencies (``fast``)."""
     num_bins: Annotated[int, Field(ge=2, le=4096)] = 64
-    """Tokens per number: equal parts of the range."""
+    """For bins: tokens per number, equal parts of the range."""
     range: tuple[Number, Number] = (-1.0, 1.0)
     """Least and largest action; what lies outside is moved to the bound."""
     decoding: Literal["autoregressive", "parallel"] = "autoregressive"
     """Whether each token depends on those before it, or all are decoded in one pass, independent of each other."""
+    fast: FastCfg = FastCfg()
+    """For fast: how frequencies become tokens."""
     width: Size = 128
     """Width of the decoder."""
     depth: Size = 2
@@ -40,6 +47,8 @@ class TokenCfg(Config):
             problems.append(f"range: expected [low, high], got {list(self.range)}")
         if self.width % self.num_heads:
             problems.append(f"width: expected a multiple of num_heads, {self.num_heads}, got {self.width}")
+        if self.encoding == "fast" and self.decoding == "parallel":
+            problems.append("decoding: expected autoregressive for the encoding fast, whose sequences differ in length")
         if problems:
             raise ConfigError(problems, "tokens")
 
@@ -75,18 +84,23 @@ class TokenHead(nn.Module):
 
     def __init__(self, width: int, chunk_size: int, action_dim: int, cfg: TokenCfg) -> None:
         super().__init__()
-        self.cfg, self.shape, self.length = cfg, (chunk_size, action_dim), chunk_size * action_dim
-        low, high = cfg.range
-        edges = torch.linspace(low, high, cfg.num_bins + 1)
-        self.register_buffer("centers", 0.5 * (edges[1:] + edges[:-1]), persistent=False)
+        self.cfg, self.shape = cfg, (chunk_size, action_dim)
+        self.length, vocabulary = self._make_vocabulary()
         self.given = nn.Linear(width, cfg.width)
-        self.embedding = nn.Embedding(cfg.num_bins, cfg.width)
+        self.embedding = nn.Embedding(vocabulary, cfg.width)
         self.positions = nn.Parameter(torch.randn(self.length, cfg.width) * 0.02)
         self.blocks = nn.ModuleList(Block(cfg.width, cfg.num_heads) for _ in range(cfg.depth))
-        self.norm, self.out = nn.LayerNorm(cfg.width), nn.Linear(cfg.width, cfg.num_bins)
+        self.norm, self.out = nn.LayerNorm(cfg.width), nn.Linear(cfg.width, vocabulary)
         nn.init.normal_(self.embedding.weight, std=0.02)
         nn.init.normal_(self.out.weight, std=0.01)
         nn.init.zeros_(self.out.bias)
+
+    def _make_vocabulary(self) -> tuple[int, int]:
+        """Make what turns actions into tokens; return how many tokens a chunk has, and of how many it chooses each."""
+        low, high = self.cfg.range
+        edges = torch.linspace(low, high, self.cfg.num_bins + 1)
+        self.register_buffer("centers", 0.5 * (edges[1:] + edges[:-1]), persistent=False)
+        return self.shape[0] * self.shape[1], self.cfg.num_bins
 
     @property
     def causal(self) -> bool:
@@ -142,14 +156,21 @@ class TokenHead(nn.Module):
 
     def evaluate(self, features: Tensor, decision: TensorDictBase) -> tuple[Tensor, Tensor]:
         """Return ``(log_prob, entropy)`` of tokens, each ``[batch, chunk_size, action_dim]``."""
-        tokens = decision.get("tokens", None)
-        if tokens is None or tokens.shape[1:] != (self.length,):
-            got = "none" if tokens is None else list(tokens.shape)
-            raise RolloutError(f"decision: expected tokens [batch, {self.length}] of this policy, got {got}")
+        tokens = self._checked(decision)
         log_probs = self.logits(features, tokens).log_softmax(-1)
         log_prob = log_probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
         entropy = -(log_probs.exp() * log_probs).sum(-1)
         return log_prob.unflatten(1, self.shape), entropy.unflatten(1, self.shape)
+
+    def _checked(self, decision: TensorDictBase) -> Tensor:
+        tokens = decision.get("tokens", None)
+        if tokens is None or tokens.shape[1:] != (self.length,):
+            got = "none" if tokens is None else list(tokens.shape)
+            raise RolloutError(
+                f"decision: expected tokens [batch, {self.length}] of this policy, got {got}: rollouts of another "
+                "encoding or chunk_size cannot be learned from"
+            )
+        return tokens
 
     def imitation_loss(
         self, features: Tensor, actions: Tensor, valid: Tensor | None = None, generator: Generator | None = None
@@ -165,6 +186,104 @@ class TokenHead(nn.Module):
         counts[:, :length] = 1.0 if valid is None else valid.float()
         log_prob = self.evaluate(features, TensorDict({"tokens": tokens.flatten(1)}, [batch]))[0]
         return -(log_prob.mean(-1) * counts).sum(-1) / counts.sum(-1).clamp(min=1.0)
+
+
+class FastTokenHead(TokenHead):
+    """Decodes sequences of FAST-like tokens, one of which ends them.
+
+    Log-probabilities are ``[batch, 1, length]``, 0 after the end; ``num_factors`` of the decision tells how many count.
+    """
+
+    tokenizer: FastTokenizer
+
+    def _make_vocabulary(self) -> tuple[int, int]:
+        self.tokenizer = FastTokenizer(*self.shape, self.cfg.fast, self.cfg.range)
+        return self.tokenizer.max_tokens, self.cfg.fast.vocab_size
+
+    def encode(self, actions: Tensor) -> Tensor:
+        """Return the tokens, int64 ``[batch, length]``, of chunks."""
+        return self.tokenizer.encode(actions)[0]
+
+    def decode(self, tokens: Tensor) -> Tensor:
+        """Return the chunks ``[batch, chunk_size, action_dim]`` that tokens ``[batch, length]`` stand for."""
+        return self.tokenizer.decode(tokens)
+
+    def sample(
+        self, features: Tensor, deterministic: bool = False, generator: Generator | None = None
+    ) -> tuple[Tensor, Tensor, TensorDict]:
+        """Return ``(chunk, log_prob [batch, 1, length], decision)``, the likeliest token each time if asked for."""
+        batch, device = features.shape[0], features.device
+        given, caches = self.given(features).unsqueeze(1), [list[Tensor]() for _ in self.blocks]
+        tokens = torch.full((batch, self.length), END, device=device)
+        log_probs = torch.zeros(batch, self.length, device=device)
+        done, alive = (
+            torch.zeros(batch, dtype=torch.int64, device=device),
+            torch.ones_like(features[:, 0], dtype=torch.bool),
+        )
+        for i, position in enumerate(self.positions):
+            x = given + position.to(given.dtype)
+            if i:
+                x = x + self.embedding(tokens[:, i - 1]).unsqueeze(1)
+            for block, cache in zip(self.blocks, caches, strict=True):
+                x = block(x, True, cache)
+            allowed = self.tokenizer.allowed(done, ~alive | (i == self.length - 1))
+            logits = self.out(self.norm(x[:, 0])).float().masked_fill(~allowed, -torch.inf)
+            tokens[:, i], log_probs[:, i] = _choose(logits, deterministic, generator)
+            done, alive = done + self.tokenizer.lengths[tokens[:, i]], alive & (tokens[:, i] != END)
+            if device.type == "cpu" and not bool(alive.any()):  # elsewhere, asking costs more than the rest
+                break
+        return self.decode(tokens), log_probs.unsqueeze(1), self._decision(tokens)
+
+    @staticmethod
+    def _decision(tokens: Tensor) -> TensorDict:
+        count = ((tokens != END).long().cumprod(1).sum(1) + 1).clamp(max=tokens.shape[1])
+        return TensorDict({"tokens": tokens, "num_factors": count}, [tokens.shape[0]])
+
+    def evaluate(self, features: Tensor, decision: TensorDictBase) -> tuple[Tensor, Tensor]:
+        """Return ``(log_prob, entropy)`` of tokens, each ``[batch, 1, length]``, 0 after the end."""
+        tokens = self._checked(decision)
+        before = F.pad((tokens != END).long().cumprod(1), (1, 0), value=1)[:, :-1]
+        done = F.pad((self.tokenizer.lengths[tokens] * before).cumsum(1), (1, 0))[:, :-1]
+        last = torch.arange(self.length, device=tokens.device) == self.length - 1
+        allowed = self.tokenizer.allowed(done, (before == 0) | last)
+        log_probs = self.logits(features, tokens).masked_fill(~allowed, -torch.inf).log_softmax(-1)
+        log_prob = log_probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+        certain = log_probs.masked_fill(~allowed, 0.0)
+        return log_prob.unsqueeze(1), -(certain.exp() * certain).sum(-1).unsqueeze(1)
+
+    def imitation_loss(
+        self, features: Tensor, actions: Tensor, valid: Tensor | None = None, generator: Generator | None = None
+    ) -> Tensor:
+        """Return ``[batch]`` the cross-entropy per token of ``actions`` ``[batch, n, action_dim]``.
+
+        Frequencies are those of whole chunks: actions that are missing, or do not count, repeat the last one that does.
+        A row in which none counts has no loss.
+        """
+        batch, length = actions.shape[:2]
+        counts = torch.ones(batch, length, dtype=torch.bool, device=actions.device) if valid is None else valid.bool()
+        place = torch.arange(length, device=actions.device).expand(batch, length)
+        source = F.pad(torch.where(counts, place, 0).cummax(1).values, (0, self.shape[0] - length))
+        source[:, length:] = source[:, length - 1 : length]
+        chunks = actions.gather(1, source.unsqueeze(-1).expand(batch, self.shape[0], self.shape[1]))
+        tokens, number = self.tokenizer.encode(chunks)
+        log_prob = self.evaluate(features, TensorDict({"tokens": tokens}, [batch]))[0].squeeze(1)
+        return -(log_prob.sum(1) / number) * counts.any(1)
+
+
+def make_token_head(width: int, chunk_size: int, action_dim: int, cfg: TokenCfg) -> TokenHead:
+    """Return the head for an encoding of actions."""
+    return {"bins": TokenHead, "fast": FastTokenHead}[cfg.encoding](width, chunk_size, action_dim, cfg)
+
+
+def fit_tokenizer(policy: nn.Module, actions: Tensor) -> bool:
+    """Fit the FAST-like tokenizers in a policy or model on chunks ``[n, chunk_size, action_dim]`` of demonstrations.
+
+    Call it before the first gradient step: afterwards tokens would change their meaning. Returns whether there is one.
+    """
+    heads = [module for module in policy.modules() if isinstance(module, FastTokenHead)]
+    for head in heads:
+        head.tokenizer.fit(actions)
+    return bool(heads)
 
 
 def _choose(logits: Tensor, deterministic: bool, generator: Generator | None) -> tuple[Tensor, Tensor]:

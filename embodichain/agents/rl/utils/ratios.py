@@ -3,7 +3,8 @@
 A decision is one action, or a chunk of them (``ChunkedEnv``). Log-probabilities are ``[...]``, or ``[..., chunk_size]``
 with one per action, or ``[..., chunk_size, factors]`` with one per token of every action; 1 stands in the place of
 ``chunk_size`` where factors, such as the steps of a denoising chain, choose the chunk as a whole. ``num_actions``
-``[...]`` tells how many actions of a chunk were really taken: the others do not count.
+``[...]`` tells how many actions of a chunk were really taken: the others do not count. Where decisions differ in their
+number of factors, as sequences with an end do, ``num_factors`` ``[...]`` of the decision tells it.
 """
 
 import math
@@ -95,6 +96,8 @@ def like(values: Tensor, ratio: Tensor) -> Tensor:
 
 def _taken(values: Tensor, batch: TensorDictBase) -> Tensor:
     """Tell which actions were taken, so that it broadcasts against ``values`` ``[rows, chunk_size, ...]``."""
+    if values.ndim == batch.batch_dims + 2 and (factors := batch.get(("decision", "num_factors"), None)) is not None:
+        return torch.arange(values.shape[-1], device=values.device) < factors.view(*factors.shape, 1, 1)
     if "num_actions" not in batch.keys():  # noqa: SIM118
         return torch.ones_like(values, dtype=torch.bool)
     order = torch.arange(values.shape[batch.batch_dims], device=values.device)

@@ -22,7 +22,7 @@ from embodichain.agents.rl.models.observation import (
     select_entries,
     space_entries,
 )
-from embodichain.agents.rl.models.tokens import TokenCfg, TokenHead
+from embodichain.agents.rl.models.tokens import TokenCfg, TokenHead, make_token_head
 from embodichain.agents.rl.utils import Registry
 from embodichain.config.classes import MISSING, Config, Count, Number, Size, configclass
 from embodichain.errors import ConfigError, ObservationError, RolloutError, UnknownNameError, nearest
@@ -107,7 +107,7 @@ class VLAModel(nn.Module, ABC):
         """Return the head that chooses actions from features ``[batch, width]``; ``None`` for the Gaussian."""
         cfg = self.cfg
         if cfg.head == "tokens":
-            return TokenHead(width, self.chunk_size, self.action_dim, cfg.tokens)
+            return make_token_head(width, self.chunk_size, self.action_dim, cfg.tokens)
         if cfg.head == "gaussian":
             return None
         inputs = FlowHead.velocity_inputs(width, self.chunk_size, self.action_dim)
