@@ -1,5 +1,6 @@
 """Gymnasium's MuJoCo suite, simulated in batches, against Gymnasium's own environments, step by step."""
 
+import copy
 from typing import Any
 
 import gymnasium as gym
@@ -10,6 +11,7 @@ import torch
 
 from embodichain.envs import MUJOCO_SUITE
 from embodichain.envs.gymnasium_env import GymnasiumVecEnv
+from embodichain.envs.physics import contact_forces
 from embodichain.envs.registration import make
 from embodichain.envs.task_env import TaskEnv
 from embodichain.errors import ConfigError
@@ -188,19 +190,35 @@ def test_settings_of_robots_are_refused(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_contact_forces_are_those_of_each_envs_own_model(threads: int) -> None:
-    """The oracle is ``mj_step`` with a model of 20 times the mass."""
+@pytest.mark.parametrize("native", [True, False], ids=["plugin", "python"])
+def test_contact_forces_are_those_of_each_envs_own_model(
+    native: bool, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oracle is ``mj_step`` and ``mj_rnePostConstraint`` with Gymnasium's model, once of 20 times the mass."""
+    if not native:
+        monkeypatch.setattr(contact_forces, "_register", lambda: False)
+    plain = gym.make("Ant-v5").unwrapped.model  # type: ignore[attr-defined]
     with batched("Ant-v5", 3, num_threads=threads) as env:
+        assert contact_forces.computes_contact_forces(env.physics.model) == native
         env.reset()
         env.physics.model_field("body_mass")[1].mul_(20.0)
         env.physics.refresh_model(torch.tensor([1]))
-        models = [env.physics._batch.get_model(row) for row in range(3)]  # type: ignore[attr-defined]
-        data = [env.physics._batch.get_data(row) for row in range(3)]  # type: ignore[attr-defined]
-        env.step(torch.full((3, 8), 0.5))
+        masses = [env.physics._batch.get_model(row).body_mass for row in range(3)]  # type: ignore[attr-defined]
+        data = [mujoco.MjData(plain) for _ in range(3)]
+        models = [copy.copy(plain) for _ in range(3)]
         for row, (model, one) in enumerate(zip(models, data, strict=True)):
-            one.ctrl[:] = env.physics.ctrl[row].numpy()
-            mujoco.mj_step(model, one, env.task.substeps)
-            assert np.array_equal(env.physics.qvel[row].numpy(), one.qvel)
+            model.body_mass[:] = masses[row]
+            mujoco.mj_setConst(model, mujoco.MjData(model))
+            one.qpos[:], one.qvel[:] = env.physics.qpos[row].numpy(), env.physics.qvel[row].numpy()
+        for _ in range(12):
+            env.step(torch.full((3, 8), 0.5))
+            for row, (model, one) in enumerate(zip(models, data, strict=True)):
+                one.ctrl[:] = env.physics.ctrl[row].numpy()
+                mujoco.mj_step(model, one, env.task.substeps)
+                mujoco.mj_rnePostConstraint(model, one)
+                assert np.array_equal(env.physics.qvel[row].numpy(), one.qvel)
+                assert np.array_equal(env.physics.outputs["cfrc_ext"][row].numpy(), one.cfrc_ext)
+        assert all(one.cfrc_ext.any() for one in data)
         assert not torch.equal(env.physics.qvel[0], env.physics.qvel[1])
 
 

@@ -1,10 +1,8 @@
 """Physics on the CPU: ``mujoco.batch.Batch`` on its own threads, bit for bit equal to ``mj_step`` env by env."""
 
-import copy
 import logging
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import mujoco
@@ -14,6 +12,7 @@ from mujoco import batch
 from torch import Tensor
 
 from embodichain.envs.physics import VISUAL, Physics, Poses
+from embodichain.envs.physics.contact_forces import ContactForces, computes_contact_forces
 from embodichain.errors import SimulationError
 
 _LOG = logging.getLogger(__name__)
@@ -48,60 +47,6 @@ class _Closed:
         raise SimulationError("this environment was closed and cannot simulate any more: make a new one")
 
 
-class ContactForces:
-    """Steps the rows of a batch and computes ``cfrc_ext``, which ``mujoco.batch`` cannot; a thread has one ``MjData``.
-
-    MuJoCo computes these forces only if asked to, after a step. The interpreter is free while MuJoCo works, so Python's
-    threads do; results are those of ``mj_step`` and ``mj_rnePostConstraint``, bit for bit.
-    """
-
-    def __init__(self, model: mujoco.MjModel, batch: Any, outputs: dict[str, np.ndarray], num_threads: int) -> None:
-        self._batch, self._outputs = batch, outputs
-        self._models = [model] * num_threads
-        self._data = [mujoco.MjData(model) for _ in range(num_threads)]
-        self._pool = ThreadPoolExecutor(num_threads) if num_threads > 1 else None
-        self._differ = False
-
-    def let_models_differ(self) -> None:
-        """Step every env with a model of its own from now on, as fields of the batch's model were given rows."""
-        if not self._differ:
-            self._models, self._differ = [copy.copy(model) for model in self._models], True
-
-    def step(self, count: int) -> None:
-        """Advance all envs by ``count`` substeps, and write their states, outputs and warnings."""
-        shares = np.array_split(np.arange(len(self._batch.state)), len(self._data))
-        work = list(zip(self._models, self._data, shares, strict=True))
-        if self._pool is None:
-            self._step_some(*work[0], count)
-            return
-        futures = [self._pool.submit(self._step_some, *share, count) for share in work]
-        wait(futures)  # all of them: a failure leaves nobody behind who still writes
-        for future in futures:
-            future.result()
-
-    def _step_some(self, model: mujoco.MjModel, data: mujoco.MjData, envs: np.ndarray, count: int) -> None:
-        rows, warnings = self._batch.state, data.warning.number
-        whole = int(mujoco.mjtState.mjSTATE_INTEGRATION)
-        fields = [(getattr(data, name), array) for name, array in self._outputs.items()]
-        for env in envs.tolist():
-            if self._differ:
-                self._batch.get_model(env, model)
-            mujoco.mj_setState(model, data, rows[env], whole)
-            mujoco.mj_step(model, data, count)
-            mujoco.mj_rnePostConstraint(model, data)
-            mujoco.mj_getState(model, data, rows[env], whole)
-            for field, array in fields:
-                array[env] = field
-            if warnings.any():
-                self._batch.warning[env, :, 1] += warnings
-                warnings[:] = 0
-
-    def close(self) -> None:
-        """End the threads."""
-        if self._pool is not None:
-            self._pool.shutdown()
-
-
 class MujocoCpuPhysics(Physics):
     """Steps all envs on ``num_threads`` native threads (0: every core this process may use)."""
 
@@ -129,7 +74,7 @@ class MujocoCpuPhysics(Physics):
         arrays = {name: np.zeros_like(bound) for name, bound in self._bound.items()}
         self.outputs = {name: torch.from_numpy(array) for name, array in arrays.items()}
         self._forces = None
-        if "cfrc_ext" in outputs:
+        if "cfrc_ext" in outputs and not computes_contact_forces(model):
             self._forces = ContactForces(model, self._batch, arrays, min(self.num_threads, num_envs))
 
     def step(self, count: int) -> None:

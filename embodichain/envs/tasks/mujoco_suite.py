@@ -22,6 +22,7 @@ from torch import Tensor
 
 from embodichain.envs.env_cfg import ActionsCfg, EnvCfg, EventsCfg, GymCfg, RobotCfg, mounted_cameras
 from embodichain.envs.physics import Physics
+from embodichain.envs.physics.contact_forces import ask_for_contact_forces
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.rendering import camera_names, mount_cameras
 from embodichain.envs.robot_files import read_spec
@@ -134,6 +135,8 @@ class MujocoTask(Task):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # deprecated words in Gymnasium's files
             spec = read_spec(path)
+            if "cfrc_ext" in cls.outputs and cfg.device == "cpu":
+                ask_for_contact_forces(spec)
             model = mount_cameras(spec, cameras) if cameras else spec.compile()
         if cfg.env.timestep is not None:
             model.opt.timestep = cfg.env.timestep
