@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -12,11 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 from rich.console import Console
 
+from embodichain.agents.rl.run_records import EVALUATIONS_FILE, is_run
 from embodichain.cli.options import Trust, loading, parse_options
 from embodichain.cli.summary import print_files, print_summary
 from embodichain.utils.console import check_counts
 
 if TYPE_CHECKING:
+    from embodichain.agents.rl.evaluation import Evaluation
     from embodichain.agents.rl.models.policy import Policy
     from embodichain.envs.vec_env import VecEnv
 
@@ -116,6 +119,7 @@ def main(argv: Sequence[str]) -> int:
     title = f"{args.run}, {args.checkpoint} checkpoint (step {run.step:,})"
     print_summary(console, title, result.episodes, time.perf_counter() - began)
     print_files(console, result.files, result.problem)
+    _remember(args, run, result)
     if args.output is not None:
         summary, episodes = asdict(result.summary), [asdict(episode) for episode in result.episodes]
         setting = {} if args.config is None else {"config": str(args.config)}
@@ -129,3 +133,15 @@ def main(argv: Sequence[str]) -> int:
         }
         console.print(f"wrote {save_config(figures, args.output)}", markup=False, highlight=False, soft_wrap=True)
     return 0
+
+
+def _remember(args: EvalArgs, run: LoadedRun, result: Evaluation) -> None:
+    """Add a line to the folder of the run, which lists and reports of runs read; no reason to fail if it cannot be."""
+    folder = run.checkpoint.parent.parent
+    if not is_run(folder):
+        return
+    asked = {"checkpoint": args.checkpoint, "seed": args.seed, "stochastic": args.stochastic}
+    setting = {} if args.config is None else {"config": str(args.config)}
+    line = {"step": run.step, "time": time.time(), **asked, **setting, **asdict(result.summary)}
+    with suppress(OSError), (folder / EVALUATIONS_FILE).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")

@@ -23,6 +23,8 @@ COMMANDS = {
     "record": "write the episodes of a stream as a LeRobotDataset folder",
     "train": "train a policy as a config says, or continue a run",
     "eval": "see how well the policy of a run does",
+    "runs": "list runs with their state, return, success and age",
+    "report": "write one HTML file that compares runs",
     "export": "write the policy of a run as an ONNX file",
     "demo": "see the main job in small, on the CPU",
     "completion": "print a script that completes commands and options in bash or zsh",

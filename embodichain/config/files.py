@@ -172,6 +172,15 @@ def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, An
     return merged
 
 
+def dotted(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the leaves of nested mappings by their dotted names."""
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        below = dotted(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else None
+        leaves |= {f"{prefix}{key}": value} if below is None else below
+    return leaves
+
+
 def _parse_json(text: str) -> Any:
     """Parse JSON as data of bounded size; ``ValueError`` says what is wrong."""
     try:

@@ -133,7 +133,7 @@ class ProgressView:
     def show(self, step: int, done: float, mean_return: float | None, success: float | None) -> None:
         """Show the environment steps so far, the share that is done, and the results of recent episodes if known."""
         self._marks.append((time.monotonic(), step, done))
-        parts = [f"{_short(step)} steps"]
+        parts = [f"{short_number(step)} steps"]
         parts += [] if mean_return is None else [f"return {mean_return:.2f}"]
         parts += [] if success is None else [f"success {success:.0%}"]
         parts += self._speed()
@@ -161,12 +161,13 @@ class ProgressView:
         """Yield steps per second and the time left, over the last iterations."""
         (begin, first, share), (end, last, done) = self._marks[0], self._marks[-1]
         if end > begin:
-            yield f"{_short(round((last - first) / (end - begin)))} steps/s"
+            yield f"{short_number(round((last - first) / (end - begin)))} steps/s"
             if done > share:
                 yield f"{_clock((1.0 - done) * (end - begin) / (done - share))} left"
 
 
-def _short(number: int) -> str:
+def short_number(number: int) -> str:
+    """Return a number in few characters, such as 102k."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= size:
             return f"{number / size:.3g}{letter}"

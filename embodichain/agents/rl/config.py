@@ -41,7 +41,7 @@ from embodichain.config import (
 )
 from embodichain.config.command_line import flags_of, to_plain
 from embodichain.config.compat import translate_train_config
-from embodichain.config.files import find_beside, find_shipped
+from embodichain.config.files import dotted, find_beside, find_shipped
 from embodichain.envs.env_cfg import GymCfg
 from embodichain.envs.physics.mujoco_cpu import available_cores
 from embodichain.errors import ConfigError, EmbodiChainError
@@ -280,7 +280,7 @@ def check_devices(cfg: TrainCfg) -> None:
 
 def check_same_config(cfg: TrainCfg, ranks: Ranks) -> None:
     """Raise ``ConfigError`` that names the first field in which a rank's config is not the first rank's."""
-    own = {key: value for key, value in _flat(cfg.to_dict()).items() if key not in _RANKS_OWN}
+    own = {key: value for key, value in dotted(cfg.to_dict()).items() if key not in _RANKS_OWN}
     first, *others = ranks.exchange(own)
     for rank, theirs in enumerate(others, start=1):
         keys = [key for key in sorted({*first, *theirs}) if first.get(key, "nothing") != theirs.get(key, "nothing")]
@@ -291,14 +291,6 @@ def check_same_config(cfg: TrainCfg, ranks: Ranks) -> None:
                 "Start all ranks with the same config file and the same options",
                 "ranks",
             )
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the leaves of a nested config by their dotted names."""
-    leaves: dict[str, Any] = {}
-    for key, value in tree.items():
-        leaves |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
-    return leaves
 
 
 def for_rank(cfg: TrainCfg, ranks: Ranks) -> TrainCfg:

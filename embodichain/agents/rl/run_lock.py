@@ -42,7 +42,7 @@ class RunLock:
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             file = self._open()
-            former, holder = _read_holder(file), {"host": socket.gethostname(), "pid": os.getpid()}
+            former, holder = read_holder(file), {"host": socket.gethostname(), "pid": os.getpid()}
             self._write(file, json.dumps(holder | {"since": time.strftime("%Y-%m-%d %H:%M:%S %z")}) + "\n")
         self._file = file
         if former and former["host"] != holder["host"]:
@@ -76,7 +76,7 @@ class RunLock:
             except OSError as error:
                 if error.errno not in _NO_LOCKS:
                     with file:
-                        self._refuse(_read_holder(file))
+                        self._refuse(read_holder(file))
                 _LOG.warning(
                     "the file system of %s has no locks (%s): make sure that no other process trains in this folder",
                     self._path.parent,
@@ -133,7 +133,7 @@ def _forget_locks() -> None:
 os.register_at_fork(after_in_child=_forget_locks)
 
 
-def _read_holder(file: BinaryIO) -> dict[str, Any] | None:
+def read_holder(file: BinaryIO) -> dict[str, Any] | None:
     """Return who wrote a lock file and has not emptied it, if that can be read."""
     file.seek(0)
     with contextlib.suppress(ValueError, RecursionError):

@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from rich.console import Console
 
 from embodichain.agents.rl.evaluation import Evaluation, evaluate
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.run_config import RunConfig
+from embodichain.agents.rl.run_records import RunRecord
 from embodichain.agents.rl.runs import RunFolder, RunLog
 from embodichain.agents.rl.utils.distributed import Ranks
 from embodichain.envs.vec_env import VecEnv
@@ -134,9 +136,16 @@ class RunLoop(ABC):
     def log(self) -> RunLog:
         """Where the first rank writes scalars; opened when it is first used."""
         if self._log is None:
+            self._begin_record()
             evaluated = self.counters.evaluated_at == self._resumed_at
             self._log = RunLog(self.folder, self.cfg, self._resumed_at, evaluated)
         return self._log
+
+    def _begin_record(self) -> None:
+        """Write into the folder of the run how it was started, and where it runs."""
+        settings, device = self.cfg.trainer, self.policy.device
+        gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+        RunRecord.begin(self.folder.path, settings.exp_name, settings.seed, self.folder.origin, gpu)
 
     def limit_met(self) -> StopReason | None:
         """Return whether time is up, or an evaluation has reached its target."""
@@ -159,6 +168,7 @@ class RunLoop(ABC):
         """Evaluate the policy, on the first rank; log how it did, and save it if it is the best so far."""
         settings, now = self.cfg.trainer, self.counters
         is_best: bool | None = None
+        began = time.perf_counter()
         with self.ranks.together("evaluating"):
             if self.eval_env is not None:
                 video = (
@@ -168,7 +178,11 @@ class RunLoop(ABC):
                 result = evaluate(self.policy, self.eval_env, episodes, seed, video, deterministic=best)
                 self.evaluation = result
                 now.evaluated = result.summary.mean_return, result.summary.success_rate
-                self.log.write(self.global_step, result.scalars() | {"time/total_seconds": self._update_clock()})
+                times = {
+                    "time/evaluate_seconds": time.perf_counter() - began,
+                    "time/total_seconds": self._update_clock(),
+                }
+                self.log.write(self.global_step, result.scalars() | times)
                 for file in result.files:
                     self.log.video(self.global_step, file)
                 self.view.print(f"step {self.global_step}: evaluation {result}")
@@ -206,8 +220,10 @@ class RunLoop(ABC):
         return self.counters.seconds
 
     def _result(self, reason: StopReason) -> TrainingResult:
-        """Return what came of the run."""
+        """Return what came of the run; its folder keeps why it ended."""
         now = self.counters
+        if self.ranks.is_first:
+            RunRecord.end(self.folder.path, reason)
         return TrainingResult(self.folder.path, now.global_step, now.iteration, now.seconds, reason, self.evaluation)
 
     def _close_log(self) -> None:

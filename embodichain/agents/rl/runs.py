@@ -4,6 +4,7 @@ The folder of a run::
 
     train_config.json           the resolved config: it starts the same run again
     metrics.jsonl               every logged scalar, one line per iteration or evaluation
+    run.json                    how it was started, on which machine and versions, and how it ended
     events.out.tfevents...      the same for TensorBoard
     checkpoints/step_.../       the latest checkpoints; the links ``latest`` and ``best`` name two of them
     videos/step_....mp4         one episode of each evaluation
@@ -44,6 +45,15 @@ from embodichain.agents.rl.checkpoint import (
 )
 from embodichain.agents.rl.run_config import RunConfig, RunSettings
 from embodichain.agents.rl.run_lock import RunLock
+from embodichain.agents.rl.run_records import (
+    CONFIG_FILE,
+    METRICS_FILE,
+    RECORD_FILE,
+    RunOrigin,
+    RunRecord,
+    command_of,
+)
+from embodichain.agents.rl.run_records import read_metrics as read_metrics
 from embodichain.agents.rl.utils.distributed import Ranks, is_launched, is_torchrun, local_count
 from embodichain.config import load_config, save_config
 from embodichain.errors import (
@@ -59,7 +69,6 @@ from embodichain.errors import (
 )
 from embodichain.extras import require
 
-CONFIG_FILE = "train_config.json"
 LATEST = "latest"
 WANDB_FILE = "wandb_run.txt"
 _UNFINISHED = re.compile(rf"\.step_[0-9]+\.[0-9]+\.partial|\.({LATEST}|{BEST})\.[0-9]+")
@@ -79,7 +88,7 @@ class RunFolder:
         self.path = path
         self.keep = keep
         self.checkpoints = path / CHECKPOINTS
-        self.metrics = path / "metrics.jsonl"
+        self.metrics = path / METRICS_FILE
         self.lock = RunLock(path)
         self.is_new = False
         """Whether this process made the folder."""
@@ -87,6 +96,8 @@ class RunFolder:
         """Whether it made the one above, too."""
         self.is_named = True
         """Whether the user chose its name."""
+        self.origin = RunOrigin()
+        """How the run was started."""
 
     @classmethod
     def create(cls, cfg: RunConfig) -> RunFolder:
@@ -140,7 +151,7 @@ class RunFolder:
         if is_run:
             _LOG.warning("%s holds a run without a checkpoint: the run begins anew", self.path)
         self.configure(cfg)
-        for old in logs:
+        for old in (*logs, self.path / RECORD_FILE):
             old.unlink(missing_ok=True)
         self._forget_unfinished()
 
@@ -218,7 +229,7 @@ class RunFolder:
         for unfinished in self.checkpoints.glob(".*"):
             if _UNFINISHED.fullmatch(unfinished.name):
                 _remove(unfinished)
-        for name in (CONFIG_FILE, self.metrics.name):
+        for name in (CONFIG_FILE, self.metrics.name, RECORD_FILE):
             for unfinished in self.path.glob(f".{name}.*"):
                 unfinished.unlink(missing_ok=True)
 
@@ -370,11 +381,6 @@ def read_saved(
     return saved
 
 
-def command_of(config: Mapping[str, Any]) -> str:
-    """Return the command that a run's config is for."""
-    return "imitate" if "source" in config else "train"
-
-
 @contextmanager
 def telling_how_to_continue(
     folder: RunFolder, trusted_modules: Collection[str] = (), ranks: Ranks | None = None, command: str = "train"
@@ -384,6 +390,7 @@ def telling_how_to_continue(
         yield
     except BaseException as error:
         if ranks is None or ranks.is_first:
+            RunRecord.end(folder.path, "interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error)
             folder.discard()
         continues = isinstance(error, EmbodiChainError | KeyboardInterrupt) and not isinstance(error, ConfigError)
         if continues and "--resume" not in str(error):  # a wrong config stays wrong
@@ -464,12 +471,6 @@ class RunLog:
                 f"cannot write to {self._file}: {error.strerror or error}. Once that is fixed, the run can continue "
                 f"from its latest checkpoint: --resume {self._file.parent}"
             ) from error
-
-
-def read_metrics(file: Path) -> list[dict[str, Any]]:
-    """Return the lines of a ``metrics.jsonl``; a last one that was cut short is left out."""
-    lines = file.read_text(encoding="utf-8").split("\n") if file.exists() else []
-    return [json.loads(line) for line in lines[:-1] if line]  # what follows the last line break was not finished
 
 
 def _cut(file: Path, step: int, evaluated: bool) -> None:

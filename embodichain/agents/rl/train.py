@@ -50,6 +50,7 @@ from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.models.registry import build_policy
 from embodichain.agents.rl.run_config import RunConfig
 from embodichain.agents.rl.run_loop import TrainingResult
+from embodichain.agents.rl.run_records import RunOrigin
 from embodichain.agents.rl.runs import (
     RunFolder,
     locked_run,
@@ -132,7 +133,9 @@ def train_from_config(
         run = run_to_continue(cfg.trainer, ranks)
         if run is not None:
             return _continue(run, overrides, trusted_modules, console, ranks)
-        with opened_trainer(cfg, None, None, trusted_modules, console, ranks) as trainer:
+        given = "" if isinstance(config_path, TrainCfg) else os.fspath(config_path)
+        origin = RunOrigin(given, tuple(overrides), tuple(trusted_modules))
+        with opened_trainer(cfg, None, None, trusted_modules, console, ranks, origin) as trainer:
             return trainer.train()
 
 
@@ -150,7 +153,8 @@ def _continue(
 ) -> TrainingResult:
     with locked_run(run, ranks) as folder:
         cfg, state = _read_run(run, folder, overrides, trusted_modules, ranks)
-        with opened_trainer(cfg, folder, state, trusted_modules, console, ranks) as trainer:
+        origin = RunOrigin(overrides=tuple(overrides))
+        with opened_trainer(cfg, folder, state, trusted_modules, console, ranks, origin) as trainer:
             return trainer.train()
 
 
@@ -178,12 +182,17 @@ def opened_trainer(
     trusted_modules: Collection[str],
     console: Console | None,
     ranks: Ranks,
+    origin: RunOrigin | None = None,
 ) -> Iterator[Trainer]:
-    """Build the trainer of a new run, or of the one in a folder, whose state is restored; release it in the end."""
+    """Build the trainer of a new run, or of the one in a folder, whose state is restored; release it in the end.
+
+    ``origin`` is kept in the folder of the run.
+    """
     with ranks.together("looking for its device"):
         check_devices(cfg)
     check_same_config(cfg, ranks)
     folder = open_folder(cfg, folder, ranks, anew=state is None)
+    folder.origin = origin or folder.origin
     console = console if ranks.is_first else MessageConsole(quiet=True)
     with ExitStack() as stack:
         stack.callback(folder.lock.release)

@@ -1,0 +1,1 @@
+"""Reports of runs: one HTML file that compares them and can be sent to somebody else."""

@@ -1,0 +1,160 @@
+"""The figures of a report, drawn by matplotlib and returned as SVG: learning curves, timing, the trials of a sweep."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
+
+from embodichain.agents.rl.reports.series import Series, Sweep, curve, curves_of, mean_and_band
+
+_STYLE: dict[str, Any] = {
+    "font.size": 9,
+    "font.family": "sans-serif",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.25,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "embodichain",
+}
+_WIDTH, _HEIGHT, _COLUMNS = 4.6, 2.7, 2
+_MAX_POINTS = 300
+_MINUTES = 60.0
+_LEGEND_ENTRIES = 10
+
+
+def colour(index: int) -> str:
+    """Return the colour of a series, the same in all figures and tables."""
+    return matplotlib.colors.to_hex(matplotlib.colormaps["tab10" if index < 10 else "tab20"](index % 20))
+
+
+def curves(series: Sequence[Series], names: Sequence[str], over_time: bool = False) -> str:
+    """Draw a panel for each name: every run thin, and of several seeds the mean with a band of a standard deviation."""
+    panels = [_curve_panel(series, name) for name in names]
+    if over_time and names:
+        panels.append(_curve_panel(series, names[0], "time/total_seconds"))
+    return _panels(panels)
+
+
+def _curve_panel(series: Sequence[Series], name: str, over: str = "step") -> Callable[[Axes], None]:
+    def draw(axes: Axes) -> None:
+        scale = 1.0 if over == "step" else 1.0 / _MINUTES
+        for index, one in enumerate(series):
+            lines = [curve(run, name, over) for run in one.runs]
+            band = mean_and_band(curves_of(one, name, over))
+            for x, y in lines:
+                thin = _thinned(x * scale, y)
+                marker = "." if 0 < len(x) < 40 else ""
+                own = {"alpha": 0.3, "lw": 0.7} if band is not None else {"lw": 1.4, "marker": marker, "ms": 4}
+                axes.plot(*thin, color=colour(index), label=one.label if band is None else None, **own)
+            if band is not None:
+                grid, mean, deviation = band
+                axes.plot(grid * scale, mean, color=colour(index), lw=1.8, label=one.label)
+                axes.fill_between(
+                    grid * scale, mean - deviation, mean + deviation, color=colour(index), alpha=0.18, lw=0
+                )
+        axes.set_title(name if over == "step" else f"{name} by time", fontsize=9, loc="left")
+        axes.set_xlabel("steps" if over == "step" else "minutes of training")
+        if over == "step":
+            axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        if name.endswith("/success"):
+            axes.set_ylim(-0.03, 1.03)
+
+    return draw
+
+
+def _thinned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return a curve of so few points that its drawing stays small: means of neighbours."""
+    if len(x) <= _MAX_POINTS:
+        return x, y
+    parts = np.array_split(np.arange(len(x)), _MAX_POINTS)
+    return np.array([x[part].mean() for part in parts]), np.array([y[part].mean() for part in parts])
+
+
+def timing(series: Sequence[Series], seconds: Sequence[dict[str, float]]) -> str:
+    """Draw where the time of each series went, in seconds of a run on average."""
+
+    def draw(axes: Axes) -> None:
+        kinds = list(dict.fromkeys(kind for row in seconds for kind in row))
+        left = np.zeros(len(series))
+        for index, kind in enumerate(kinds):
+            values = np.array([row.get(kind, 0.0) for row in seconds])
+            axes.barh([one.label for one in series], values, left=left, label=kind, color=colour(index), height=0.6)
+            left += values
+        axes.invert_yaxis()
+        axes.set_xlabel("seconds per run")
+        axes.grid(axis="y", visible=False)
+        axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=5, frameon=False)
+
+    return _panels([draw], width=2 * _WIDTH, height=0.9 + 0.38 * len(series), columns=1, legend=False)
+
+
+def trials(sweep: Sweep) -> str:
+    """Draw what a sweep has found: values in the order of trials, and over each setting that it varied."""
+    done = [trial for trial in sweep.trials if trial["value"] is not None and trial["state"] == "complete"]
+    pruned = [trial for trial in sweep.trials if trial["value"] is not None and trial["state"] == "pruned"]
+    space = sweep.group.get("space", {})
+    metric = str(sweep.group.get("metric", "value"))
+
+    def history(axes: Axes) -> None:
+        axes.plot([t["number"] for t in pruned], [t["value"] for t in pruned], "x", color="0.6", ms=4, label="pruned")
+        axes.plot([t["number"] for t in done], [t["value"] for t in done], "o", ms=4, color=colour(0), label="complete")
+        if done:
+            best = np.maximum.accumulate([trial["value"] for trial in done])
+            axes.step([trial["number"] for trial in done], best, where="post", color=colour(1), lw=1.4, label="best")
+        axes.set_title(f"{metric} of trials", fontsize=9, loc="left")
+        axes.set_xlabel("trial")
+        axes.legend(frameon=False)
+
+    def over(name: str) -> Callable[[Axes], None]:
+        def draw(axes: Axes) -> None:
+            for group, marker, shade in ((pruned, "x", "0.6"), (done, "o", colour(0))):
+                given = [trial for trial in group if name in trial["params"]]
+                values = [trial["params"][name] for trial in given]
+                is_plain = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+                x = values if is_plain else [str(value) for value in values]
+                axes.scatter(x, [trial["value"] for trial in given], s=16, marker=marker, color=shade)
+            if space.get(name, {}).get("log"):
+                axes.set_xscale("log")
+            axes.set_title(f"{metric} by {name}", fontsize=9, loc="left")
+
+        return draw
+
+    return _panels([history, *map(over, space)], legend=False)
+
+
+def _panels(
+    draws: Sequence[Callable[[Axes], None]],
+    width: float = _WIDTH,
+    height: float = _HEIGHT,
+    columns: int = _COLUMNS,
+    legend: bool = True,
+) -> str:
+    """Draw panels side by side, with one legend for all, and return the SVG element."""
+    if not draws:
+        return ""
+    columns = min(columns, len(draws))
+    rows = math.ceil(len(draws) / columns)
+    with matplotlib.rc_context(cast(Any, _STYLE)):  # its keys are spelled out in a type
+        figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+        grid = figure.subplots(rows, columns, squeeze=False).flatten()
+        for axes, draw in zip(grid, draws, strict=False):
+            draw(axes)
+        for axes in grid[len(draws) :]:
+            axes.set_visible(False)
+        handles, labels = grid[0].get_legend_handles_labels()
+        if legend and len(labels) > 1:
+            shown = slice(_LEGEND_ENTRIES)
+            figure.legend(handles[shown], labels[shown], loc="outside lower center", ncols=2, frameon=False)
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    text = buffer.getvalue()
+    return text[text.index("<svg") :]

@@ -1,0 +1,224 @@
+"""The HTML page of a report: one file with figures, videos and settings inside, which needs nothing else to be read."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shlex
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+from markupsafe import Markup
+
+from embodichain import __version__
+from embodichain.agents.rl.reports import figures
+from embodichain.agents.rl.reports.series import Selection, Series, Sweep, differences, select
+from embodichain.agents.rl.run_records import CONFIG_FILE, RunInfo, command_of
+from embodichain.errors import writing
+
+_MAIN = ("eval/return", "eval/success", "episode/return", "episode/length")
+"""What is drawn first; a run of imitation has losses instead."""
+_LOSSES = ("train/loss", "val/loss", "loss", "eval/loss")
+_KINDS = {"videos": (".mp4", "video/mp4"), "plots": (".png", "image/png")}
+_TOTAL, _SUFFIX = "time/total_seconds", "_seconds"
+_PANELS = 24
+"""Most panels of one group of further curves."""
+
+
+@dataclass(frozen=True)
+class Film:
+    """One video, or a plot in its place, of an evaluation."""
+
+    label: str
+    colour: str
+    step: str
+    source: Markup
+    is_video: bool
+
+
+def write_report(paths: Sequence[Path], file: Path, max_videos: int = 12, title: str | None = None) -> Path:
+    """Write the report of runs, groups of runs and sweeps in these folders."""
+    selection = select(paths)
+    text = render(selection, max_videos, title or _title(selection, paths))
+    with writing(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_name(f".{file.name}.partial")
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(file)
+    return file
+
+
+def _title(selection: Selection, paths: Sequence[Path]) -> str:
+    """Return the name of a single folder, or the names of the experiments."""
+    if len(paths) == 1:
+        return paths[0].resolve().name
+    names = dict.fromkeys(run.record.name for one in selection.series for run in one.runs)
+    return f"{', '.join(names)}: {sum(len(one.runs) for one in selection.series)} runs"
+
+
+def render(selection: Selection, max_videos: int, title: str) -> str:
+    """Return the page."""
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    environment.filters |= {"number": _number, "value": _value}
+    template = environment.from_string(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
+    series = selection.series
+    colours = [figures.colour(index) for index in range(len(series))]
+    logged = list(dict.fromkeys(name for one in series for name in one.names))
+    main = [name for name in _MAIN if name in logged] or [name for name in _LOSSES if name in logged]
+    seconds = [_seconds(one) for one in series]
+    films, left_out = _films(series, colours, max_videos)
+    return template.render(
+        title=title,
+        version=__version__,
+        made=time.strftime("%Y-%m-%d %H:%M %Z"),
+        rows=[_summary(one, colour) for one, colour in zip(series, colours, strict=True)],
+        series=series,
+        colours=colours,
+        differences=differences(series),
+        common=_common(series),
+        main=Markup(figures.curves(series, main, over_time=_TOTAL in logged)),
+        more=[(name, Markup(figures.curves(series, names))) for name, names in _groups(logged, main)],
+        sweeps=[(sweep, Markup(figures.trials(sweep)), _best_command(sweep)) for sweep in selection.sweeps],
+        left_out_trials=selection.left_out,
+        films=films,
+        left_out_films=left_out,
+        seconds=seconds,
+        kinds=list(dict.fromkeys(kind for row in seconds for kind in row)),
+        timing=Markup(figures.timing(series, seconds) if any(seconds) else ""),
+        machines=_machines(series),
+        commands=[(one, [(run, run.record.command, _again(run)) for run in one.runs]) for one in series],
+        configs=[(one.label, json.dumps(one.runs[0].config, indent=2, ensure_ascii=False)) for one in series],
+    )
+
+
+def _summary(series: Series, colour: str) -> dict[str, Any]:
+    """Return the line of a series in the table of results."""
+    total = series.final(_TOTAL)
+    steps = np.array([run.step for run in series.runs])
+    return {
+        "label": series.label,
+        "colour": colour,
+        "seeds": series.seeds,
+        "states": ", ".join(dict.fromkeys(run.state for run in series.runs)),
+        "steps": steps.mean(),
+        "last": _mean_and_deviation(series.final("eval/return")),
+        "best": _mean_and_deviation(series.best("eval/return")),
+        "success": _mean_and_deviation(series.final("eval/success"), percent=True),
+        "recent": _mean_and_deviation(series.final("episode/return")),
+        "seconds": total.mean() if len(total) else None,
+        "speed": (steps.sum() / total.sum()) if len(total) == len(steps) and total.sum() else None,
+        "evaluations": [_told(evaluation) for run in series.runs for evaluation in run.evaluations[-1:]],
+    }
+
+
+def _told(evaluation: dict[str, Any]) -> str:
+    rate = evaluation.get("success_rate")
+    success = "" if rate is None else f", success {rate:.0%}"
+    return f"{evaluation.get('mean_return', float('nan')):.2f}{success} ({evaluation.get('episodes')} episodes)"
+
+
+def _mean_and_deviation(values: np.ndarray, percent: bool = False) -> str:
+    """Return a mean over seeds, with its standard deviation if there are several."""
+    if not len(values):
+        return "–"
+    mean, deviation = values.mean(), values.std(ddof=1) if len(values) > 1 else None
+    if percent:
+        return f"{mean:.0%}" if deviation is None else f"{mean:.0%} ± {deviation:.0%}"
+    return f"{mean:.2f}" if deviation is None else f"{mean:.2f} ± {deviation:.2f}"
+
+
+def _seconds(series: Series) -> dict[str, float]:
+    """Return where the time of an average run went."""
+    spent: dict[str, float] = {}
+    for run in series.runs:
+        parts: dict[str, float] = {}
+        for line in run.lines:
+            for name, value in line.items():
+                if name.startswith("time/") and name.endswith(_SUFFIX) and name != _TOTAL and value is not None:
+                    kind = name.removeprefix("time/").removesuffix(_SUFFIX)
+                    parts[kind] = parts.get(kind, 0.0) + value
+        total = run.latest(_TOTAL)
+        if total is not None:
+            parts["checkpoints, other"] = max(0.0, total - sum(parts.values()))
+        for kind, value in parts.items():
+            spent[kind] = spent.get(kind, 0.0) + value / len(series.runs)
+    return spent
+
+
+def _groups(logged: Sequence[str], main: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Return the names of further curves by their first part."""
+    groups: dict[str, list[str]] = {}
+    for name in logged:
+        if name not in main and name != _TOTAL:
+            groups.setdefault(name.partition("/")[0], []).append(name)
+    return [(group, names[:_PANELS]) for group, names in groups.items()]
+
+
+def _films(series: Sequence[Series], colours: Sequence[str], most: int) -> tuple[list[Film], int]:
+    """Return the film of the last evaluation of each run, as many as may be, and how many are left out."""
+    found: list[tuple[Series, str, RunInfo, Path]] = []
+    for one, colour in zip(series, colours, strict=True):
+        for run in one.runs:
+            files = sorted(
+                file for suffix, _ in _KINDS.values() for file in (run.path / "videos").glob(f"step_*{suffix}")
+            )
+            found += [(one, colour, run, file) for file in files[-1:]]
+    films = []
+    for one, colour, run, file in found[:most]:
+        kind = dict(_KINDS.values())[file.suffix]
+        data = base64.b64encode(file.read_bytes()).decode()
+        seed = "" if run.record.seed is None else f", seed {run.record.seed}"
+        step = (
+            f"step {int(file.stem.removeprefix('step_')):,}" if file.stem.removeprefix("step_").isdigit() else file.stem
+        )
+        films.append(
+            Film(f"{one.label}{seed}", colour, step, Markup(f"data:{kind};base64,{data}"), file.suffix == ".mp4")
+        )
+    return films, len(found) - len(films)
+
+
+def _common(series: Sequence[Series]) -> list[tuple[str, Any]]:
+    """Return the settings that all series share."""
+    changed = {key for key, _ in differences(series)}
+    return [(key, value) for key, value in series[0].settings.items() if key not in changed] if series else []
+
+
+def _machines(series: Sequence[Series]) -> list[tuple[str, dict[str, Any], dict[str, str]]]:
+    """Return machines and versions, each with the runs that were made there."""
+    known: dict[str, tuple[list[str], dict[str, Any], dict[str, str]]] = {}
+    for one in series:
+        for run in one.runs:
+            record = run.record
+            key = json.dumps([record.machine, record.versions], sort_keys=True)
+            known.setdefault(key, ([], record.machine, record.versions))[0].append(run.path.name)
+    return [(", ".join(names), machine, versions) for names, machine, versions in known.values()]
+
+
+def _again(run: RunInfo) -> str:
+    """Return the command that repeats a run from what its folder holds."""
+    new = f"{run.path}_again"
+    return shlex.join(["embodichain", command_of(run.config), str(run.path / CONFIG_FILE), "--trainer.run_dir", new])
+
+
+def _best_command(sweep: Sweep) -> str:
+    best = sweep.group.get("best_config")
+    return shlex.join(["embodichain", "train", str(sweep.path / best)]) if best else ""
+
+
+def _number(value: float | None) -> str:
+    """Return a number as a person reads it."""
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _value(value: Any) -> str:
+    """Return a setting as a file has it."""
+    return json.dumps(value, ensure_ascii=False, default=str)

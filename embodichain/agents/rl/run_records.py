@@ -1,0 +1,343 @@
+"""What the folder of a run tells about it: where it came from, how far it is, how it ended, how well it does.
+
+``run.json`` says what a config cannot: the command, what it changed, machine, versions, and the end. This module
+imports neither torch nor MuJoCo, so that a list of runs is there at once; folders of older runs have no ``run.json``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Self
+
+from embodichain import __version__
+from embodichain.agents.rl.run_lock import LOCK_FILE, read_holder
+from embodichain.config.files import save_config
+from embodichain.errors import OutputError
+
+CONFIG_FILE, METRICS_FILE, RECORD_FILE = "train_config.json", "metrics.jsonl", "run.json"
+EVALUATIONS_FILE = "evaluations.jsonl"
+"""What ``embodichain eval`` found, one line each time."""
+GROUP_FILE = "group.json"
+"""In a folder of runs that belong together: what they are."""
+_TAIL_BYTES = 1 << 16
+_PACKAGES = ("torch", "mujoco", "gymnasium", "tensordict", "numpy", "mujoco-warp", "warp-lang", "transformers", "ray")
+_CHECKOUT = Path(__file__).parents[3]
+
+
+@dataclass(frozen=True)
+class RunOrigin:
+    """How a run was started."""
+
+    config: str = ""
+    """The config's file, or the name of an environment, as it was given."""
+    overrides: tuple[str, ...] = ()
+    """Flags that changed the config."""
+    trusted_modules: tuple[str, ...] = ()
+    """Modules that had to be allowed."""
+
+    @property
+    def command(self) -> str:
+        """The command line that starts such a run."""
+        trust = [word for module in self.trusted_modules for word in ("--trust", module)]
+        return shlex.join(["embodichain", "train", self.config, *self.overrides, *trust]) if self.config else ""
+
+
+@dataclass
+class RunRecord:
+    """The content of ``run.json``."""
+
+    name: str = ""
+    """Name of the experiment."""
+    seed: int | None = None
+    """Seed of the run."""
+    config: str = ""
+    """The config as it was given."""
+    overrides: list[str] = field(default_factory=list)
+    """Flags that changed it."""
+    command: str = ""
+    """The command that starts such a run."""
+    began: float = 0.0
+    """When it began, in seconds since 1970."""
+    resumed: list[float] = field(default_factory=list)
+    """When it was continued."""
+    machine: dict[str, Any] = field(default_factory=dict)
+    """Where it runs, or ran last."""
+    versions: dict[str, str] = field(default_factory=dict)
+    """Versions of Python and of the packages that matter."""
+    ended: float | None = None
+    """When it ended in an orderly way, or by an error."""
+    reason: str | None = None
+    """Why it ended: a stop criterion, ``interrupted``, ``failed`` or ``pruned``."""
+    error: str | None = None
+    """The error that ended it."""
+
+    @classmethod
+    def read(cls, folder: Path) -> Self | None:
+        """Return the record of a run, if it can be read."""
+        with contextlib.suppress(OSError, ValueError):
+            data = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
+            if isinstance(data, dict):
+                known = {name: value for name, value in data.items() if name in cls.__dataclass_fields__}
+                return cls(**known)
+        return None
+
+    def write(self, folder: Path) -> None:
+        """Write it, whole or not at all."""
+        save_config(asdict(self), folder / RECORD_FILE)
+
+    @classmethod
+    def begin(cls, folder: Path, name: str, seed: int | None, origin: RunOrigin, gpu: str | None) -> None:
+        """Write that a run begins, or is continued."""
+        former = cls.read(folder)
+        record = former or cls(config=origin.config, command=origin.command or program_command(), began=time.time())
+        if former is not None:
+            record.resumed.append(time.time())
+        record.overrides += origin.overrides
+        record.name, record.seed = name, seed
+        record.machine, record.versions = describe_machine(gpu), list_versions()
+        record.ended = record.reason = record.error = None
+        record.write(folder)
+
+    @classmethod
+    def end(cls, folder: Path, reason: str, error: BaseException | None = None) -> None:
+        """Write that a run has ended, and why, if it has a record; a disk that is full or gone is no reason to fail."""
+        record = cls.read(folder)
+        if record is not None:
+            record.ended, record.reason = time.time(), reason
+            record.error = None if error is None else f"{type(error).__name__}: {error}"
+            with contextlib.suppress(OutputError):
+                record.write(folder)
+
+
+def describe_machine(gpu: str | None = None) -> dict[str, Any]:
+    """Return what a reader needs to know about this machine."""
+    processor = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        processor = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), processor)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return {
+        "host": socket.gethostname(),
+        "system": platform.platform(terse=True),
+        "processor": processor,
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(memory, 1),
+        **({"gpu": gpu} if gpu else {}),
+    }
+
+
+def list_versions() -> dict[str, str]:
+    """Return the versions of this package, of Python and of what is installed that matters."""
+    versions = {"embodichain": f"{__version__}{_commit()}", "python": platform.python_version()}
+    for package in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return versions
+
+
+def _commit() -> str:
+    """Return the commit of a checkout, as a suffix of the version."""
+    if not (_CHECKOUT / ".git").exists():
+        return ""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        words = ["git", "-C", str(_CHECKOUT), "rev-parse", "--short=12", "HEAD"]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=5.0, check=True)
+        return f"+{done.stdout.strip()}"
+    return ""
+
+
+def read_metrics(file: Path) -> list[dict[str, Any]]:
+    """Return the lines of a ``metrics.jsonl``; a last one that was cut short is left out."""
+    lines = file.read_text(encoding="utf-8").split("\n") if file.exists() else []
+    return [json.loads(line) for line in lines[:-1] if line]  # what follows the last line break was not finished
+
+
+def command_of(config: Mapping[str, Any]) -> str:
+    """Return the command that a run's config is for."""
+    return "imitate" if "source" in config else "train"
+
+
+def is_run(folder: Path) -> bool:
+    """Tell whether a folder is that of a run."""
+    return os.path.isfile(folder / CONFIG_FILE)
+
+
+class RunInfo:
+    """A run as its folder shows it, now: everything is read when it is asked for, and once."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The resolved config; empty if it cannot be read."""
+        with contextlib.suppress(OSError, ValueError):
+            data = json.loads((self.path / CONFIG_FILE).read_text(encoding="utf-8"))
+            return data if isinstance(data, dict) else {}
+        return {}
+
+    @cached_property
+    def record(self) -> RunRecord:
+        """What ``run.json`` says; name and seed of older runs are those of the config."""
+        found = RunRecord.read(self.path)
+        if found is not None:
+            return found
+        trainer = self.config.get("trainer")
+        trainer = trainer if isinstance(trainer, Mapping) else self.config
+        return RunRecord(name=str(trainer.get("exp_name", self.path.name)), seed=trainer.get("seed"))
+
+    @cached_property
+    def lines(self) -> list[dict[str, Any]]:
+        """All lines of the log; one that cannot be read is left out."""
+        return list(_parsed(self._log_bytes(0)))
+
+    @cached_property
+    def recent(self) -> list[dict[str, Any]]:
+        """The last lines of the log, which a list of runs needs."""
+        return list(_parsed(self._log_bytes(_TAIL_BYTES)))
+
+    def _log_bytes(self, last: int) -> bytes:
+        """Return the log, or whole lines of its end."""
+        with contextlib.suppress(OSError), (self.path / METRICS_FILE).open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - last) if last else 0)
+            if last and size > last:
+                file.readline()
+            return file.read()
+        return b""
+
+    @cached_property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """What ``embodichain eval`` found, oldest first."""
+        with contextlib.suppress(OSError):
+            return list(_parsed((self.path / EVALUATIONS_FILE).read_bytes()))
+        return []
+
+    @property
+    def step(self) -> int:
+        """Environment steps so far (of imitation: gradient steps)."""
+        return max((int(line["step"]) for line in self.recent), default=0)
+
+    def latest(self, *names: str) -> float | None:
+        """Return the last value that was logged under the first of these names that has any."""
+        for name in names:
+            for lines in (self.recent, self.lines) if name.startswith("eval/") else (self.recent,):
+                found = next((line[name] for line in reversed(lines) if line.get(name) is not None), None)
+                if found is not None:
+                    return float(found)
+        return None
+
+    @property
+    def mean_return(self) -> float | None:
+        """Mean return of the last evaluation; without evaluations, of recent episodes."""
+        return self.latest("eval/return", "episode/return")
+
+    @property
+    def success(self) -> float | None:
+        """Success rate of the last evaluation; without evaluations, of recent episodes."""
+        return self.latest("eval/success", "episode/success")
+
+    @property
+    def age(self) -> float:
+        """Seconds since something was logged, or else since the run was made."""
+        for name in (METRICS_FILE, RECORD_FILE, CONFIG_FILE):
+            with contextlib.suppress(OSError):
+                return max(0.0, time.time() - (self.path / name).stat().st_mtime)
+        return 0.0
+
+    @cached_property
+    def state(self) -> str:
+        """One of ``running``, ``finished``, ``evaluated``, ``interrupted``, ``pruned``, ``failed``, ``killed``.
+
+        A run without a record, made by an older version, that nobody trains has ``stopped``.
+        """
+        if is_running(self.path):
+            return "running"
+        record = RunRecord.read(self.path)
+        if record is None:
+            return "stopped"
+        if record.reason is None:
+            return "killed"
+        if record.reason in ("interrupted", "pruned", "failed"):
+            return record.reason
+        return "evaluated" if self.evaluations else "finished"
+
+    def overrides(self) -> dict[str, str]:
+        """Return the flags that changed the config, as pairs of name and value."""
+        pairs: dict[str, str] = {}
+        name = ""
+        for word in self.record.overrides:
+            if word.startswith("--") and not word[2:3].isdigit():
+                name, _, value = word[2:].partition("=")
+                pairs[name] = value
+            elif name:
+                pairs[name] = f"{pairs[name]} {word}".strip()
+        return pairs
+
+
+def is_running(folder: Path) -> bool:
+    """Tell whether a process trains in a folder, without taking its lock, which that process may just be about to."""
+    holder = None
+    with contextlib.suppress(OSError), (folder / LOCK_FILE).open("rb") as file:
+        holder = read_holder(file)
+    if holder is None:
+        return False
+    if holder["host"] != socket.gethostname():
+        return True  # nobody here can know better
+    try:
+        opened = [os.path.realpath(entry) for entry in Path(f"/proc/{int(holder['pid'])}/fd").iterdir()]
+    except PermissionError:
+        return True  # of another user, but it is there
+    except (OSError, ValueError):
+        return False
+    return os.path.realpath(folder / LOCK_FILE) in opened
+
+
+def _parsed(data: bytes) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a log that are whole and hold a step."""
+    for line in data.split(b"\n")[:-1]:
+        with contextlib.suppress(ValueError):
+            entry = json.loads(line)
+            if isinstance(entry, dict) and isinstance(entry.get("step"), int):
+                yield entry
+
+
+def find_runs(folder: Path) -> list[Path]:
+    """Return the runs in a folder and below, in the order of their names; what is inside a run is none."""
+    if is_run(folder):
+        return [folder]
+    found: list[Path] = []
+    with contextlib.suppress(OSError):
+        for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+            if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
+                found += find_runs(Path(entry.path))
+    return found
+
+
+def read_group(folder: Path) -> dict[str, Any] | None:
+    """Return what a folder of runs that belong together says about them; ``None`` if it is no such folder."""
+    with contextlib.suppress(OSError, ValueError):
+        data = json.loads((folder / GROUP_FILE).read_text(encoding="utf-8"))
+        return data if isinstance(data, dict) else None
+    return None
+
+
+def program_command() -> str:
+    """Return the command line of this process, if it is one of this package's."""
+    name = Path(sys.argv[0]).name
+    if name in ("embodichain", "__main__.py"):
+        return shlex.join(["embodichain", *sys.argv[1:]])
+    return ""

@@ -1,0 +1,160 @@
+"""``embodichain runs [DIR]``: list the runs in a folder, with their state and how well they do."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated, Any, Literal
+
+import tyro
+from rich.console import Console
+from rich.text import Text
+
+from embodichain.agents.rl.run_records import RunInfo, find_runs, read_group
+from embodichain.cli.options import parse_options
+from embodichain.errors import ConfigError
+from embodichain.utils.console import short_number
+
+_COLOURS = {
+    "running": "cyan",
+    "finished": "green",
+    "evaluated": "green",
+    "interrupted": "yellow",
+    "pruned": "dim",
+    "failed": "red",
+    "killed": "red",
+    "stopped": "dim",
+}
+_CROWD = 3
+"""States that a group is in are counted; so many are named."""
+_ROOM = 16
+"""Columns that are worth being used for what a command changed."""
+
+
+@dataclass(frozen=True)
+class RunsArgs:
+    """List runs: state, seed, what their command changed, steps, return, success and age. Runs of several seeds and
+    trials of a sweep are one line, unless --all is given."""
+
+    dir: Annotated[Path, tyro.conf.Positional] = Path("runs")
+    """Folder of runs; those in folders below it are listed, too."""
+    all: bool = False
+    """List every run of a group or sweep in a line of its own."""
+    sort: Literal["age", "return", "success", "steps", "name"] = "age"
+    """The last line has the newest run, or the highest return, success or number of steps."""
+    json: bool = False
+    """Print JSON, for programs."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command and return its exit code."""
+    args = parse_options(RunsArgs, argv, "embodichain runs")
+    if not args.dir.is_dir():
+        raise ConfigError(f"{args.dir}: expected a folder of runs; embodichain train makes runs in it", "command line")
+    rows = _rows(args.dir, args.all)
+    if not rows and not args.json:
+        raise ConfigError(f"{args.dir}: there is no run in it (a folder with train_config.json)", "command line")
+    rows.sort(key=lambda row: _key(row, args.sort))
+    if args.json:
+        print(json.dumps(rows, indent=2))
+        return 0
+    _print(Console(), rows)
+    return 0
+
+
+def _print(console: Console, rows: Sequence[dict[str, Any]]) -> None:
+    """Print a line for each run; what its command changed follows where there is room, or else stands below it."""
+    cells = [["run", "state", "seed", "steps", "return", "success", "age"], *map(_cells, rows)]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
+    room = console.width - sum(widths) - 2 * len(widths)
+    for line, row in zip(cells, [None, *rows], strict=True):
+        text = Text()
+        for index, (cell, width) in enumerate(zip(line, widths, strict=True)):
+            style = _COLOURS.get(cell.split()[-1] if cell else "", "") if index == 1 else ""
+            text.append(cell.ljust(width) if index < 2 else cell.rjust(width), "bold" if row is None else style)
+            text.append("  ")
+        changed = "changed" if row is None else _changed(row)
+        if room >= _ROOM and len(changed) <= room:
+            text.append(changed, "bold" if row is None else "dim")
+        text.rstrip()
+        console.print(text, soft_wrap=True)
+        if row is not None and changed and (room < _ROOM or len(changed) > room):
+            for part in textwrap.wrap(changed, max(20, console.width - 4), break_long_words=False):
+                console.print(Text(f"    {part}", "dim"), soft_wrap=True)
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    told = "" if row["return"] is None else f"{row['return']:.4g}"
+    success = "" if row["success"] is None else f"{row['success']:.0%}"
+    seed = "" if row["seed"] is None else str(row["seed"])
+    return [row["run"], row["state"], seed, short_number(row["steps"]), told, success, _ago(row["age"])]
+
+
+def _changed(row: dict[str, Any]) -> str:
+    return " ".join(f"{name.rpartition('.')[2]}={value}" for name, value in row["overrides"].items())
+
+
+def _rows(folder: Path, every: bool) -> list[dict[str, Any]]:
+    """Return a line for each run, or each group of runs, below a folder."""
+    grouped: dict[Path, list[RunInfo]] = {}
+    for path in find_runs(folder):
+        above = [path, *path.parents]
+        inside = above[: above.index(folder) + 1] if folder in above else above[:1]
+        group = next((parent for parent in reversed(inside) if read_group(parent) is not None), path)
+        grouped.setdefault(path if every else group, []).append(RunInfo(path))
+    return [_row(path, runs, folder) for path, runs in grouped.items()]
+
+
+def _row(path: Path, runs: Sequence[RunInfo], folder: Path) -> dict[str, Any]:
+    name = str(path) if path == folder else str(path.relative_to(folder))
+    first = runs[0]
+    ignored = ("trainer.seed", "trainer.run_dir", "trainer.output_dir")
+    row = {
+        "run": name,
+        "name": first.record.name,
+        "state": first.state,
+        "seed": first.record.seed,
+        "overrides": {key: value for key, value in first.overrides().items() if key not in ignored},
+        "steps": first.step,
+        "return": first.mean_return,
+        "success": first.success,
+        "age": first.age,
+    }
+    group = None if path == first.path else read_group(path)
+    if group is None:
+        return row
+    states = [run.state for run in runs]
+    counts = {state: states.count(state) for state in dict.fromkeys(states)}
+    told = ", ".join(f"{count} {state}" for state, count in list(counts.items())[:_CROWD])
+    returns = [value for run in runs if (value := run.mean_return) is not None]
+    successes = [value for run in runs if (value := run.success) is not None]
+    row |= {
+        "state": told if len(counts) > 1 else states[0],
+        "seed": group.get("seeds"),
+        "steps": sum(run.step for run in runs),
+        "return": fmean(returns) if returns else None,
+        "success": fmean(successes) if successes else None,
+        "age": min(run.age for run in runs),
+        "runs": len(runs),
+        "overrides": group.get("overrides", row["overrides"]),
+    }
+    return row
+
+
+def _key(row: dict[str, Any], by: str) -> Any:
+    if by == "name":
+        return row["run"]
+    if by == "age":
+        return -row["age"]
+    return float("-inf") if row[by] is None else row[by]
+
+
+def _ago(seconds: float) -> str:
+    for size, letter in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {letter}"
+    return f"{seconds:.0f} s"
