@@ -28,7 +28,7 @@ demo: $(STAMP)  ## Watch the product do its main job in small, on the CPU
 test: $(STAMP)  ## Run the test suite
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not extra" $(ARGS)
 
-test-extras: $(EXTRAS_STAMP)  ## Run the tests that need optional packages: Ray, LeRobot, ONNX, transformers, peers, robots
+test-extras: $(EXTRAS_STAMP)  ## Run the tests that need optional packages: Ray, LeRobot, ONNX, transformers, peers, robots, viewer
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "extra and not gpu" --all-extras $(ARGS)
 
 check: $(STAMP)  ## Check format, lint and types
@@ -58,5 +58,5 @@ $(STAMP): pyproject.toml constraints.txt
 
 $(EXTRAS_STAMP): $(STAMP)
 	@echo 'Installing optional packages into .venv (once) ...'
-	@$(PIP) -e ".[dev,ray,data,export,vla,peers,robots]"
+	@$(PIP) -e ".[dev,ray,data,export,vla,peers,robots,viewer]"
 	@touch $@

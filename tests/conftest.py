@@ -21,6 +21,7 @@ EXTRAS = {
     "vla": ("transformers", "peft"),
     "peers": ("torchrl", "stable_baselines3"),
     "robots": ("robosuite", "gymnasium_robotics"),
+    "viewer": ("viser", "trimesh", "selenium"),
 }
 """What a test marked ``extra(NAME)`` imports."""
 

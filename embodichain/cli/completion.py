@@ -33,7 +33,7 @@ _embodichain() {{
 complete -o filenames -F _embodichain embodichain
 """
 _ZSH = "autoload -U +X bashcompinit && bashcompinit\n"
-_BY_NAME = ("play", "stream", "record", "train", "envs")
+_BY_NAME = ("play", "view", "stream", "record", "train", "envs")
 """Commands whose argument may be the name of an environment."""
 _SUBCOMMANDS = {"envs": ("list", "check"), "robots": ("list", "check")}
 
@@ -82,7 +82,7 @@ def _options() -> dict[str, list[str]]:
         for name, flags in (("engine", engine), ("train", training))
     }
     more: dict[str, Iterable[str]] = {"stream": fields["engine"], "record": fields["engine"], "train": fields["train"]}
-    own = {"train": ["--config", "--resume", "--trust"]}
+    own = {"train": ["--config", "--resume", "--trust", "--viewer"]}
     return {
         command: sorted({"--help", *own.get(command, ()), *_own_options(command), *more.get(command, ())})
         for command in COMMANDS

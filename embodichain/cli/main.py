@@ -19,6 +19,7 @@ COMMANDS = {
     "envs": "list the environments, or check that one keeps the contract",
     "robots": "list the robots, or see what is recognised in a robot's MJCF file",
     "play": "roll an environment and show what happens",
+    "view": "watch an environment, a trained policy or a recording in the browser",
     "stream": "stream episodes from simulation workers and watch the numbers",
     "record": "write the episodes of a stream as a LeRobotDataset folder",
     "train": "train a policy as a config says, or continue a run",

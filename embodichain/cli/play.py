@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from embodichain.cli.eval import opened_run
 from embodichain.cli.options import Trust, loading, parse_options
 from embodichain.cli.summary import print_files, print_summary
+from embodichain.cli.view import ViewArgs, view
 from embodichain.errors import ConfigError, EnvContractError
 from embodichain.utils.console import check_counts
 
@@ -58,12 +59,16 @@ class PlayArgs:
     """Of a run: which of its checkpoints."""
     config: Path | None = None
     """File with settings of the environment (a gym_config.json); those of a run go below it."""
+    viewer: bool = False
+    """Show it in the browser instead, until Ctrl-C: what 'embodichain view' does."""
     trust: Trust = ()
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     args = parse_options(PlayArgs, argv, "embodichain play")
+    if args.viewer:
+        return view(_as_view(args))
 
     with loading():
         from embodichain.envs.recording import EpisodeRecorder
@@ -100,6 +105,13 @@ def main(argv: Sequence[str]) -> int:
     if recorder is not None:
         print_files(console, files, recorder.problem)
     return 0
+
+
+def _as_view(args: PlayArgs) -> ViewArgs:
+    """Return the options of ``embodichain view`` that show the same."""
+    who = args.checkpoint if args.policy is None and os.path.isdir(args.id) else args.policy
+    shown = ViewArgs(args.id, who, seed=args.seed, config=args.config, trust=args.trust)
+    return shown if args.num_envs is None else replace(shown, num_envs=args.num_envs)
 
 
 @contextlib.contextmanager

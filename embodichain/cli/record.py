@@ -14,10 +14,12 @@ from rich.progress import Progress
 
 from embodichain.cli.options import Trust, loading
 from embodichain.cli.stream import parse_command
+from embodichain.errors import ConfigError
 from embodichain.utils.console import check_counts
 
 if TYPE_CHECKING:
     from embodichain.agents.datasets.frames import EpisodeSource
+    from embodichain.envs.env_cfg import GymCfg
 
 _DEFAULT_FPS = 30
 
@@ -38,6 +40,8 @@ class RecordArgs:
     """What is to be done, in words; None takes the name of the environment."""
     quality: int = 18
     """Quality of the videos: 0 is lossless, 51 the worst."""
+    states: bool = False
+    """Record the positions of the simulation, too, so that 'embodichain view' shows the episodes in 3D."""
     trust: Trust = ()
     read: bool = False
     """Read the folder back and compare it with what was written."""
@@ -50,15 +54,19 @@ def main(argv: Sequence[str]) -> int:
     with loading():
         from embodichain.agents.datasets.lerobot import LeRobotWriter, read_back, record
         from embodichain.agents.engine.sources import open_source
+        from embodichain.viewer.replay import write_scene
 
     check_counts({"--episodes": args.episodes})
     console = Console()
     with closing(open_source(cfg)) as source:  # the episodes of the stream's first worker
+        scene = _keep_states(source) if args.states else None
         name = args.task or str(cfg.gym_config.get("id", args.config))
         writer = LeRobotWriter(args.out, source.layout, args.fps or _rate(source), name, quality=args.quality)
         with writer, Progress(console=console, transient=True) as progress:
             recorded = record(source, writer, args.episodes, cfg.check().only_success)
             traces = list(progress.track(recorded, total=args.episodes, description="recording"))
+    if scene is not None:
+        write_scene(args.out, scene)
     frames = sum(trace.length for trace in traces)
     console.print(f"{args.out}: {len(traces)} episodes, {frames} frames at {writer.fps} per second")
     if args.read:
@@ -66,6 +74,19 @@ def main(argv: Sequence[str]) -> int:
         images = "" if likeness is None else f"; images alike to {likeness:.1f} dB or better"
         console.print(f"read back: {len(traces)} episodes, {frames} frames, numbers identical{images}")
     return 0
+
+
+def _keep_states(source: EpisodeSource) -> GymCfg:
+    """Let a source keep the positions of its simulation, and return the settings of the environment."""
+    from embodichain.agents.engine.sources import SimulatedEpisodes
+    from embodichain.envs.task_env import TaskEnv
+    from embodichain.viewer.replay import states_of
+
+    env = source.env if isinstance(source, SimulatedEpisodes) else None
+    if not isinstance(source, SimulatedEpisodes) or not isinstance(env, TaskEnv):
+        raise ConfigError("--states: only tasks that are simulated here have positions to record; leave it out")
+    source.also_keep(lambda: states_of(env))
+    return env.cfg
 
 
 def _rate(source: EpisodeSource) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -62,6 +63,8 @@ class StreamArgs:
     """Show what every worker does, node by node."""
     tensorboard: Path | None = None
     """Folder for TensorBoard scalars of the stream and of every node."""
+    viewer: bool = False
+    """Show the environments of the workers in the browser while they stream."""
     trust: Trust = ()
 
 
@@ -75,8 +78,13 @@ def main(argv: Sequence[str]) -> int:
     if args.tensorboard is not None:
         with writing(args.tensorboard):
             args.tensorboard.mkdir(parents=True, exist_ok=True)
-    with shown_messages(), OnlineDataEngine(cfg) as engine:
-        watch(engine, args, Console())
+    with ExitStack() as stack:
+        stack.enter_context(shown_messages())
+        if args.viewer:
+            from embodichain.viewer.launch import viewer_beside
+
+            print(f"viewer: {stack.enter_context(viewer_beside(args.config))}", file=sys.stderr, flush=True)
+        watch(stack.enter_context(OnlineDataEngine(cfg)), args, Console())
     return 0
 
 

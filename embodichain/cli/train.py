@@ -7,6 +7,7 @@ from functools import partial
 
 from embodichain.agents.rl.arguments import parse_args
 from embodichain.config.files import find_shipped, load_config
+from embodichain.extras import require
 
 
 def main(argv: Sequence[str]) -> Callable[[], int]:
@@ -14,9 +15,22 @@ def main(argv: Sequence[str]) -> Callable[[], int]:
     args = parse_args(argv)
     if args.config is not None and args.config.suffix in (".json", ".yaml", ".yml"):
         load_config(find_shipped(args.config))  # what is no config is told at once
-    is_shown = os.environ.get("RANK", "0") == "0" and not {"-h", "--help"} & set(args.overrides)
+    wants_help = {"-h", "--help"} & set(args.overrides)
+    is_shown = os.environ.get("RANK", "0") == "0" and not wants_help
+    if args.viewer:
+        require("viser", extra="viewer")
     if is_shown and "torch" not in sys.modules:
         print(f"{args.resume or args.config}: loading torch and MuJoCo ...", file=sys.stderr, flush=True)
     from embodichain.agents.rl.train import main as train
 
-    return partial(train, argv)
+    training = partial(train, argv)
+    return partial(_with_viewer, str(args.resume or args.config), training) if args.viewer and is_shown else training
+
+
+def _with_viewer(title: str, training: Callable[[], int]) -> int:
+    """Train with a viewer beside it; of several processes, the first one's environments are shown."""
+    from embodichain.viewer.launch import viewer_beside
+
+    with viewer_beside(title) as address:
+        print(f"viewer: {address}", file=sys.stderr, flush=True)
+        return training()

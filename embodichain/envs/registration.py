@@ -20,6 +20,7 @@ from embodichain.envs.gl_backend import choose_backend
 from embodichain.envs.gymnasium_env import make_gymnasium
 from embodichain.envs.gymnasium_env.construct import resolve_spec
 from embodichain.envs.physics.mujoco_cpu import MujocoCpuPhysics
+from embodichain.envs.publishing import publish_if_asked
 from embodichain.envs.randomization import EVENTS, spare_rows
 from embodichain.envs.robot_files import find_file
 from embodichain.envs.task import Task
@@ -198,11 +199,13 @@ def _make(cfg: GymCfg, trusted_modules: Collection[str]) -> VecEnv:
         task = _TASKS[cfg.id].task
         model = task.build_model(cfg)
         if cfg.device == "cpu":
-            return TaskEnv(cfg, task, MujocoCpuPhysics(model, cfg.num_envs, cfg.num_threads, task.outputs))
+            physics = MujocoCpuPhysics(model, cfg.num_envs, cfg.num_threads, task.outputs)
+            return publish_if_asked(TaskEnv(cfg, task, physics))
         from embodichain.envs.physics.mujoco_warp import MujocoWarpPhysics  # an extra
 
         rows = spare_rows(cfg.env.events, model)
-        return TaskEnv(cfg, task, MujocoWarpPhysics(model, cfg.num_envs, cfg.device, task.outputs, rows))
+        on_device = MujocoWarpPhysics(model, cfg.num_envs, cfg.device, task.outputs, rows)
+        return publish_if_asked(TaskEnv(cfg, task, on_device))
     if unknown := _unknown_id(cfg.id):
         raise UnknownNameError(unknown)
     plain, env = EnvCfg(), cfg.env

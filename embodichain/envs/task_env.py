@@ -55,6 +55,8 @@ class TaskEnv(VecEnv):
         self._step = torch.zeros(self.num_envs, dtype=torch.int64, device=self.device)
         self._all = torch.arange(self.num_envs, device=self.device)
         self._one = torch.ones((), dtype=torch.int64, device=self.device)
+        self.on_step: Callable[[Tensor], None] | None = None
+        """Called after every step with its reward ``[num_envs]``; it may look at everything, and change nothing."""
         self._shown: Tensor | None = None
         """Which envs ``[num_envs]`` need images in the next observation; ``None``: all."""
         noise = lambda ids, size: self._streams.noise(ids, self._step[ids], size)  # noqa: E731 - of the present steps
@@ -132,6 +134,11 @@ class TaskEnv(VecEnv):
         return self.cfg.id
 
     @property
+    def episode_steps(self) -> Tensor:
+        """Steps that the episode of each env has had, live, ``[num_envs]``."""
+        return self._step
+
+    @property
     def segmentation_names(self) -> tuple[str, ...]:
         """The name of each id in the observations ``segmentation/<camera>``: the background, then all bodies."""
         return self._cameras.segmentation_names
@@ -143,10 +150,14 @@ class TaskEnv(VecEnv):
     def step(self, action: Action) -> StepResult:
         applied = self.action_manager.unwrap(action, self._step)
         if self._graphed is not None:  # on a GPU, the calls below are replayed as CUDA graphs
-            return self._graphed(applied)
-        self._act(applied)
-        self._simulate()
-        return self._conclude(applied, self._draw_resets())
+            result = self._graphed(applied)
+        else:
+            self._act(applied)
+            self._simulate()
+            result = self._conclude(applied, self._draw_resets())
+        if self.on_step is not None:
+            self.on_step(result[1])
+        return result
 
     def _act(self, applied: Tensor) -> None:
         """Write the motor commands of an action."""
@@ -243,7 +254,10 @@ class TaskEnv(VecEnv):
         scene = self._measure()
         if self._observations.remembers:
             self._build(scene, self._all)
-        return self._score(scene, applied)
+        outcome = self._score(scene, applied)
+        if self.on_step is not None:
+            self.on_step(outcome.reward)
+        return outcome
 
     def observe(self, mask: Tensor) -> TensorDict:
         diverged = self.physics.diverged

@@ -3,7 +3,7 @@
 import importlib
 import operator
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from embodichain.agents.datasets.frames import Episode, EpisodeSource, FrameLayout, flatten
+from embodichain.agents.datasets.frames import Episode, EpisodeSource, FrameLayout, Frames, Leaf, flatten
 from embodichain.agents.engine.config import ACTORS, ActionSourceCfg, OnlineDataEngineCfg
 from embodichain.envs.vec_env import ActionBounds, HasExpert, VecEnv, random_actions
 from embodichain.errors import ConfigError, EnvContractError, nearest
@@ -101,6 +101,14 @@ class SimulatedEpisodes:
         self._ring = self.layout.empty(self.max_steps, env.num_envs)
         self._begin = [0] * env.num_envs
         self._step = 0
+        self._measure: Callable[[], Frames] | None = None
+
+    def also_keep(self, measure: Callable[[], Frames]) -> None:
+        """Keep more of every step: what ``measure`` returns before it, ``[num_envs, ...]`` by keys of its own."""
+        leaves = [Leaf(key, value.dtype, tuple(value.shape[1:])) for key, value in measure().items()]
+        self._ring |= FrameLayout(tuple(leaves)).empty(self.max_steps, self.env.num_envs)
+        self.layout = FrameLayout((*self.layout.leaves, *leaves))
+        self._measure = measure
 
     def advance(self) -> list[Episode]:
         at, env = self._step % self.max_steps, self.env
@@ -108,6 +116,8 @@ class SimulatedEpisodes:
         for key, value in flatten(self._observation).items():
             self._ring[("observation", *key)][at] = value
         self._ring[("action",)][at] = action
+        for key, value in self._measure().items() if self._measure is not None else ():
+            self._ring[key][at] = value
         if self._noise_std and action.is_floating_point():
             noise = torch.randn(action.shape, generator=self._generator).to(action.device)
             action = self._bounds.clip(action + self._noise_std * noise)

@@ -19,6 +19,7 @@ Train a policy as a train_config.json (or .yaml) says, or continue a run as if i
   --resume RUN              folder of a run, or of one of its checkpoints
   --trust MODULE            import this module of your own (its name, or its .py file), which registers a policy,
                             algorithm or environment
+  --viewer                  show the environments in the browser while they train
   --SECTION.FIELD VALUE     change any field; 'embodichain train CONFIG --help' lists them
 """
 
@@ -33,16 +34,17 @@ _LOOKS_LIKE_CONFIG = r"\.(json|ya?ml)$|RL$|-v\d+$"
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse command line arguments to ``config`` or ``resume`` (paths), ``trust`` and ``overrides`` (the rest)."""
+    """Parse the arguments of a command line: ``config`` or ``resume`` (paths), ``trust``, ``viewer``, ``overrides``."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not {"--config", "--resume"} & {word.partition("=")[0] for word in words}:
-        own = ("distributed", "no_distributed", "help", "h")
+        own = ("distributed", "no_distributed", "viewer", "help", "h")
         words = positional_first(words, dict.fromkeys((*own, *SWITCHES), 0), _LOOKS_LIKE_CONFIG)
     leading = words.pop(0) if words and not words[0].startswith("-") else None
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage=_USAGE, exit_on_error=False)
     parser.add_argument("--config", type=Path)
     parser.add_argument("--resume", type=Path)
     parser.add_argument("--trust", action="append", default=[])
+    parser.add_argument("--viewer", action="store_true")
     parser.add_argument("--distributed", action=argparse.BooleanOptionalAction)
     try:
         args, overrides = parser.parse_known_args(words)

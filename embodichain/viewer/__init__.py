@@ -1,0 +1,1 @@
+"""The viewer in the browser: a scene in 3D, who acts in it, and what is recorded of it (``embodichain view``)."""
