@@ -153,13 +153,14 @@ class Config:
 
 @dataclass(frozen=True)
 class Shorthand:
-    """``Annotated[AsyncCfg, Shorthand("worker")]``: ``ray``, as value or flag, means ``{"worker": "ray"}``."""
+    """``Annotated[AsyncCfg, Shorthand("worker")]``: ``ray``, as value or flag, means ``{"worker": "ray"}``.
+    Numbers may stand for a field, too."""
 
     field: str
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
         def expand(given: Any) -> Any:
-            return {self.field: given} if isinstance(given, str) else given
+            return {self.field: given} if isinstance(given, str | int | float) else given
 
         return core_schema.no_info_before_validator_function(expand, handler(source))
 

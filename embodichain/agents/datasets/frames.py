@@ -75,10 +75,12 @@ class FrameLayout:
         return cls(tuple(Leaf(tuple(key), getattr(torch, dtype), tuple(shape)) for key, dtype, shape in data))
 
     @classmethod
-    def of_step(cls, observation: TensorDictBase, action: Tensor) -> FrameLayout:
-        """Derive the layout from one batched step: observation and action of ``[num_envs, ...]``."""
+    def of_step(
+        cls, observation: TensorDictBase, action: Tensor, extra: Mapping[Key, Tensor] | None = None
+    ) -> FrameLayout:
+        """Derive the layout from one batched step: observation, action and what else there is, ``[num_envs, ...]``."""
         sample: Frames = {("observation", *key): value for key, value in flatten(observation).items()}
-        sample[("action",)] = action
+        sample |= {("action",): action, **(extra or {})}
         return cls((*(Leaf(key, value.dtype, tuple(value.shape[1:])) for key, value in sample.items()), *ENDS))
 
 

@@ -6,14 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 from embodichain.agents.processes.ray_backend import PlacementCfg
-from embodichain.config import Config, Count, Field, NotNegative, Positive, configclass
+from embodichain.config import Config, Count, Field, Fraction, NotNegative, Positive, Shorthand, configclass
 from embodichain.errors import ConfigError, nearest
 
 ActorFactory = Callable[..., Any]
 ACTORS: dict[str, ActorFactory | str] = {
     "expert": "embodichain.agents.engine.sources:ExpertActor",
     "random": "embodichain.agents.engine.sources:RandomActor",
-    "policy": "embodichain.agents.rl.evaluation:PolicyActor.from_checkpoint",
+    "policy": "embodichain.agents.rl.published:StreamPolicy",
+    "dagger": "embodichain.agents.engine.dagger:DaggerActor",
 }
 """What chooses actions, by name. A string is an entry point of this package, imported by the worker that needs it."""
 
@@ -29,24 +30,59 @@ def register_actor(name: str, factory: ActorFactory) -> None:
 
 
 @configclass
+class ExpertShareCfg(Config):
+    """The share of decisions that the expert takes in the place of the policy, as ``dagger`` goes on."""
+
+    start: Fraction = 0.0
+    """The share at first; for ``constant`` it stays."""
+    schedule: Literal["constant", "linear", "exponential"] = "constant"
+    """``linear`` reaches ``end`` after ``over``; ``exponential`` comes nearer to it by the factor ``decay`` in every
+    ``over``."""
+    end: Fraction = 0.0
+    """The share in the end."""
+    over: Count = 1000
+    """How long that takes, in ``unit``."""
+    unit: Literal["episodes", "steps", "updates"] = "episodes"
+    """What is counted: episodes or environment steps of all workers, or updates of the policy that acts."""
+    decay: Fraction = 0.5
+    """With ``exponential``: what is left of the distance to ``end`` after ``over``."""
+
+    def at(self, count: float) -> float:
+        """Return the share after so many episodes, steps or updates."""
+        if self.schedule == "constant":
+            return self.start
+        passed = max(count, 0.0) / self.over
+        left = 1.0 - min(passed, 1.0) if self.schedule == "linear" else self.decay**passed
+        return self.end + (self.start - self.end) * left
+
+
+@configclass
 class ActionSourceCfg(Config):
     """Where the episodes come from: the ``action_config`` of an engine, checked."""
 
     source: str = "expert"
-    """``expert`` (the task's own), ``random``, ``policy`` (a checkpoint), ``dataset`` (a recorded folder), or a name
-    given to ``register_actor``."""
+    """``expert`` (the task's own), ``random``, ``policy`` (a checkpoint), ``dagger`` (a policy acts, the expert labels
+    every state), ``dataset`` (a recorded folder), or a name given to ``register_actor``."""
     path: str | None = None
     """The checkpoint of ``policy``, or the folder of ``dataset``."""
     only_success: bool = False
     """Keep episodes out that did not solve the task."""
     terminate_on_success: bool | None = None
-    """Whether success ends an episode of a task. Default: demonstrations of the expert run to the time limit; for other
-    sources the ``gym_config`` decides."""
+    """Whether success ends an episode of a task. Default: episodes of ``expert`` and ``dagger`` run to the time limit;
+    for other sources the ``gym_config`` decides."""
     noise_std: NotNegative = 0.0
     """Standard deviation of Gaussian noise on continuous actions. What is stored is the action before the noise: the
     episodes then show how to recover."""
     deterministic: bool = False
     """Whether a policy acts by its mean instead of a sample."""
+    policy: str | None = None
+    """With ``dagger``: the run or checkpoint of the policy that acts at first. None: the expert acts alone until
+    ``engine.publish(policy)``."""
+    expert_share: Annotated[ExpertShareCfg, Shorthand("start")] = ExpertShareCfg()
+    """With ``dagger``: the share of decisions that the expert takes; a number, or a schedule."""
+    expert_acts_for: Literal["decision", "episode"] = "decision"
+    """With ``dagger``: what is drawn by that share: who takes the next decision (a step, or a chunk of a policy that
+    decides on chunks), or who acts in the whole next episode."""
 
     @classmethod
     def of(cls, action_config: dict[str, Any], trusted_modules: Sequence[str] = ()) -> ActionSourceCfg:
@@ -59,6 +95,15 @@ class ActionSourceCfg(Config):
         needed = {"policy": "checkpoint", "dataset": "folder"}.get(cfg.source)
         if needed and cfg.path is None:
             problems.append(f"path: source {cfg.source!r} needs the path of its {needed}")
+        if cfg.source == "dagger":
+            if cfg.only_success:
+                problems.append("only_success: dagger is for episodes in which the policy fails; expected false")
+            if cfg.path is not None:
+                problems.append(f"path: dagger takes its policy from {{'policy': {cfg.path!r}}}")
+        else:
+            usual = cls()
+            given = [n for n in ("policy", "expert_share", "expert_acts_for") if getattr(cfg, n) != getattr(usual, n)]
+            problems += [f"{name}: only source 'dagger' has it, got source {cfg.source!r}" for name in given]
         if cfg.source == "dataset" and cfg.noise_std:
             problems.append("noise_std: recorded episodes are stored as they are; expected 0")
         if problems:

@@ -11,12 +11,14 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import Any, Literal, Self
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from tensordict import TensorDict
+from torch import nn
 
 from embodichain.agents.datasets.frames import EpisodeInfo
 from embodichain.agents.engine.config import OnlineDataEngineCfg
@@ -24,11 +26,15 @@ from embodichain.agents.engine.gpu_mirror import DeviceMirror
 from embodichain.agents.engine.reader import Generator, StreamReader
 from embodichain.agents.engine.shared_buffer import Control, Ints, Read, SharedBuffer, Work
 from embodichain.agents.engine.supervisor import Supervisor
+from embodichain.agents.processes.channel import PublishedWeights
 from embodichain.agents.processes.pool import WorkerHandle
 from embodichain.errors import ConfigError, EngineStateError
 from embodichain.extras import config_folders, locate_trusted
 
 __all__ = ["OnlineDataEngine", "OnlineDataEngineCfg"]
+
+_LEARNED_SOURCES = ("dagger", "policy")
+_PUBLISHER = "embodichain.agents.rl.published:Publisher"  # an entry point, as actors are
 
 
 class OnlineDataEngine:
@@ -53,6 +59,8 @@ class OnlineDataEngine:
         self._reader: StreamReader | None = None
         self._stats: StatsCounter | None = None
         self._mirror: DeviceMirror | None = None
+        self._publisher: Any = None
+        self._published: PublishedWeights | None = None
 
     def start(self) -> None:
         """Start the simulation workers and return when every row of the buffer holds an episode."""
@@ -62,6 +70,8 @@ class OnlineDataEngine:
         self.stop()  # what a failed run may have left
         self._reader = self._stats = None
         supervisor = self._supervisor = Supervisor(self._cfg_for_workers())
+        if self._published is not None:
+            supervisor.publish(self._published)
         weakref.finalize(self, supervisor.stop)  # also at the end of the program; in a forked child it does nothing
         supervisor.start()
         try:
@@ -117,6 +127,26 @@ class OnlineDataEngine:
             raise supervisor.error
         if not supervisor.is_ready:
             raise EngineStateError("the engine was stopped before its buffer was filled")
+
+    def publish(self, policy: nn.Module) -> int:
+        """Let the workers act by the present weights of a policy (``Policy``), and return the version of these weights.
+
+        For the sources ``dagger`` and ``policy``. Workers adopt them between two steps; one that replaces another gets
+        the newest. Before ``start``, all workers begin with them. The version is ``policy.version``, or one more than
+        the last where the policy does not count its updates.
+        """
+        self._check_creator("publish to")
+        source = self.cfg.check().source
+        if source not in _LEARNED_SOURCES:
+            expected = " or ".join(map(repr, _LEARNED_SOURCES))
+            raise ConfigError(f"source: no policy acts with {source!r}, so none can be published; use {expected}")
+        publisher = self._publisher
+        if publisher is None or publisher.policy is not policy:
+            publisher = self._publisher = resolve_name(_PUBLISHER)(policy, on_ray=self.cfg.workers == "ray")
+        self._published = publisher.publish(after=-1 if self._published is None else self._published.version)
+        if self._supervisor is not None:
+            self._supervisor.publish(self._published)
+        return self._published.version
 
     def sample_batch(
         self, batch_size: int, chunk_size: int, *, generator: Generator | None = None, reuse_outputs: bool = False
@@ -203,7 +233,10 @@ class OnlineDataEngine:
     def __getstate__(self) -> dict[str, Any]:
         """Pickle what sampling needs: another process attaches to the same memory."""
         self._sampling()
-        return {**self.__dict__, **dict.fromkeys(("_creator", "_supervisor", "_stats", "_mirror"))}
+        return {
+            **self.__dict__,
+            **dict.fromkeys(("_creator", "_supervisor", "_stats", "_mirror", "_publisher", "_published")),
+        }
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,9 @@
 """Sources of episodes: a simulation in which an actor chooses the actions, or a folder of recorded episodes."""
 
-import importlib
-import operator
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from pkgutil import resolve_name
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from embodichain.agents.datasets.frames import Episode, EpisodeSource, FrameLayout, Frames, Leaf, flatten
 from embodichain.agents.engine.config import ACTORS, ActionSourceCfg, OnlineDataEngineCfg
+from embodichain.agents.processes.channel import PublishedWeights
 from embodichain.envs.vec_env import ActionBounds, HasExpert, VecEnv, random_actions
 from embodichain.errors import ConfigError, EnvContractError, nearest
 from embodichain.extras import config_folders, import_trusted
@@ -22,12 +22,6 @@ _MAKE_ENV = "embodichain.envs.registration:make_to_watch"
 _LIST_ENVS = "embodichain.envs.registration:list_envs"
 _RECORDED = "embodichain.agents.datasets.lerobot:RecordedEpisodes"
 _LONGEST = 1000  # steps of an episode that nothing ends
-
-
-def _resolve(entry_point: str) -> Any:
-    """Return what ``module:attribute`` names."""
-    module, _, attribute = entry_point.partition(":")
-    return operator.attrgetter(attribute)(importlib.import_module(module))
 
 
 class Actor(Protocol):
@@ -42,6 +36,26 @@ class Actor(Protocol):
     def reset(self, env_ids: list[int]) -> None:
         """Forget the episodes of these envs, which have ended; there is nothing to forget unless a class says so."""
         return
+
+
+@runtime_checkable
+class LabellingActor(Protocol):
+    """An actor that returns what is to be imitated, while the envs are given another action."""
+
+    extra: Frames
+    """What a frame holds beside, for the last call: ``executed_action``, which the envs are given, and what else there
+    is to know, each ``[num_envs, ...]``."""
+
+    def resume(self, steps: int, episodes: int) -> None:
+        """Continue where a worker was that has taken so many steps, in so many episodes."""
+
+
+@runtime_checkable
+class AdoptingActor(Protocol):
+    """An actor that can act by the weights that a learner publishes."""
+
+    def adopt(self, weights: PublishedWeights) -> None:
+        """Act by these weights from now on."""
 
 
 class ExpertActor(Actor):
@@ -69,14 +83,20 @@ class RandomActor(Actor):
         return random_actions(env.action_space, env.num_envs, self._generator).to(env.device)
 
 
-def make_actor(cfg: ActionSourceCfg, env: VecEnv, seed: int, trusted_modules: Sequence[str] = ()) -> Actor:
-    """Return the actor that the config names; a name may be registered by a trusted module."""
+def make_actor(
+    cfg: ActionSourceCfg, env: VecEnv, seed: int, trusted_modules: Sequence[str] = (), num_workers: int = 1
+) -> Actor:
+    """Return the actor that the config names, for one of several workers; a trusted module may register the name."""
     import_trusted(trusted_modules, config_folders())
     factory = ACTORS.get(cfg.source)
     if factory is None:
         raise ConfigError(f"source: unknown name {cfg.source!r}.{nearest(cfg.source, ACTORS)}", "action_config")
-    factory = _resolve(factory) if isinstance(factory, str) else factory
-    settings = {"path": cfg.path, "deterministic": cfg.deterministic, "seed": seed, "trusted_modules": trusted_modules}
+    factory = resolve_name(factory) if isinstance(factory, str) else factory
+    settings: dict[str, Any] = {"seed": seed, "trusted_modules": trusted_modules}
+    if cfg.source == "dagger":
+        settings |= {"cfg": cfg, "num_workers": num_workers}
+    else:
+        settings |= {"path": cfg.path, "deterministic": cfg.deterministic}
     actor: Actor = factory(env, **settings)
     return actor
 
@@ -97,7 +117,11 @@ class SimulatedEpisodes:
         self._generator = torch.Generator().manual_seed(seed)
         self._observation, info = env.reset(seed=seed)
         self._seeds = _episode_seeds(info, env.num_envs)
-        self.layout = FrameLayout.of_step(self._observation, actor(self._observation))
+        self._labelling = actor if isinstance(actor, LabellingActor) else None
+        action = actor(self._observation)
+        self.layout = FrameLayout.of_step(self._observation, action, self._labelling.extra if self._labelling else {})
+        actor.reset(list(range(env.num_envs)))  # that was a rehearsal
+        self.resume(0, 0)
         self._ring = self.layout.empty(self.max_steps, env.num_envs)
         self._begin = [0] * env.num_envs
         self._step = 0
@@ -110,6 +134,16 @@ class SimulatedEpisodes:
         self.layout = FrameLayout((*self.layout.leaves, *leaves))
         self._measure = measure
 
+    def resume(self, steps: int, episodes: int) -> None:
+        """Continue what depends on the steps of all envs, and their episodes, where another worker was."""
+        if self._labelling is not None:
+            self._labelling.resume(steps, episodes)
+
+    def adopt(self, weights: PublishedWeights) -> None:
+        """Let the actor act by weights that a learner published."""
+        if isinstance(self.actor, AdoptingActor):
+            self.actor.adopt(weights)
+
     def advance(self) -> list[Episode]:
         at, env = self._step % self.max_steps, self.env
         action = self.actor(self._observation)
@@ -118,9 +152,14 @@ class SimulatedEpisodes:
         self._ring[("action",)][at] = action
         for key, value in self._measure().items() if self._measure is not None else ():
             self._ring[key][at] = value
+        if self._labelling is not None:
+            action = self._labelling.extra[("executed_action",)]
         if self._noise_std and action.is_floating_point():
             noise = torch.randn(action.shape, generator=self._generator).to(action.device)
             action = self._bounds.clip(action + self._noise_std * noise)
+        if self._labelling is not None:
+            for name, value in (self._labelling.extra | {("executed_action",): action}).items():
+                self._ring[name][at] = value
         self._observation, reward, terminated, truncated, info = env.step(action)
         self._ring[("reward",)][at] = reward
         self._ring[("terminated",)][at] = terminated
@@ -179,11 +218,12 @@ def open_source(cfg: OnlineDataEngineCfg, worker: int = 0, incarnation: int = 0)
 def _open(cfg: OnlineDataEngineCfg, seed: int) -> EpisodeSource:
     action = cfg.check()
     if action.source == "dataset":
-        recorded: EpisodeSource = _resolve(_RECORDED)(str(action.path), seed)
+        recorded: EpisodeSource = resolve_name(_RECORDED)(str(action.path), seed)
         return recorded
     import_trusted(cfg.trusted_modules, config_folders())
     overrides: dict[str, Any] = {}
-    ends = False if action.source == "expert" and action.terminate_on_success is None else action.terminate_on_success
+    labelled = action.source in ("expert", "dagger")
+    ends = False if labelled and action.terminate_on_success is None else action.terminate_on_success
     if ends is not None and _is_task(cfg.gym_config.get("id")):
         overrides["env"] = {"terminate_on_success": ends}
     elif action.terminate_on_success is not None:
@@ -193,9 +233,9 @@ def _open(cfg: OnlineDataEngineCfg, seed: int) -> EpisodeSource:
     if cfg.num_workers > 1 and "num_threads" not in cfg.gym_config:
         overrides["num_threads"] = max(1, len(os.sched_getaffinity(0)) // cfg.num_workers)
     longest = cfg.max_episode_steps or _LONGEST
-    env: VecEnv = _resolve(_MAKE_ENV)(cfg.gym_config, cfg.trusted_modules, longest=longest, **overrides)
+    env: VecEnv = resolve_name(_MAKE_ENV)(cfg.gym_config, cfg.trusted_modules, longest=longest, **overrides)
     try:
-        actor = make_actor(action, env, seed + 1, cfg.trusted_modules)
+        actor = make_actor(action, env, seed + 1, cfg.trusted_modules, cfg.num_workers)
         return SimulatedEpisodes(env, actor, seed, action.noise_std)
     except BaseException:  # an environment may hold processes and windows
         env.close()
@@ -203,7 +243,7 @@ def _open(cfg: OnlineDataEngineCfg, seed: int) -> EpisodeSource:
 
 
 def _is_task(name: object) -> bool:
-    return any(spec.id == name for spec in _resolve(_LIST_ENVS)())
+    return any(spec.id == name for spec in resolve_name(_LIST_ENVS)())
 
 
 def check_layout(cfg: OnlineDataEngineCfg, layout: FrameLayout, max_steps: int) -> None:

@@ -11,12 +11,15 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from embodichain.agents.datasets.frames import FrameLayout
 from embodichain.agents.engine.config import OnlineDataEngineCfg
-from embodichain.agents.engine.shared_buffer import Control, Ints, SharedBuffer, State, Work
+from embodichain.agents.engine.shared_buffer import WORK_WORDS, Control, Ints, SharedBuffer, State, Work
+from embodichain.agents.processes.channel import PublishedWeights
 from embodichain.agents.processes.failure import ENGINE, FailureReport, drop_locals
 from embodichain.agents.processes.pool import Restarts, WorkerHandle, WorkerPool, WorkerProcess
-from embodichain.agents.processes.ray_backend import ActorHandle, ActorPool
+from embodichain.agents.processes.ray_backend import ActorHandle, ActorPool, load_ray
 from embodichain.errors import EmbodiChainError, StreamStalledError
 
 if TYPE_CHECKING:
@@ -44,12 +47,32 @@ class LocalPool(WorkerPool):
 
         settings = cfg.to_dict()
         super().__init__(simulate, lambda *worker: (settings, *worker), cfg.start_timeout, cfg.worker_timeout)
+        self._published: PublishedWeights | None = None
+        self._publishing = threading.Lock()
 
     def share(self, worker: WorkerHandle, buffer: SharedBuffer) -> None:
-        """Let a worker begin to fill the buffer."""
-        worker.joined = time.monotonic()
+        """Let a worker begin to fill the buffer, with the newest weights if there are any."""
         if isinstance(worker, WorkerProcess):  # if it died meanwhile, the next poll tells
-            worker.channel.send("buffer", {}, buffer.segment, wait=False)
+            with self._publishing:
+                if self._published is not None:
+                    self._send(worker, self._published, described=False)
+                worker.channel.send("buffer", {}, buffer.segment, wait=False)
+                worker.joined = time.monotonic()
+
+    def publish(self, weights: PublishedWeights) -> None:
+        """Send weights to all workers; those that build their environment get them, or newer ones, when they join."""
+        with self._publishing:
+            described = self._published is not None and self._published.description is weights.description
+            self._published = weights
+            for worker in list(self._workers):
+                if worker.joined and not worker.is_closed:
+                    self._send(worker, weights, described)
+
+    @staticmethod
+    def _send(worker: WorkerProcess, weights: PublishedWeights, described: bool) -> None:
+        if not described:
+            worker.channel.send("policy", {"description": weights.description}, wait=False)
+        worker.channel.send("weights", {"version": weights.version}, weights.segment, wait=False)
 
     def progress(self, buffer: SharedBuffer) -> Iterator[tuple[str, Ints, float | None]]:
         """Return who writes, what he has done, and until when he is known to have been at it; None: nothing is due."""
@@ -74,12 +97,17 @@ class RayPool(ActorPool[ActorHandle]):
         self._make_refill = functools.partial(RefillPolicy, cfg)
         self._refill: RefillPolicy | None = None
         self._row = 0
+        self._published: PublishedWeights | None = None
+        self._stored: tuple[int, Any, Any] | None = None
+        """Version, policy and weights that were sent last; the latter two lie in the object store."""
         self._requested: dict[Any, int] = {}
         """Numbers of episodes that were asked for, by the answers that will bring them."""
 
     def start(self, index: int, incarnation: int) -> WorkerHandle:
         """Ask for a worker."""
+        record = np.zeros(WORK_WORDS, np.int64) if self._refill is None else self._refill.buffer.workers[index].copy()
         job = {"sys_path": sys.path, "worker": index, "incarnation": incarnation, "cfg": self._settings}
+        job["record"] = record
         return self.launch(index, incarnation, job)
 
     def share(self, worker: WorkerHandle, buffer: SharedBuffer) -> None:
@@ -88,6 +116,19 @@ class RayPool(ActorPool[ActorHandle]):
         worker.heartbeat.beat(busy=False)
         if self._refill is None:
             self._refill = self._make_refill(buffer, None)
+
+    def publish(self, weights: PublishedWeights) -> None:
+        """Send weights along with whatever workers are asked to do from now on."""
+        self._published = weights
+
+    def _weights(self) -> tuple[Any, ...]:
+        """Return the newest weights as workers get them; they are put into the object store once."""
+        weights, put = self._published, load_ray().put
+        if weights is None:
+            return ()
+        if self._stored is None or self._stored[0] != weights.version:
+            self._stored = (weights.version, put(weights.description.numpy()), put(weights.data.cpu().numpy()))
+        return self._stored
 
     def poll(self, seconds: float) -> Iterator[tuple[WorkerHandle, str, Any]]:
         """Ask for what is due, wait for answers, and write the episodes in them; return ``layout`` and ``failed``."""
@@ -126,7 +167,7 @@ class RayPool(ActorPool[ActorHandle]):
         for position, worker in enumerate(able):
             share = math.ceil(due / (len(able) - position))
             if share > 0:
-                answer = worker.actor.work.remote(share, _TURN_SECONDS)
+                answer = worker.actor.work.remote(share, _TURN_SECONDS, *self._weights())
                 worker.calls.append(answer)
                 worker.heartbeat.beat()
                 self._requested[answer] = share
@@ -153,6 +194,7 @@ class RayPool(ActorPool[ActorHandle]):
 
     def stop(self, seconds: float = 0.0) -> None:
         self._requested.clear()
+        self._stored = None
         super().stop(seconds)
 
 
@@ -228,6 +270,10 @@ class Supervisor(threading.Thread):
     def is_ready(self) -> bool:
         """Whether every row was written at least once."""
         return self.buffer is not None and bool(self.buffer.control[Control.READY])
+
+    def publish(self, weights: PublishedWeights) -> None:
+        """Let all workers act by these weights, those that come later too."""
+        self._pool.publish(weights)
 
     def stop(self) -> None:
         """Stop the workers, gracefully, then firmly, and wait until they are gone."""

@@ -16,12 +16,12 @@ from torch import Tensor
 from embodichain.agents.datasets.frames import Episode, EpisodeSource, FrameLayout, Key
 from embodichain.agents.engine.config import OnlineDataEngineCfg
 from embodichain.agents.engine.shared_buffer import WORK_WORDS, Control, Ints, SharedBuffer, State, Work
-from embodichain.agents.engine.sources import open_source
-from embodichain.agents.processes.channel import Channel
+from embodichain.agents.engine.sources import SimulatedEpisodes, open_source
+from embodichain.agents.processes.channel import Channel, PublishedWeights
 from embodichain.agents.processes.failure import FailureReport
 from embodichain.agents.processes.pool import Heartbeat
 from embodichain.agents.processes.ray_backend import location_of_actor
-from embodichain.agents.processes.shared_memory import tensor_of
+from embodichain.agents.processes.shared_memory import Segment, tensor_of
 from embodichain.errors import ConfigError, EngineStateError
 from embodichain.utils.tensor_tree import BlockLayout
 
@@ -38,14 +38,55 @@ def simulate(channel: Channel, heartbeat: Heartbeat, settings: dict[str, Any], w
     source = open_source(cfg, worker, incarnation)
     try:
         channel.send("layout", _describe(source))
-        answer = channel.receive()
-        if answer is None or answer.segment is None:
-            raise EngineStateError("the engine answered without its buffer")
+        inbox = Inbox(channel, source)
+        while (segment := inbox.receive(None)) is None:
+            continue
         length = cfg.max_episode_steps or source.max_steps
-        buffer = SharedBuffer(source.layout, cfg.buffer_size, length, cfg.num_workers, answer.segment)
-        Worker(cfg, worker, source, buffer).loop(heartbeat)
+        buffer = SharedBuffer(source.layout, cfg.buffer_size, length, cfg.num_workers, segment)
+        Worker(cfg, worker, source, buffer).loop(heartbeat, inbox)
     finally:
         source.close()
+
+
+class Inbox:
+    """What the engine sends to a worker: the buffer, and weights that its actor adopts at once."""
+
+    def __init__(self, channel: Channel, source: EpisodeSource) -> None:
+        self._channel, self._source = channel, source
+        self._description = torch.empty(0, dtype=torch.uint8)
+
+    def receive(self, timeout: float | None = 0.0) -> Segment | None:
+        """Read the next message, waiting for it at most so long; return the buffer's memory if it is that."""
+        message = self._channel.receive(timeout)
+        if message is None:
+            return None
+        if message.kind == "policy":
+            self._description = message.content()["description"]
+            return None
+        if message.segment is None:
+            raise EngineStateError(f"the engine sent {message.kind} without its memory")
+        if message.kind == "weights":
+            segment, version = message.segment, message.content()["version"]
+            adopt(self._source, PublishedWeights(version, self._description, segment.bytes, segment))
+            return None
+        return message.segment
+
+    def read_all(self) -> None:
+        """Deal with all messages that have arrived."""
+        while self._channel.has_arrived():
+            self.receive()
+
+
+def adopt(source: EpisodeSource, weights: PublishedWeights) -> None:
+    """Let who acts in a simulation do so by these weights."""
+    if isinstance(source, SimulatedEpisodes):
+        source.adopt(weights)
+
+
+def resume(source: EpisodeSource, record: Ints) -> None:
+    """Let a source continue where the worker of this record, which it replaces, was."""
+    if isinstance(source, SimulatedEpisodes):
+        source.resume(int(record[Work.STEPS]) * source.env.num_envs, int(record[Work.FINISHED]))
 
 
 class Worker:
@@ -59,11 +100,13 @@ class Worker:
         self._record: Ints = buffer.workers[worker]
         self._only_success = cfg.check().only_success
         self._refill = RefillPolicy(cfg, buffer, worker)
+        resume(source, self._record)
 
-    def loop(self, heartbeat: Heartbeat) -> None:
+    def loop(self, heartbeat: Heartbeat, inbox: Inbox) -> None:
         """Simulate while episodes are wanted, sleep while they are not, until the engine stops."""
         while self._buffer.control[Control.STATE] in (State.STARTING, State.RUNNING):
             heartbeat.beat()
+            inbox.read_all()
             wanted = self._refill.episodes_due() > 0
             self._record[Work.IDLE] = not wanted
             if not wanted:
@@ -157,16 +200,27 @@ class StreamWorker:
                 self._source = open_source(cfg, self._index, int(self._job["incarnation"]))
                 self._batch = BatchWriter(self._source.layout)
                 self._only_success = cfg.check().only_success
+                resume(self._source, self._job["record"])
             return {"event": "layout", **_describe(self._source)}
         except Exception as error:  # noqa: BLE001 - whatever it is, the engine reports it
             return self._failed(error)
 
-    def work(self, episodes: int, seconds: float) -> dict[str, Any]:
-        """Simulate until there are so many episodes to send, or for so long; return those that are finished."""
+    def work(
+        self,
+        episodes: int,
+        seconds: float,
+        version: int = -1,
+        description: NDArray[np.uint8] | None = None,
+        weights: NDArray[np.uint8] | None = None,
+    ) -> dict[str, Any]:
+        """Simulate until there are so many episodes to send, or for so long; return those that are finished.
+        If there are weights, the actor adopts them before, unless it did already."""
         source, batch = self._source, self._batch
         if source is None or batch is None:
             return self._failed(EngineStateError("open() comes before work()"))
         try:
+            if description is not None and weights is not None:
+                adopt(source, PublishedWeights(version, tensor_of(description), tensor_of(weights)))
             until = time.monotonic() + seconds
             while len(batch) < episodes and batch.nbytes < MAX_BATCH_BYTES and time.monotonic() < until:
                 for episode in source.advance():

@@ -49,6 +49,20 @@ class Message:
         return decode(self.description, None if self.segment is None else self.segment.bytes, copy, device)
 
 
+@dataclass(frozen=True)
+class PublishedWeights:
+    """Weights that a learner lets other processes act by."""
+
+    version: int
+    """They are numbered in the order in which they were published."""
+    description: Tensor
+    """What a process needs beside them to make the policy, as bytes."""
+    data: Tensor
+    """The weights, as bytes; not needed if there is a segment."""
+    segment: Segment | None = None
+    """The shared memory that they lie in, where there is some."""
+
+
 class Deadline:
     """A limit of the time in which this process is awake: when it was suspended, the time begins anew."""
 

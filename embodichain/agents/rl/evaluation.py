@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from embodichain.agents.rl.models.policy import Policy
 from embodichain.envs.recording import EpisodeRecorder, EpisodeResult, Summary, roll
 from embodichain.envs.vec_env import ActionBounds, VecEnv
 from embodichain.envs.wrappers import chunked
-from embodichain.errors import ConfigError, OutputError
+from embodichain.errors import OutputError
 from embodichain.utils.torch_runtime import get_random_state, set_random_state, torch_threads
 
 FILM_SIZE = (240, 320)
@@ -64,19 +63,6 @@ class PolicyActor:
         self.version = int(policy.version)
         self._noise: Tensor | None = None
         self._steps = [0] * env.num_envs  # of each env since its episode began
-
-    @classmethod
-    def from_checkpoint(
-        cls, env: VecEnv, *, path: str, deterministic: bool, seed: int, trusted_modules: Sequence[str] = ()
-    ) -> PolicyActor:
-        """Load the policy of a checkpoint; this is the ``policy`` among the actors of the data engine."""
-        from embodichain.agents.rl.checkpoint import load_policy
-
-        torch.manual_seed(seed)  # policies draw from torch's own generator
-        policy = load_policy(path, env, device=env.device, trusted_modules=trusted_modules)
-        if policy.chunk_size != 1:
-            raise ConfigError(f"path: {path} chooses {policy.chunk_size} actions at once, expected 1", "action_config")
-        return cls(policy, env, deterministic)
 
     @torch.no_grad()
     def __call__(self, obs: TensorDict) -> Tensor:
