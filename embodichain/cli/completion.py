@@ -33,7 +33,7 @@ _embodichain() {{
 complete -o filenames -F _embodichain embodichain
 """
 _ZSH = "autoload -U +X bashcompinit && bashcompinit\n"
-_BY_NAME = ("play", "view", "stream", "record", "train", "envs")
+_BY_NAME = ("play", "view", "stream", "record", "train", "imitate", "envs")
 """Commands whose argument may be the name of an environment."""
 _SUBCOMMANDS = {"envs": ("list", "check"), "robots": ("list", "check")}
 
@@ -66,6 +66,8 @@ def main(argv: Sequence[str]) -> int:
 def _options() -> dict[str, list[str]]:
     """Return the options of every command, fields of configs included."""
     from embodichain.agents.engine.config import ActionSourceCfg, OnlineDataEngineCfg
+    from embodichain.agents.imitation.config import ImitateCfg
+    from embodichain.agents.imitation.config import schemas_of as imitation_schemas
     from embodichain.agents.rl.config import TrainCfg, schemas_of
     from embodichain.config.command_line import flags_of
     from embodichain.envs.env_cfg import GymCfg
@@ -77,12 +79,15 @@ def _options() -> dict[str, list[str]]:
         {("gym_config",): (GymCfg,), ("action_config",): (ActionSourceCfg,)},
     )
     training = flags_of(TrainCfg(), TrainCfg, (), schemas_of(TrainCfg()))
+    imitation = flags_of(ImitateCfg(), ImitateCfg, (), imitation_schemas(ImitateCfg()))
     fields = {
         name: [f"--{flag.name}" for flag in flags if flag.name]
-        for name, flags in (("engine", engine), ("train", training))
+        for name, flags in (("engine", engine), ("train", training), ("imitate", imitation))
     }
     more: dict[str, Iterable[str]] = {"stream": fields["engine"], "record": fields["engine"], "train": fields["train"]}
-    own = {"train": ["--config", "--resume", "--trust", "--viewer"]}
+    more["imitate"] = fields["imitate"]
+    runs = ["--config", "--resume", "--trust"]
+    own = {"train": [*runs, "--viewer"], "imitate": runs}
     return {
         command: sorted({"--help", *own.get(command, ()), *_own_options(command), *more.get(command, ())})
         for command in COMMANDS

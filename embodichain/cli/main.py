@@ -23,6 +23,7 @@ COMMANDS = {
     "stream": "stream episodes from simulation workers and watch the numbers",
     "record": "write the episodes of a stream as a LeRobotDataset folder",
     "train": "train a policy as a config says, or continue a run",
+    "imitate": "let a policy imitate a stream or a recording, or continue a run",
     "eval": "see how well the policy of a run does",
     "runs": "list runs with their state, return, success and age",
     "report": "write one HTML file that compares runs",

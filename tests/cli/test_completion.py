@@ -28,6 +28,7 @@ def test_bash_completes_commands_options_fields_and_names(tmp_path, capfd):
     assert complete("train", "--policy.memory.t") == ["--policy.memory.type"]
     assert complete("train", "--algorithm.cfg.learn") == ["--algorithm.cfg.learning_rate"]
     assert complete("train", "PushCubeR") == ["PushCubeRL"]
+    assert complete("imitate", "--source.stream.num_w") == ["--source.stream.num_workers"]
     assert complete("envs", "ch") == ["check"]
     assert complete("play", "--video-e") == ["--video-episodes"]
     assert complete("stream", "--gym_config.num_e") == ["--gym_config.num_envs"]

@@ -33,14 +33,14 @@ SWITCHES = (
 _LOOKS_LIKE_CONFIG = r"\.(json|ya?ml)$|RL$|-v\d+$"
 
 
-def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+def parse_args(argv: Sequence[str] | None = None, usage: str = _USAGE) -> argparse.Namespace:
     """Parse the arguments of a command line: ``config`` or ``resume`` (paths), ``trust``, ``viewer``, ``overrides``."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not {"--config", "--resume"} & {word.partition("=")[0] for word in words}:
         own = ("distributed", "no_distributed", "viewer", "help", "h")
         words = positional_first(words, dict.fromkeys((*own, *SWITCHES), 0), _LOOKS_LIKE_CONFIG)
     leading = words.pop(0) if words and not words[0].startswith("-") else None
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage=_USAGE, exit_on_error=False)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage=usage, exit_on_error=False)
     parser.add_argument("--config", type=Path)
     parser.add_argument("--resume", type=Path)
     parser.add_argument("--trust", action="append", default=[])
@@ -52,10 +52,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         raise ConfigError(str(error), "command line") from None
     given = [*([] if leading is None else [leading]), *filter(None, (args.config, args.resume))]
     if not given and {"-h", "--help"} & set(overrides):
-        print(_USAGE, end="")
+        print(usage, end="")
         raise SystemExit(0)
     if len(given) != 1:
-        raise ConfigError(f"expected either a config or --resume RUN\n\n{_USAGE}", "command line")
+        raise ConfigError(f"expected either a config or --resume RUN\n\n{usage}", "command line")
     args.config, args.overrides = args.config if leading is None else Path(leading), overrides
     return args
 

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 
@@ -52,6 +52,7 @@ _USED_BY_ENV_PROCESSES = ("max_restarts", "step_timeout", "start_timeout")
 _RANKS_OWN = ("trainer.run_dir", "trainer.output_dir")
 """Fields in which ranks may differ: of the folders, those of the first rank are used."""
 _LOG = logging.getLogger(__name__)
+_C = TypeVar("_C", bound=RunConfig)
 
 
 @configclass
@@ -179,7 +180,7 @@ def override(
     cfg: TrainCfg, words: list[str], prog: str = "embodichain train", trusted_modules: Collection[str] = ()
 ) -> TrainCfg:
     """Return a completed config with flags such as ``--trainer.num_envs 128`` applied, ready to be run."""
-    cfg, words = _with_choices(cfg, words)
+    cfg, words = with_choices(_with_algorithm(cfg, words), words)
     changed = parse_overrides(cfg, words, prog, "Train a policy.", schemas_of(cfg)) if words else cfg
     named = [name for name in changed.trainer.import_modules if name not in cfg.trainer.import_modules]
     check_trusted(named, trusted_modules, "--trainer.import_modules")
@@ -192,23 +193,15 @@ def override(
     return _checked(changed)
 
 
-def _with_choices(cfg: TrainCfg, words: list[str]) -> tuple[TrainCfg, list[str]]:
-    """Return a config with the environment, algorithm and policy that flags choose, and the flags that are left.
+def with_choices(cfg: _C, words: list[str]) -> tuple[_C, list[str]]:
+    """Return a config with the environment and the policy that flags choose, and the flags that are left.
 
-    What the config says of another algorithm or policy goes with it, as far as the chosen one does not have it.
+    What the config says of another policy goes with it, as far as the chosen one does not have it.
     """
     if (given := given_environment(words)) is not None:
         cfg = cfg.replace(trainer=cfg.trainer.replace(gym_config=environment_settings(given, Path.cwd())))
         words = given_value(words, "trainer.gym_config")[1]
-    algorithm, policy = (given_value(words, f"{block}.name")[0] for block in ("algorithm", "policy"))
-    if algorithm is not None and algorithm != cfg.algorithm.name:
-        usual = {
-            flag.name: to_plain(flag.default) for flag in flags_of({}, get_algo_class(cfg.algorithm.name).cfg_type)
-        }
-        own = {key: value for key, value in cfg.algorithm.cfg.items() if key == "device" or value != usual.get(key)}
-        known = get_algo_class(algorithm).cfg_type
-        settings = _that_apply(own, known, f"algorithm.name {algorithm}", "algorithm.cfg")
-        cfg = cfg.replace(algorithm=AlgorithmBlock(name=algorithm, cfg=settings))
+    policy = given_value(words, "policy.name")[0]
     if policy is not None and policy != cfg.policy.get("name"):
         own = {key: value for key, value in cfg.policy.items() if key not in ("name", "action_dim", "cfg")}
         own |= cfg.policy.get("cfg", {})
@@ -216,6 +209,18 @@ def _with_choices(cfg: TrainCfg, words: list[str]) -> tuple[TrainCfg, list[str]]
         kept = {key: value for key, value in cfg.policy.items() if key == "action_dim"}
         cfg = cfg.replace(policy={"name": policy, **kept, **({"cfg": settings} if "cfg" in cfg.policy else settings)})
     return cfg, words
+
+
+def _with_algorithm(cfg: TrainCfg, words: list[str]) -> TrainCfg:
+    """Return a config with the algorithm that a flag chooses, and those of its settings that this one has."""
+    algorithm = given_value(words, "algorithm.name")[0]
+    if algorithm is None or algorithm == cfg.algorithm.name:
+        return cfg
+    usual = {flag.name: to_plain(flag.default) for flag in flags_of({}, get_algo_class(cfg.algorithm.name).cfg_type)}
+    own = {key: value for key, value in cfg.algorithm.cfg.items() if key == "device" or value != usual.get(key)}
+    known = get_algo_class(algorithm).cfg_type
+    settings = _that_apply(own, known, f"algorithm.name {algorithm}", "algorithm.cfg")
+    return cfg.replace(algorithm=AlgorithmBlock(name=algorithm, cfg=settings))
 
 
 def _that_apply(settings: Mapping[str, Any], cls: type[Config] | None, chosen: str, block: str) -> dict[str, Any]:
@@ -259,23 +264,26 @@ def schemas_of(cfg: TrainCfg) -> dict[tuple[str | int, ...], tuple[type[Config],
 
 def check_devices(cfg: TrainCfg) -> None:
     """Raise ConfigError for a device that this machine does not have, before anything is made."""
-    for name, given in (("trainer.device", cfg.trainer.device), ("algorithm.cfg.device", cfg.algorithm.cfg["device"])):
-        try:
-            device = torch.device(given)
-        except RuntimeError as error:
-            raise ConfigError(
-                f"{name}: expected a device of torch's, such as 'cpu' or 'cuda', got {given!r}"
-            ) from error
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if device.type == "cuda" and (device.index or 0) >= count:
-            raise ConfigError(f"{name}: expected a device of this machine, got {given!r}, but torch finds {count} GPUs")
-        if device.type == "cuda":
-            continue  # each rank begins to use its own one later
-        try:
-            torch.zeros(1, device=device).item()
-        except (RuntimeError, NotImplementedError, AssertionError) as error:
-            problem = f"{name}: expected 'cpu', or another device of this machine that computes, got {given!r}"
-            raise ConfigError(problem) from error
+    check_device(cfg.trainer.device, "trainer.device")
+    check_device(cfg.algorithm.cfg["device"], "algorithm.cfg.device")
+
+
+def check_device(given: str, name: str) -> None:
+    """Raise ConfigError if this machine does not have a device; ``name`` is that of the setting."""
+    try:
+        device = torch.device(given)
+    except RuntimeError as error:
+        raise ConfigError(f"{name}: expected a device of torch's, such as 'cpu' or 'cuda', got {given!r}") from error
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ConfigError(f"{name}: expected a device of this machine, got {given!r}, but torch finds {count} GPUs")
+    if device.type == "cuda":
+        return  # each rank begins to use its own one later
+    try:
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, NotImplementedError, AssertionError) as error:
+        problem = f"{name}: expected 'cpu', or another device of this machine that computes, got {given!r}"
+        raise ConfigError(problem) from error
 
 
 def check_same_config(cfg: TrainCfg, ranks: Ranks) -> None:

@@ -377,7 +377,8 @@ def read_saved(
             f"CONFIG --trainer.run_dir {folder.path}"
         )
     if (other := command_of(saved[1])) != command:
-        raise CheckpointError(f"{saved[0]} is of embodichain {other}: {resume_command(folder.path, (), other)}")
+        command_line = resume_command(folder.path, (), other)
+        raise CheckpointError(f"{saved[0]} is of a run of embodichain {other}: continue it with {command_line}")
     return saved
 
 

@@ -77,6 +77,11 @@ class LeRobotReader:
     def __len__(self) -> int:
         return len(self._episodes["length"])
 
+    @property
+    def lengths(self) -> list[int]:
+        """Frames of each episode."""
+        return [int(length) for length in self._episodes["length"]]
+
     def read(self, index: int) -> Episode:
         """Return one episode."""
         row = {name: values[index].item() for name, values in self._episodes.items()}

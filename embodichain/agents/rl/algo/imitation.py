@@ -1,7 +1,7 @@
-"""Learning from demonstrations: a policy of chunks imitates chunks of the stream, before reinforcement takes over."""
+"""Learning from demonstrations: a policy imitates chunks of a stream or of a recording; reinforcement may follow."""
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tensordict import TensorDictBase
@@ -9,91 +9,155 @@ from torch import Tensor, nn
 
 from embodichain.agents.rl.algo.ppo import PPO, PPOCfg
 from embodichain.agents.rl.collector.sync_collector import SyncCollector
+from embodichain.agents.rl.models.observation import RunningNormalizer, entry_of
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.models.vla.loading import only_trained
 from embodichain.agents.rl.models.vla.model import VLAModel
 from embodichain.agents.rl.models.vla_policy import VLAPolicy
-from embodichain.config.classes import Config, Count, NotNegative, Positive, configclass
+from embodichain.agents.rl.utils.tensordicts import Observation
+from embodichain.config.classes import Config, Count, NotNegative, Positive, Size, configclass
 from embodichain.envs.vec_env import VecEnv
-from embodichain.errors import ConfigError, RolloutError
+from embodichain.errors import ConfigError, ObservationError, RolloutError
+
+MASK = "mask"
+"""The key of chunks that tells frames (True) from padding (False), ``[batch, n]``."""
+_USUAL_STEPS = 1000
+_BY_INSTRUCTION = "{instruction}"
 
 
 @configclass
 class ImitationCfg(Config):
     """How a policy imitates."""
 
+    batch_size: Count = 256
+    """Chunks per gradient step, where a run draws them."""
     learning_rate: Positive = 1e-3
     """Largest step size of AdamW."""
-    total_steps: Count = 1000
-    """Gradient steps over which the step size falls to a tenth, along a cosine."""
+    total_steps: Count | None = None
+    """Gradient steps over which the step size falls to a tenth, along a cosine; default: those of the run, and 1000
+    where there is none."""
     warmup_steps: Count = 50
     """Gradient steps over which it rises to its largest value."""
     weight_decay: NotNegative = 1e-4
     """Weight decay of AdamW."""
     max_grad_norm: Positive = 1.0
     """The gradient is scaled down to this norm when it is longer."""
+    mixed_precision: Literal["off", "bf16"] = "off"
+    """Whether networks compute in bfloat16; weights stay float32."""
+    sequence_length: Size = 16
+    """Steps of the sequences that a recurrent policy learns from; its state is new at their beginning."""
+    points: tuple[str, ...] = ()
+    """For models that point: keys of what they point at, such as ``object/pos``. ``goal/{instruction}`` is the one of
+    the entries below ``goal`` whose name is a word of the instruction."""
     point_coef: NotNegative = 0.5
     """Weight of the error in pointing, for models that point."""
 
 
 class Imitation:
-    """Supervised fine-tuning of a ``VLAPolicy`` on chunks ``[batch, n]`` of demonstrations.
+    """Supervised learning of a policy on chunks ``[batch, n]`` of demonstrations.
 
     The policy sees the first observation of a chunk and learns its actions; if its own chunks are longer than ``n``,
-    their remaining actions do not count. Of a Gaussian the mean is trained and the spread stays. Proprioception is
-    normalised by the demonstrations, also when reinforcement takes over: other statistics would change the clone.
+    their remaining actions do not count, nor do frames that a ``mask`` ``[batch, n]`` marks as padding. A recurrent
+    policy sees all observations. Of a Gaussian the mean is trained and the spread stays. Observations are normalised
+    by the demonstrations, also when reinforcement takes over: other statistics would change the clone.
     """
 
-    def __init__(self, cfg: ImitationCfg, policy: VLAPolicy) -> None:
-        if not isinstance(policy.model, VLAModel):
-            raise ConfigError(
-                f"expected a model that derives from VLAModel, got {type(policy.model).__name__}", "policy"
-            )
+    def __init__(self, cfg: ImitationCfg, policy: Policy) -> None:
         self.cfg, self.policy = cfg, policy
-        self.model: VLAModel = policy.model
-        trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+        self.model: VLAModel | None = None
+        if isinstance(policy, VLAPolicy):
+            if not isinstance(policy.model, VLAModel):
+                problem = f"expected a model that derives from VLAModel, got {type(policy.model).__name__}"
+                raise ConfigError(problem, "policy")
+            self.model = policy.model
+        elif type(policy).imitation_loss is Policy.imitation_loss:
+            raise ConfigError(f"{type(policy).__name__} cannot imitate: it has no imitation_loss of its own", "policy")
+        self.normalizers = [
+            module
+            for name, module in policy.named_modules()
+            if isinstance(module, RunningNormalizer) and not policy.in_critic(name) and "point_normalizer" not in name
+        ]
+        trained = [p for name, p in policy.named_parameters() if p.requires_grad and not policy.in_critic(name)]
+        if not trained:
+            raise ConfigError(f"none of {type(policy).__name__}'s parameters is to be trained", "policy")
         self.optimizer = torch.optim.AdamW(trained, lr=cfg.learning_rate, weight_decay=cfg.weight_decay)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._scale)
+        self._trained = trained
+
+    @property
+    def chunk_size(self) -> int:
+        """Steps of the chunks to learn from: the policy's own, or sequences for a recurrent one."""
+        return self.cfg.sequence_length if self.policy.is_recurrent else self.policy.chunk_size
 
     def update(self, chunks: TensorDictBase, points: Tensor | None = None) -> dict[str, Tensor]:
         """Do one gradient step on ``[batch, n]`` and return losses; a model should point at ``[batch, num_points]``."""
-        obs, action = chunks["observation"][:, 0].to(self.policy.device), chunks["action"].to(self.policy.device)
-        length = action.shape[1]
-        if chunks.batch_dims != 2 or length > self.policy.chunk_size:
-            expected = f"[batch, 1 to {self.policy.chunk_size}]"
+        policy, length = self.policy, chunks.batch_size[1] if chunks.batch_dims == 2 else 0
+        if not 0 < length <= self.chunk_size:
+            expected = f"[batch, 1 to {self.chunk_size}]"
             raise RolloutError(f"expected chunks {expected}, got {list(chunks.batch_size)}")
-        if (normalizer := self.model.normalizer) is not None:
-            normalizer.frozen = False
-            self.model.update_normalizer(obs)
-            normalizer.frozen = True
-        error, pointed = self.model.imitation_loss(obs, action, generator=self.policy.generator)
-        action_loss = error.mean()
+        obs = chunks["observation"] if policy.is_recurrent else chunks["observation"][:, 0]
+        obs, action = obs.to(policy.device), chunks["action"].to(policy.device)
+        valid = chunks["mask"].to(policy.device) if MASK in chunks.keys() else None  # noqa: SIM118 - it iterates rows
+        self._take_in(obs)
+        with torch.autocast(policy.device.type, torch.bfloat16, enabled=self.cfg.mixed_precision == "bf16"):
+            error, pointed = self._error(obs, action, valid)
+        loss = action_loss = error.float().mean()
         losses: dict[str, Tensor] = {"action_loss": action_loss.detach()}
-        loss = action_loss
         if pointed is not None:
-            point_loss = self._point_loss(pointed, points)
+            labels = self._labels(obs) if points is None and self.cfg.points else points
+            point_loss = self._point_loss(pointed.float(), labels)
             loss = loss + self.cfg.point_coef * point_loss
             losses["point_loss"] = point_loss.detach()
+        if (auxiliary := policy.take_auxiliary_loss()) is not None:
+            loss, losses["auxiliary_loss"] = loss + auxiliary, auxiliary.detach()
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        nn.utils.clip_grad_norm_(self.policy.parameters(), self.cfg.max_grad_norm)
+        losses["grad_norm"] = nn.utils.clip_grad_norm_(self._trained, self.cfg.max_grad_norm).detach()
         self.optimizer.step()
         self.schedule.step()
         return losses
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimiser's state and how far it came."""
-        return {"optimizer": self.optimizer.state_dict(), "schedule": self.schedule.state_dict()}
+        return {"optimizer": self.optimizer.state_dict(), "schedule": {"last_epoch": self.schedule.last_epoch}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what ``state_dict`` returned."""
         self.optimizer.load_state_dict(state["optimizer"])
-        self.schedule.load_state_dict(state["schedule"])
+        self.schedule.last_epoch = int(state["schedule"]["last_epoch"])
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.cfg.learning_rate * self._scale(self.schedule.last_epoch)
+
+    @property
+    def learning_rate(self) -> float:
+        """The step size of the next gradient step."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def _take_in(self, obs: Observation) -> None:
+        """Let the statistics of observations, which are frozen otherwise, take these in."""
+        for normalizer in self.normalizers:
+            normalizer.frozen = False
+        if self.model is not None:
+            self.model.update_normalizer(obs)
+        elif self.normalizers:
+            self.policy.update_normalizer(obs)
+        for normalizer in self.normalizers:
+            normalizer.frozen = True
+
+    def _error(self, obs: Any, action: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the error ``[batch]`` of choosing the actions, and what a model points at."""
+        if self.model is not None:
+            return self.model.imitation_loss(obs, action, valid, generator=self.policy.generator)
+        return self.policy.imitation_loss(obs, action, valid), None
+
+    def _labels(self, obs: TensorDictBase) -> Tensor:
+        """Return where what ``points`` names is, ``[batch, num_points]``."""
+        return torch.cat([_named(obs, name).flatten(1).float() for name in self.cfg.points], dim=1)
 
     def _point_loss(self, pointed: Tensor, points: Tensor | None) -> Tensor:
-        normalizer = self.model.point_normalizer
+        normalizer = None if self.model is None else self.model.point_normalizer
         if points is None or normalizer is None or points.shape != pointed.shape:
-            got = None if points is None else list(points.shape)
+            got = "none: name them in algorithm.cfg.points" if points is None else str(list(points.shape))
             raise RolloutError(f"points: the model points at {list(pointed.shape)}, got labels {got}")
         labels = points.to(pointed)
         normalizer.update(labels)
@@ -101,8 +165,27 @@ class Imitation:
 
     def _scale(self, step: int) -> float:
         """Return the factor on the step size: a rise, then a cosine to a tenth."""
-        share = min(1.0, step / self.cfg.total_steps)
+        share = min(1.0, step / (self.cfg.total_steps or _USUAL_STEPS))
         return min(1.0, (step + 1) / self.cfg.warmup_steps) * (0.1 + 0.45 * (1.0 + math.cos(math.pi * share)))
+
+
+def _named(obs: TensorDictBase, name: str) -> Tensor:
+    """Return one entry ``[batch, ...]`` of observations; the one that the instruction names for ``{instruction}``."""
+    path = tuple(name.split("/"))
+    if path[-1] != _BY_INSTRUCTION:
+        return entry_of(obs, path)
+    group, instruction = obs.get(path[:-1], None), entry_of(obs, ("instruction",))
+    if not isinstance(group, TensorDictBase):
+        raise ObservationError(f"points: {name!r} needs observations below {'/'.join(path[:-1])!r}, and there are none")
+    chosen: Tensor | None = None
+    for word in sorted(group.keys()):
+        letters = torch.tensor(list(word.encode()), dtype=instruction.dtype, device=instruction.device)
+        is_said = (instruction.unfold(-1, len(letters), 1) == letters).all(-1).any(-1)
+        part = group[word] * is_said.view(-1, *[1] * (group[word].ndim - 1))
+        chosen = part if chosen is None else chosen + part
+    if chosen is None:
+        raise ObservationError(f"points: there is nothing below {'/'.join(path[:-1])!r}")
+    return chosen
 
 
 class _ValuePPO(PPO):

@@ -213,6 +213,32 @@ class NetworkPolicy(Policy):
         self._attend(features, privileged)
         return self.actor(features)
 
+    def imitation_loss(self, obs: Observation, actions: Tensor, valid: Tensor | None = None) -> Tensor:
+        """Return ``[batch]`` the error of the most likely action, ``sum_d |mean - action|``, or ``-log pi(action)`` of
+        discrete ones; the spread of a Gaussian is not trained.
+
+        A recurrent policy takes sequences: observations and actions ``[batch, n]``, from which it remembers.
+        """
+        if self.memory is None:
+            features, privileged, _ = self._perceive(obs, None)
+            actions = actions[:, 0]
+        else:
+            public, privileged = self.encoder(obs)  # [batch, n, ...]
+            start = torch.zeros(public.shape[1::-1], dtype=torch.bool, device=public.device)
+            start[0] = True
+            state = self.memory.initial_state(public.shape[0])
+            features = self.memory.sequence(public.transpose(0, 1), state, start).transpose(0, 1)
+        self._attend(features, privileged)
+        params = self.actor(features)
+        if isinstance(self.head, GaussianHead):
+            error = (self.head.sample(params, deterministic=True)[0] - actions).abs().sum(-1)
+        else:
+            error = -self.head.evaluate(params, actions)[0]
+        if self.memory is None:
+            return error if valid is None else error * valid[:, 0]
+        counts = torch.ones_like(error) if valid is None else valid.to(error)
+        return (error * counts).sum(-1) / counts.sum(-1).clamp(min=1.0)
+
     def _attend(self, features: Tensor, privileged: Tensor | None) -> None:
         """Prepare the loss of ``take_auxiliary_loss``, where there is one."""
 

@@ -1,0 +1,273 @@
+"""The shape of an ``imitate_config.json``: what is imitated, by which policy, and how; its defaults and its checks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from embodichain.agents.engine.config import ActionSourceCfg, OnlineDataEngineCfg
+from embodichain.agents.rl.algo.imitation import ImitationCfg
+from embodichain.agents.rl.arguments import given_value
+from embodichain.agents.rl.config import check_device, with_choices
+from embodichain.agents.rl.default_config import shipped_config
+from embodichain.agents.rl.models.registry import check_policy, policy_schemas
+from embodichain.agents.rl.run_config import (
+    FILE_SUFFIXES,
+    RunConfig,
+    RunSettings,
+    Steps,
+    attempt,
+    environment_settings,
+    joined_errors,
+)
+from embodichain.config import Config, Count, Positive, configclass, load_config, merge, parse_overrides
+from embodichain.config.files import find_beside, find_shipped
+from embodichain.envs.env_cfg import GymCfg
+from embodichain.errors import ConfigError, EmbodiChainError
+from embodichain.extras import check_trusted, config_folders, import_trusted
+
+_LOG = logging.getLogger(__name__)
+SHIPPED_FILE = "imitate_config.json"
+_ROWS, _ENVS = 256, 32
+_NETWORK = {"type": "mlp", "network_cfg": {"hidden_sizes": [256, 256], "activation": "elu"}}
+_EXPERT = {"source": "expert", "only_success": True, "terminate_on_success": True, "noise_std": 0.1}
+Gigabytes = Annotated[float, Field(gt=0.0, le=1e6)]
+
+
+@configclass
+class ImitationTrainerCfg(RunSettings):
+    """The block ``trainer`` of an imitation. Steps are gradient steps."""
+
+    total_steps: Count = 10_000
+    """Imitation ends after this many gradient steps."""
+    log_freq: Count = 50
+    """Gradient steps per line of the log, which has their means."""
+    eval_freq: Steps = 2_000
+    """Gradient steps between evaluations; 0 evaluates at the end only."""
+    save_freq: Steps = 2_000
+    """Gradient steps between checkpoints; 0 saves at the end only."""
+
+
+@configclass
+class PartCfg(Config):
+    """One source of demonstrations: a stream or a folder."""
+
+    stream: dict[str, Any] | None = None
+    """Settings of a live stream, those of ``OnlineDataEngineCfg``. Without a ``gym_config`` of its own it simulates
+    that of the trainer, and one without an ``id`` changes it."""
+    dataset: str | None = None
+    """Folder of a LeRobotDataset, relative to the config's folder or to the working directory."""
+    keys: dict[str, str] = {}
+    """What a folder calls the policy's observations: ``{"robot/qpos": "state"}``."""
+    memory: Gigabytes = 4.0
+    """Gigabytes for the decoded episodes of a folder. A larger folder is read in parts, in another order every time."""
+
+
+@configclass
+class MixedCfg(PartCfg):
+    """One of several sources."""
+
+    weight: Positive = 1.0
+    """Its share of all chunks, in proportion to the others' weights."""
+
+
+@configclass
+class SourceCfg(PartCfg):
+    """The block ``source``: a stream, a folder, or a mixture of several of them."""
+
+    mixture: list[MixedCfg] = []
+    """Several sources with weights."""
+
+    def parts(self) -> list[MixedCfg]:
+        """Return all sources with their weights."""
+        if self.mixture:
+            return self.mixture
+        return [MixedCfg(stream=self.stream, dataset=self.dataset, keys=self.keys, memory=self.memory)]
+
+    def problems(self) -> list[str]:
+        """Return what is wrong, one line each."""
+        if self.mixture and (self.stream is not None or self.dataset is not None):
+            return ["source.mixture: expected it alone; put the stream or the dataset beside it into its list"]
+        found = []
+        for i, part in enumerate(self.parts()):
+            name = f"source.mixture.{i}" if self.mixture else "source"
+            if (part.stream is None) == (part.dataset is None):
+                got = "neither" if part.stream is None else "both"
+                others = "" if self.mixture else ", or a mixture"
+                found.append(f"{name}: expected either a stream or a dataset{others}, got {got}")
+            if part.keys and part.dataset is None:
+                found.append(f"{name}.keys: only the observations of a dataset have other names")
+        return found
+
+
+@configclass
+class ImitationBlock(Config):
+    """The block ``algorithm``."""
+
+    name: Literal["imitation"] = "imitation"
+    """Imitation is the only one."""
+    cfg: ImitationCfg = ImitationCfg()
+    """Its settings."""
+
+
+@configclass
+class ImitateCfg(RunConfig):
+    """A whole ``imitate_config.json``."""
+
+    trainer: ImitationTrainerCfg = ImitationTrainerCfg()
+    """Loop, evaluation and output."""
+    algorithm: ImitationBlock = ImitationBlock()
+    """How the policy learns."""
+    source: SourceCfg = SourceCfg()
+    """What it learns from."""
+
+
+def load_imitate_config(
+    path: str | os.PathLike[str], trusted_modules: Collection[str] = (), gym_config: str | None = None
+) -> ImitateCfg:
+    """Read the config of an imitation, and complete it; ``gym_config`` takes the place of the file's environment.
+
+    ``path`` may also be the name of an environment, whose config is the one that is shipped for it, or else defaults.
+    """
+    file = find_shipped(path)
+    if file.suffix in FILE_SUFFIXES or file.is_file():
+        data = load_config(file)
+    else:
+        import_trusted(trusted_modules, config_folders())
+        data, file = config_of_environment(str(path))
+    if "source" not in data and {"collector", "buffer_size"} & set(data.get("trainer", {})):
+        raise ConfigError("it has no source to imitate, and looks like one of embodichain train", str(file))
+    if gym_config is not None and isinstance(data.get("trainer"), dict):
+        data["trainer"]["gym_config"] = gym_config
+    return complete(ImitateCfg.from_dict(data, source=str(file)), trusted_modules, str(file), file.parent)
+
+
+def config_of_environment(name: str) -> tuple[dict[str, Any], Path]:
+    """Return the config of an imitation in an environment, and the file that it comes from."""
+    if Path(name).is_dir():
+        hint = f"embodichain imitate --resume {name} continues a run, and --source.dataset {name} imitates a recording"
+        raise ConfigError(f"expected a config file or the name of an environment, got a folder; {hint}", name)
+    if (shipped := shipped_config(name, SHIPPED_FILE)) is not None:
+        _LOG.info("config: %s", shipped)
+        return load_config(shipped), shipped
+    _LOG.info("no config is shipped for imitating in %s: a Gaussian policy with defaults", name)
+    short = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+    policy = {"name": "actor_critic", "actor": _NETWORK, "critic": _NETWORK, "normalize_obs": True}
+    trainer = {"exp_name": f"{short}_imitate", "gym_config": {"id": name}, "num_eval_episodes": 64}
+    source = {"stream": {"action_config": _EXPERT}}
+    return {"trainer": trainer, "policy": policy, "source": source}, Path(name)
+
+
+def complete(
+    cfg: ImitateCfg, trusted_modules: Collection[str] = (), source: str = "config", folder: Path | None = None
+) -> ImitateCfg:
+    """Import trusted modules, then fill in what other files give; paths are relative to ``folder``."""
+    folder = Path.cwd() if folder is None else folder
+    check_trusted(cfg.trainer.import_modules, trusted_modules, source)
+    for part in cfg.source.parts():
+        check_trusted((part.stream or {}).get("trusted_modules", ()), trusted_modules, source)
+    import_trusted(trusted_modules, [folder, Path.cwd()])
+    errors: list[EmbodiChainError] = []
+    if (given := cfg.trainer.gym_config) != {} and given:
+        environment = attempt(errors, lambda: environment_settings(given, folder))
+        if environment is not None:
+            cfg = cfg.replace(trainer=cfg.trainer.replace(gym_config=environment))
+    located = _located(cfg.source, folder, errors)
+    attempt(errors, lambda: check_policy(cfg.policy))
+    if errors:
+        raise joined_errors(errors, source)
+    begun = cfg.trainer.init_from if cfg.trainer.init_from is None else find_beside(cfg.trainer.init_from, folder)
+    return cfg.replace(trainer=cfg.trainer.replace(init_from=begun), source=located)
+
+
+def _located(source: SourceCfg, folder: Path, errors: list[EmbodiChainError]) -> SourceCfg:
+    """Return a source with absolute paths and its environments' settings, so that a run is resumed from anywhere."""
+
+    def locate(part: PartCfg) -> dict[str, Any]:
+        changes: dict[str, Any] = {}
+        if part.dataset is not None:
+            changes["dataset"] = find_beside(part.dataset, folder)
+        if part.stream is not None and isinstance(given := part.stream.get("gym_config"), str):
+            settings = attempt(errors, lambda: environment_settings(given, folder))
+            changes["stream"] = part.stream | {"gym_config": settings}
+        return changes
+
+    return source.replace(**locate(source), mixture=[part.replace(**locate(part)) for part in source.mixture])
+
+
+def override(cfg: ImitateCfg, words: list[str], trusted_modules: Collection[str] = ()) -> ImitateCfg:
+    """Return a completed config with flags such as ``--source.dataset recordings/a`` applied, ready to be run."""
+    prog = "embodichain imitate"
+    cfg, words = with_choices(cfg, words)
+    source = cfg.source
+    if given_value(words, "source.dataset")[0] is not None:  # in place of what the config imitates
+        cfg = cfg.replace(source=source.replace(stream=None, mixture=[]))
+    elif any(word.startswith("--source.mixture") and word[16:17] in ("", "=") for word in words):
+        cfg = cfg.replace(source=source.replace(stream=None, dataset=None, keys={}))
+    changed = parse_overrides(cfg, words, prog, "Imitate demonstrations.", schemas_of(cfg)) if words else cfg
+    named = [name for name in changed.trainer.import_modules if name not in cfg.trainer.import_modules]
+    check_trusted(named, trusted_modules, "--trainer.import_modules")
+    return _checked(complete(changed, trusted_modules, "command line"))
+
+
+def schemas_of(cfg: ImitateCfg) -> dict[tuple[str | int, ...], tuple[type[Config], ...]]:
+    """Return the classes that check the mappings of a completed config, by their path: their fields are flags, too."""
+    schemas: dict[tuple[str | int, ...], tuple[type[Config], ...]] = {("trainer", "gym_config"): (GymCfg,)}
+    schemas |= {("policy", *path): classes for path, classes in policy_schemas(cfg.policy).items()}
+    streams: list[tuple[tuple[str | int, ...], PartCfg]] = [(("source",), cfg.source)]
+    streams += [(("source", "mixture", i), part) for i, part in enumerate(cfg.source.mixture)]
+    for path, part in streams:
+        schemas[*path, "stream"] = (OnlineDataEngineCfg,)
+        schemas[*path, "stream", "action_config"] = (ActionSourceCfg,)
+        if not isinstance((part.stream or {}).get("gym_config", {}), list):
+            schemas[*path, "stream", "gym_config"] = (GymCfg,)
+    return schemas
+
+
+def _checked(cfg: ImitateCfg) -> ImitateCfg:
+    """Check what can be checked before anything is built."""
+    trainer = cfg.trainer
+    problems = cfg.source.problems()
+    has_environment = bool(trainer.gym_config)
+    only_folders = all(part.dataset is not None for part in cfg.source.parts())
+    if not has_environment and not only_folders:
+        problems.append("trainer.gym_config: expected an environment, which the stream simulates, got none")
+    if (trainer.target_return is not None or trainer.target_success is not None) and not trainer.enable_eval:
+        problems.append("trainer.enable_eval: expected true, as a target is judged by evaluations, got false")
+    if trainer.target_success is not None and not has_environment:
+        problems.append("trainer.gym_config: expected an environment, as a target is judged by evaluations, got none")
+    errors: list[EmbodiChainError] = [ConfigError(problems, "")] if problems else []
+    attempt(errors, lambda: check_policy(cfg.policy))
+    attempt(errors, lambda: check_device(trainer.device, "trainer.device"))
+    for part in cfg.source.parts() if not problems else ():
+        if part.stream is not None:
+            attempt(errors, lambda part=part: stream_settings(cfg, part).check())  # type: ignore[misc]
+    if errors:
+        raise joined_errors(errors)
+    if not has_environment and trainer.enable_eval:
+        trainer = trainer.replace(enable_eval=False)
+        _LOG.info("the policy is not evaluated, as there is no environment: --trainer.gym_config names one")
+    return cfg.replace(trainer=trainer)
+
+
+def stream_settings(
+    cfg: ImitateCfg, part: PartCfg, resumed: int = 0, trusted_modules: Collection[str] = ()
+) -> OnlineDataEngineCfg:
+    """Return the engine's settings of one stream; ``resumed`` is the step at which a run continues, by new episodes."""
+    given = dict(part.stream or {})
+    gym_config, environment = given.get("gym_config") or {}, cfg.trainer.environment if cfg.trainer.gym_config else {}
+    rows, workers = given.get("buffer_size", _ROWS), given.get("num_workers", 1)
+    usual: dict[str, Any] = {"buffer_size": rows, "refill": "continuous", "seed": cfg.trainer.seed}
+    if isinstance(gym_config, Mapping) and "id" not in gym_config:
+        num_envs = min(_ENVS, rows // workers) if isinstance(rows, int) and isinstance(workers, int) and workers else 1
+        gym_config = merge(merge(environment, {"num_envs": max(1, num_envs)}), gym_config)
+    settings = usual | given | {"gym_config": gym_config}
+    checked = OnlineDataEngineCfg.from_dict(settings, source="source.stream")
+    trusted = dict.fromkeys((*checked.trusted_modules, *trusted_modules))
+    return checked.replace(seed=checked.seed + resumed, trusted_modules=list(trusted))

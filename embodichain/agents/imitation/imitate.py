@@ -1,0 +1,185 @@
+"""From a config to a policy that imitates: the command ``embodichain imitate``, and the same from Python."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from embodichain.agents.imitation.config import (
+    ImitateCfg,
+    MixedCfg,
+    complete,
+    load_imitate_config,
+    override,
+    stream_settings,
+)
+from embodichain.agents.imitation.sources import (
+    ChunkSource,
+    FolderSource,
+    MixedSource,
+    StreamSource,
+    Wanted,
+    spaces_of_folder,
+)
+from embodichain.agents.imitation.trainer import ImitationTrainer
+from embodichain.agents.rl.algo.imitation import Imitation
+from embodichain.agents.rl.arguments import given_environment
+from embodichain.agents.rl.models.registry import build_policy
+from embodichain.agents.rl.run_loop import TrainingResult
+from embodichain.agents.rl.run_records import RunOrigin
+from embodichain.agents.rl.runs import RunFolder, locked_run, open_folder, read_saved, telling_how_to_continue
+from embodichain.agents.rl.train import EXIT_INTERRUPTED, begin_from, make_eval_env, report
+from embodichain.agents.rl.utils.distributed import Ranks, is_launched
+from embodichain.envs.registration import make
+from embodichain.errors import ConfigError
+from embodichain.extras import config_folders, locate_trusted
+from embodichain.utils.console import MessageConsole, printing, shown_messages
+from embodichain.utils.torch_runtime import seed_everything
+
+PathLike = str | os.PathLike[str]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do what the words of the command ask for (see ``parse_args``); return the exit code."""
+    if is_launched() or args.distributed:
+        raise ConfigError("embodichain imitate trains in one process: start it without torchrun", "command line")
+    if args.viewer:
+        problem = (
+            "--viewer: there are no environments to see; embodichain stream CONFIG --viewer shows a stream"
+        )
+        raise ConfigError(problem, "command line")
+    args.trust = locate_trusted(args.trust, config_folders(args.config))
+    console = MessageConsole()
+    with shown_messages():
+        if args.resume is not None:
+            result = resume_imitation(args.resume, args.overrides, args.trust, console)
+        else:
+            result = imitate_from_config(args.config, args.overrides, args.trust, console)
+    with printing(console):
+        text = report(result, args.trust, "imitate")
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+    return EXIT_INTERRUPTED if result.reason == "interrupted" else 0
+
+
+def imitate_from_config(
+    config: PathLike | ImitateCfg,
+    overrides: Sequence[str] = (),
+    trusted_modules: Collection[str] = (),
+    console: Console | None = None,
+) -> TrainingResult:
+    """Imitate as a config (or its file, or the name of an environment) says, with overrides
+    ``["--trainer.seed", "1"]``."""
+    trusted_modules = locate_trusted(trusted_modules, config_folders(config))
+    if isinstance(config, ImitateCfg):
+        cfg = complete(config, trusted_modules)
+    else:
+        cfg = load_imitate_config(config, trusted_modules, given_environment(overrides))
+    cfg = override(cfg, list(overrides), trusted_modules)
+    given = "" if isinstance(config, ImitateCfg) else os.fspath(config)
+    origin = RunOrigin(given, tuple(overrides), tuple(trusted_modules))
+    with opened_imitation(cfg, None, None, trusted_modules, console, origin) as trainer:
+        return trainer.train()
+
+
+def resume_imitation(
+    run: PathLike, overrides: Sequence[str] = (), trusted_modules: Collection[str] = (), console: Console | None = None
+) -> TrainingResult:
+    """Continue a run from its latest intact checkpoint (or from the checkpoint given)."""
+    trusted_modules = locate_trusted(trusted_modules, config_folders())
+    with locked_run(run, Ranks()) as folder:
+        file, config, state = read_saved(run, folder, "imitate")
+        cfg = complete(ImitateCfg.from_dict(config, source=file), trusted_modules, file)
+        cfg = override(cfg, list(overrides), trusted_modules)
+        origin = RunOrigin(overrides=tuple(overrides))
+        with opened_imitation(cfg, folder, state, trusted_modules, console, origin) as trainer:
+            return trainer.train()
+
+
+@contextmanager
+def opened_imitation(
+    cfg: ImitateCfg,
+    folder: RunFolder | None = None,
+    state: Mapping[str, Any] | None = None,
+    trusted_modules: Collection[str] = (),
+    console: Console | None = None,
+    origin: RunOrigin | None = None,
+) -> Iterator[ImitationTrainer]:
+    """Build the trainer of a new run, or of the one in a folder, whose state is restored; release it in the end.
+
+    ``origin``, how the run was started, is kept in its folder.
+    """
+    folder = open_folder(cfg, folder, Ranks(), anew=state is None)
+    folder.origin = origin or folder.origin
+    with ExitStack() as stack:
+        stack.callback(folder.lock.release)
+        stack.enter_context(telling_how_to_continue(folder, trusted_modules, command="imitate"))
+        trainer = build_imitation(cfg, folder, trusted_modules, console, state)
+        stack.callback(trainer.source.close)
+        if trainer.eval_env is not None:
+            stack.callback(trainer.eval_env.close)
+        if state is not None:
+            trainer.restore(state)
+        yield trainer
+
+
+def build_imitation(
+    cfg: ImitateCfg,
+    folder: RunFolder,
+    trusted_modules: Collection[str] = (),
+    console: Console | None = None,
+    resumed: Mapping[str, Any] | None = None,
+) -> ImitationTrainer:
+    """Construct everything a completed config describes; streams start here."""
+    settings = cfg.trainer
+    seed_everything(settings.seed)
+    spaces = _spaces(cfg, trusted_modules)
+    policy = build_policy(cfg.policy, spaces["observation"], spaces["action"], torch.device(settings.device))
+    if settings.init_from is not None and resumed is None:
+        begin_from(settings.init_from, policy)
+    chosen = cfg.algorithm.cfg
+    learner = Imitation(chosen.replace(total_steps=chosen.total_steps or settings.total_steps), policy)
+    wanted = Wanted.by(policy, spaces["observation"], spaces["action"], learner.chunk_size, chosen.points)
+    with ExitStack() as undo:
+        eval_env = make_eval_env(cfg, trusted_modules) if settings.enable_eval else None
+        if eval_env is not None:
+            undo.callback(eval_env.close)
+        step = 0 if resumed is None else int(resumed["trainer"]["global_step"])
+        source = open_source(cfg, wanted, step, trusted_modules)
+        undo.callback(source.close)
+        trainer = ImitationTrainer(cfg, learner, source, spaces, folder, eval_env, console)
+        undo.pop_all()
+    return trainer
+
+
+def _spaces(cfg: ImitateCfg, trusted_modules: Collection[str]) -> dict[str, Any]:
+    """Return the spaces that the policy is built for: those of the environment, else of the first folder."""
+    if cfg.trainer.gym_config:
+        with make(cfg.trainer.environment | {"num_envs": 1}, trusted_modules) as env:
+            return {"observation": env.observation_space, "action": env.action_space}
+    part = cfg.source.parts()[0]
+    observation, action = spaces_of_folder(str(part.dataset), part.keys)
+    return {"observation": observation, "action": action}
+
+
+def open_source(cfg: ImitateCfg, wanted: Wanted, step: int = 0, trusted_modules: Collection[str] = ()) -> ChunkSource:
+    """Return what a config's block ``source`` describes; ``step`` is where a run continues."""
+    seed, parts = cfg.trainer.seed, cfg.source.parts()
+
+    def open_part(index: int, part: MixedCfg) -> ChunkSource:
+        if part.stream is not None:
+            return StreamSource(stream_settings(cfg, part, step + 1_000_003 * index, trusted_modules), wanted)
+        return FolderSource(str(part.dataset), wanted, seed + index, part.keys, part.memory)
+
+    with ExitStack() as undo:
+        sources = []
+        for index, part in enumerate(parts):
+            sources.append(open_part(index, part))
+            undo.callback(sources[-1].close)
+        undo.pop_all()
+    return sources[0] if not cfg.source.mixture else MixedSource(sources, [part.weight for part in parts], seed)

@@ -1,0 +1,408 @@
+"""Where chunks come from: a live stream, a folder of recorded episodes, or a mixture of several.
+
+A folder gives every frame once per epoch, in an order that follows from the seed and the number of chunks drawn: that
+number is all that is saved to continue with the same chunks. A stream is alive: what it will show is not saved.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import gymnasium as gym
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from embodichain.agents.datasets.frames import FrameLayout, Key, Leaf, unflatten
+from embodichain.agents.datasets.lerobot.reader import LeRobotReader
+from embodichain.agents.engine.config import OnlineDataEngineCfg
+from embodichain.agents.engine.data import OnlineDataEngine
+from embodichain.agents.rl.algo.imitation import MASK
+from embodichain.agents.rl.models.observation import FeatureEncoder, ObservationEntry, space_entries
+from embodichain.agents.rl.models.policy import Policy
+from embodichain.agents.rl.models.vla.model import VLAModel
+from embodichain.errors import ConfigError, DatasetError, nearest
+
+_LOG = logging.getLogger(__name__)
+_INSTRUCTION: Key = ("observation", "instruction")
+Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a policy needs of a chunk."""
+
+    observations: tuple[tuple[str, ...], ...]
+    """Paths of the observations that it reads; empty for all of them, where there is no telling them apart."""
+    shapes: Mapping[tuple[str, ...], tuple[int, ...]]
+    """Their shapes, as far as they are known."""
+    action_shape: tuple[int, ...]
+    """Shape of one action."""
+    chunk_size: int
+    """Steps per chunk."""
+    all_steps: bool = False
+    """Whether the policy sees the observations of all steps, or of the first alone."""
+
+    @classmethod
+    def by(
+        cls, policy: Policy, observation_space: Any, action_space: gym.Space[Any], chunk_size: int, more: Iterable[str]
+    ) -> Wanted:
+        """Return what a policy reads, and ``more`` keys that it learns from (``goal/{instruction}``: all below it)."""
+        entries = [entry for entry in space_entries(observation_space) if entry.path]
+        read = _read_by(policy, entries)
+        for name in more:
+            group = name.removesuffix("{instruction}")
+            read += [entry for entry in entries if entry not in read and f"{entry.name}/".startswith(group)]
+        shapes = {entry.path: entry.shape for entry in read}
+        shape = tuple(action_space.shape or ())[-1:] if isinstance(action_space, gym.spaces.Box) else action_space.shape
+        return cls(tuple(shapes), shapes, tuple(shape or ()), chunk_size, policy.is_recurrent)
+
+    def problems(self, there: Mapping[Key, tuple[int, ...]]) -> list[str]:
+        """Return what a source that has these arrays lacks, one line each."""
+        found, names = [], ["/".join(key[1:]) for key in there if key[0] == "observation"]
+        for path in self.observations:
+            name, shape = "/".join(path), there.get(("observation", *path))
+            if shape is None and path == _INSTRUCTION[1:]:
+                found.append("instruction: the policy reads an instruction, and there is none")
+            elif shape is None:
+                found.append(f"observation {name} {list(self.shapes[path])}: it is missing.{nearest(name, names)}")
+            elif shape != self.shapes[path] and (shape or (1,)) != (self.shapes[path] or (1,)):
+                found.append(f"observation {name}: expected {list(self.shapes[path])}, got {list(shape)}")
+        action = there.get(("action",))
+        if action is None:
+            found.append("action: it is missing")
+        elif (action or (1,)) != (self.action_shape or (1,)):
+            found.append(f"action: expected {list(self.action_shape)}, as the environment takes, got {list(action)}")
+        return found
+
+    def select(self, chunks: TensorDictBase) -> TensorDict:
+        """Return the parts of chunks ``[batch, n]`` that are needed, in a form in which sources can be mixed."""
+        obs = chunks["observation"]
+        obs = obs.select(*self.observations) if self.observations else obs
+        if not self.all_steps:
+            obs = obs[:, 0].unsqueeze(1).expand(*chunks.batch_size)
+        valid = chunks.get(MASK, None)
+        mask = torch.ones(chunks.batch_size, dtype=torch.bool) if valid is None else valid
+        parts = {"observation": obs, "action": chunks["action"], MASK: mask.to(chunks["action"].device)}
+        return TensorDict(parts, chunks.batch_size)
+
+
+def _read_by(policy: Policy, entries: Sequence[ObservationEntry]) -> list[ObservationEntry]:
+    """Return the entries that a policy reads; all of them if it is of a kind that does not say so."""
+    encoder, model = getattr(policy, "encoder", None), getattr(policy, "model", None)
+    if isinstance(encoder, FeatureEncoder):
+        return [entry for entry in (*encoder.vectors, *encoder.images) if entry.path]
+    if isinstance(model, VLAModel):
+        names = {*(f"image/{name}" for name in model.cfg.cameras), *model.cfg.proprio}
+        names |= {"instruction"} if model.cfg.instruction_length else set()
+        return [entry for entry in entries if entry.name in names]
+    return list(entries)
+
+
+class ChunkSource(Protocol):
+    """Gives chunks ``[batch, n]`` to learn from."""
+
+    is_exact: bool
+    """Whether a run that is continued gets the chunks that it would have got."""
+
+    def sample(self, batch_size: int) -> TensorDict:
+        """Return the next chunks: ``observation``, ``action`` and a ``mask``."""
+
+    def statistics(self) -> dict[str, float]:
+        """Return numbers for the log."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how far it came."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what ``state_dict`` returned."""
+
+    def close(self) -> None:
+        """Release what it holds."""
+
+
+class StreamSource:
+    """Chunks of a live stream."""
+
+    is_exact = False
+
+    def __init__(self, cfg: OnlineDataEngineCfg, wanted: Wanted) -> None:
+        """Start the stream; the first chunks can be drawn when this returns."""
+        self.engine, self._wanted = OnlineDataEngine(cfg), wanted
+        self._generator = np.random.default_rng([cfg.seed, 1])
+        self.engine.start()
+        try:
+            buffer = self.engine.shared_buffer
+            there = {key: tuple(leaf.shape[2:]) for key, leaf in _leaves(buffer)}
+            if problems := wanted.problems(there):
+                raise ConfigError(problems, "source.stream")
+            self.engine.check_chunk_size(wanted.chunk_size)
+        except BaseException:
+            self.engine.stop()
+            raise
+
+    def sample(self, batch_size: int) -> TensorDict:
+        chunks = self.engine.sample_batch(batch_size, self._wanted.chunk_size, generator=self._generator)
+        return self._wanted.select(chunks)
+
+    def statistics(self) -> dict[str, float]:
+        stats = self.engine.stats()
+        numbers = {
+            "stream/episodes": float(stats.episodes_written),
+            "stream/refills": stats.refills,
+            "stream/age_refills": stats.mean_age_refills,
+            "stream/frames_per_second": stats.frames_per_second,
+        }
+        return numbers | ({} if stats.success_rate is None else {"stream/success": stats.success_rate})
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kind": "stream"}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """There is nothing to continue: the stream shows new episodes."""
+
+    def close(self) -> None:
+        self.engine.stop()
+
+
+def _leaves(nested: TensorDictBase) -> Iterable[tuple[Key, Tensor]]:
+    for name, leaf in nested.items(include_nested=True, leaves_only=True):
+        yield (name,) if isinstance(name, str) else tuple(name), leaf
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Decoded episodes, one after the other."""
+
+    frames: dict[Key, Tensor]
+    """``[num_frames, ...]``."""
+    last: Indices
+    """Of each frame, the last one of its episode."""
+
+
+class FolderSource:
+    """Chunks of a LeRobotDataset folder; those that begin near the end of an episode are padded and masked.
+
+    Episodes are shuffled and read in parts that fit into memory, one at a time; the frames of a part come in random
+    order, then the next part. A folder that fits whole is read once.
+    """
+
+    is_exact = True
+
+    def __init__(
+        self, folder: str | Path, wanted: Wanted, seed: int, keys: Mapping[str, str] | None = None, memory: float = 4.0
+    ) -> None:
+        self.folder, self._wanted, self._seed = Path(folder), wanted, seed
+        self._reader = LeRobotReader(folder)
+        self._names = _renamed(self._reader.layout, keys or {}, self.folder)
+        self._check()
+        self._lengths = np.asarray(self._reader.lengths, np.int64)
+        self._total = int(self._lengths.sum())
+        self._frames_per_pool = max(1, int(memory * 2**30 / max(1, self._bytes_per_frame()) / 2))
+        self.drawn = 0
+        """Chunks drawn so far."""
+        self._pools: dict[tuple[int, ...], Pool] = {}
+        self._next: tuple[tuple[int, ...], Future[Pool]] | None = None
+        self._executor = ThreadPoolExecutor(1, "folder")
+        self._order: tuple[tuple[int, int], Indices] | None = None
+
+    def _check(self) -> None:
+        """Raise ``ConfigError`` if the folder lacks what the policy needs."""
+        problems = self._wanted.problems({key: leaf.shape for key, leaf in self._names.items()})
+        for i, problem in enumerate(problems):
+            if problem.startswith("instruction:"):
+                remedy = "record a task that has one, or give each episode a task in words (meta/tasks.parquet)"
+                problems[i] = f"{problem}: {remedy}"
+            elif "missing" in problem:
+                problems[i] = f"{problem} source.keys says what the folder calls it"
+        if problems:
+            raise ConfigError(problems, str(self.folder))
+
+    def _bytes_per_frame(self) -> int:
+        return sum(leaf.nbytes for leaf in self._needed().values())
+
+    def _needed(self) -> dict[Key, Leaf]:
+        """Return the arrays that are kept, under the names that the policy knows."""
+        paths = {("observation", *path) for path in self._wanted.observations}
+        return {
+            key: leaf
+            for key, leaf in self._names.items()
+            if key == ("action",) or (key[0] == "observation" and (key in paths or not paths))
+        }
+
+    @property
+    def epoch(self) -> float:
+        """How often all frames were drawn."""
+        return self.drawn / self._total
+
+    def sample(self, batch_size: int) -> TensorDict:
+        """Return the next chunks ``[batch_size, n]``."""
+        parts: list[TensorDict] = []
+        while batch_size > 0:
+            epoch, position = divmod(self.drawn, self._total)
+            index, episodes, position = self._locate(epoch, position)
+            order = self._shuffled(epoch, index, int(self._lengths[list(episodes)].sum()))
+            chosen = order[position : position + batch_size]
+            parts.append(self._chunks(self._pool(epoch, index, episodes), chosen))
+            self.drawn += len(chosen)
+            batch_size -= len(chosen)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _parts_of(self, epoch: int) -> list[tuple[int, ...]]:
+        """Return the episodes of an epoch's parts."""
+        if self._total <= self._frames_per_pool:
+            return [tuple(range(len(self._lengths)))]
+        order = np.random.default_rng([self._seed, epoch]).permutation(len(self._lengths)).tolist()
+        parts, frames = [[order[0]]], int(self._lengths[order[0]])
+        for episode in order[1:]:
+            frames += int(self._lengths[episode])
+            if frames > self._frames_per_pool:
+                parts.append([])
+                frames = int(self._lengths[episode])
+            parts[-1].append(episode)
+        return [tuple(part) for part in parts]
+
+    def _locate(self, epoch: int, position: int) -> tuple[int, tuple[int, ...], int]:
+        """Return which part of an epoch a frame is in, the part's episodes, and the frame's place in it."""
+        for index, episodes in enumerate(self._parts_of(epoch)):
+            frames = int(self._lengths[list(episodes)].sum())
+            if position < frames:
+                return index, episodes, position
+            position -= frames
+        raise AssertionError  # an epoch has all frames
+
+    def _shuffled(self, epoch: int, index: int, frames: int) -> Indices:
+        """Return the order of a part's frames."""
+        if self._order is None or self._order[0] != (epoch, index):
+            order = np.random.default_rng([self._seed, epoch, index + 1]).permutation(frames)
+            self._order = (epoch, index), order
+        return self._order[1]
+
+    def _pool(self, epoch: int, index: int, episodes: tuple[int, ...]) -> Pool:
+        """Return the episodes of a part, and begin to read the next one."""
+        if episodes not in self._pools:
+            ready = self._next[1].result() if self._next is not None and self._next[0] == episodes else None
+            self._pools = {episodes: ready or self._read(episodes)}
+            parts = self._parts_of(epoch)
+            following = parts[index + 1] if index + 1 < len(parts) else self._parts_of(epoch + 1)[0]
+            self._next = None
+            if following != episodes:
+                self._next = following, self._executor.submit(self._read, following)
+        return self._pools[episodes]
+
+    def _read(self, episodes: Sequence[int]) -> Pool:
+        needed, pieces = self._needed(), dict[Key, list[Tensor]]()
+        for index in episodes:
+            episode = self._reader.read(index)
+            for key, leaf in needed.items():
+                pieces.setdefault(key, []).extend(episode.frames[leaf.key])
+        frames = {key: torch.cat(parts) for key, parts in pieces.items()}
+        for key, values in frames.items():
+            if values.is_floating_point() and not bool(values.isfinite().all()):
+                raise DatasetError(f"{self.folder}: {'/'.join(key)} holds NaN or infinity")
+        lengths = self._lengths[list(episodes)]
+        return Pool(frames, np.repeat(lengths.cumsum() - 1, lengths))
+
+    def _chunks(self, pool: Pool, first: Indices) -> TensorDict:
+        """Return the chunks that begin at these frames; the last frame of an episode is repeated behind it."""
+        steps, last = first[:, None] + np.arange(self._wanted.chunk_size), pool.last[first][:, None]
+        at = torch.from_numpy(np.minimum(steps, last))
+        seen = at if self._wanted.all_steps else at[:, :1]
+        parts: dict[Key, Tensor] = {(MASK,): torch.from_numpy(steps <= last)}
+        for key, values in pool.frames.items():
+            found = values[at if key == ("action",) else seen]
+            parts[key] = found if found.shape[1] == at.shape[1] else found.expand(-1, at.shape[1], *found.shape[2:])
+        return TensorDict(unflatten(parts), at.shape)
+
+    def statistics(self) -> dict[str, float]:
+        return {"source/epoch": self.epoch}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kind": "dataset", "drawn": self.drawn, "frames": self._total, "episodes": len(self._lengths)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        now = self.state_dict()
+        if any(state.get(name) != now[name] for name in ("kind", "frames", "episodes")):
+            _LOG.warning("%s holds other episodes than it did: its frames come in a new order", self.folder)
+            return
+        self.drawn = int(state["drawn"])
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=True, cancel_futures=True)
+
+
+def _renamed(layout: FrameLayout, keys: Mapping[str, str], folder: Path) -> dict[Key, Leaf]:
+    """Return the arrays of a folder by the names that the policy knows them by."""
+    names = {leaf.key: leaf for leaf in layout.leaves}
+    for wanted, given in keys.items():
+        there = ("observation", *given.split("/"))
+        if there not in names:
+            known = ["/".join(key[1:]) for key in names if key[0] == "observation"]
+            raise ConfigError(f"keys: the folder has no {given!r}.{nearest(given, known)}", str(folder))
+        names["observation", *wanted.split("/")] = names[there]
+    return names
+
+
+class MixedSource:
+    """Chunks of several sources, each of which has a share of every batch, drawn by its weight."""
+
+    def __init__(self, sources: Sequence[ChunkSource], weights: Sequence[float], seed: int) -> None:
+        self.sources = list(sources)
+        self._shares, self._seed = np.asarray(weights, np.float64) / sum(weights), seed
+        self.is_exact = all(source.is_exact for source in sources)
+        self.batches = 0
+        """Batches drawn so far."""
+
+    def sample(self, batch_size: int) -> TensorDict:
+        counts = np.random.default_rng([self._seed, self.batches]).multinomial(batch_size, self._shares).tolist()
+        self.batches += 1
+        drawn = [source.sample(count) for source, count in zip(self.sources, counts, strict=True) if count]
+        return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
+
+    def statistics(self) -> dict[str, float]:
+        numbers = {}
+        for i, source in enumerate(self.sources):
+            for name, value in source.statistics().items():
+                group, _, rest = name.partition("/")
+                numbers[f"{group}_{i}/{rest}"] = value
+        return numbers
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kind": "mixture", "batches": self.batches, "parts": [source.state_dict() for source in self.sources]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state.get("kind") != "mixture" or len(state["parts"]) != len(self.sources):
+            _LOG.warning("the run mixed other sources: their chunks come in a new order")
+            return
+        self.batches = int(state["batches"])
+        for source, part in zip(self.sources, state["parts"], strict=True):
+            source.load_state_dict(part)
+
+    def close(self) -> None:
+        for source in self.sources:
+            source.close()
+
+
+def spaces_of_folder(folder: str | Path, keys: Mapping[str, str]) -> tuple[gym.spaces.Dict, gym.spaces.Box]:
+    """Return the spaces of what a folder holds, for a policy that has no environment."""
+    names = _renamed(LeRobotReader(folder).layout, keys, Path(folder))
+    boxes: dict[Key, gym.Space[Any]] = {}
+    for key, leaf in names.items():
+        if key[0] == "observation" and (leaf.dtype == torch.uint8 or leaf.dtype.is_floating_point):
+            bounds = (0, 255, np.uint8) if leaf.dtype == torch.uint8 else (-np.inf, np.inf, np.float32)
+            boxes[key[1:]] = gym.spaces.Box(bounds[0], bounds[1], leaf.shape, bounds[2])
+    action = names.get(("action",))
+    if action is None or not boxes:
+        raise ConfigError("expected observations and actions, which a policy can be built for", str(folder))
+    return _space(unflatten(boxes)), gym.spaces.Box(-np.inf, np.inf, action.shape, np.float32)
+
+
+def _space(nested: Mapping[str, Any]) -> gym.spaces.Dict:
+    return gym.spaces.Dict({key: _space(part) if isinstance(part, Mapping) else part for key, part in nested.items()})

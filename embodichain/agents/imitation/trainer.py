@@ -1,0 +1,177 @@
+"""The loop of an imitation: draw chunks, learn, log, evaluate, save."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from embodichain.agents.imitation.config import ImitateCfg
+from embodichain.agents.imitation.sources import ChunkSource
+from embodichain.agents.rl.algo.imitation import MASK, Imitation
+from embodichain.agents.rl.checkpoint import load_weights, reading_checkpoint, save_checkpoint
+from embodichain.agents.rl.models.tokens import FastTokenHead, fit_tokenizer
+from embodichain.agents.rl.run_loop import Counters, RunLoop, StopReason, TrainingResult, crossed
+from embodichain.agents.rl.runs import RunFolder, StopSignals
+from embodichain.agents.rl.utils.tensordicts import space_to_data
+from embodichain.envs.vec_env import VecEnv
+from embodichain.errors import NotFiniteError
+from embodichain.utils.torch_runtime import get_random_state, set_random_state, torch_threads, update_threads
+
+Spaces = Mapping[str, Any]
+_FITTED_CHUNKS = 4096
+"""Chunks that FAST-like tokens are fitted on."""
+
+
+class ImitationTrainer(RunLoop):
+    """Trains one policy by imitation; its steps are gradient steps."""
+
+    cfg: ImitateCfg
+
+    def __init__(
+        self,
+        cfg: ImitateCfg,
+        learner: Imitation,
+        source: ChunkSource,
+        spaces: Spaces,
+        folder: RunFolder,
+        eval_env: VecEnv | None = None,
+        console: Console | None = None,
+    ) -> None:
+        """Prepare a run; ``spaces`` are those of ``observation`` and ``action`` that the policy was built for."""
+        super().__init__(cfg, learner.policy, folder, eval_env, console)
+        self.learner, self.source, self.spaces = learner, source, spaces
+        self.policy.train()
+        batch_size = cfg.algorithm.cfg.batch_size
+        self._threads = cfg.trainer.update_threads or update_threads(self.policy, batch_size)
+        self._sums: dict[str, Tensor] = {}
+        self._count = 0
+        self._waited = 0.0
+        self._logged_at = time.perf_counter()
+
+    def train(self) -> TrainingResult:
+        """Imitate until a stop criterion is met or a signal interrupts the run, and save the state at the end."""
+        settings, batch_size = self.cfg.trainer, self.cfg.algorithm.cfg.batch_size
+        self._began = time.perf_counter() - self.counters.seconds
+        self._logged_at = time.perf_counter()
+        self.folder.lock.acquire()
+        try:
+            with StopSignals() as signals, self.view:
+                if self._resumed_at is None:
+                    self._fit_tokenizer()
+                    self.save_checkpoint()
+                while (reason := self._stop_reason(signals)) is None:
+                    before = self.global_step
+                    self._learn(batch_size)
+                    if crossed(settings.log_freq, before, self.global_step):
+                        self._write_log()
+                    if crossed(settings.eval_freq, before, self.global_step):
+                        self.evaluate()
+                    if crossed(settings.save_freq, before, self.global_step) and self._saved_at != self.global_step:
+                        self.save_checkpoint()
+                if reason != "interrupted" and self.counters.evaluated_at != self.global_step:
+                    self.evaluate()
+                if self._saved_at != self.global_step:
+                    self.save_checkpoint()
+        finally:
+            self._close_log()
+            self.folder.lock.release()
+        return self._result(reason)
+
+    def _fit_tokenizer(self) -> None:
+        """Fit FAST-like tokens that were not fitted before on the first chunks of the source."""
+        heads = [module for module in self.policy.modules() if isinstance(module, FastTokenHead)]
+        if heads and not any(head.tokenizer.is_fitted for head in heads):
+            chunks = self.source.sample(_FITTED_CHUNKS)
+            fit_tokenizer(self.policy, chunks["action"][chunks[MASK].all(1)].to(self.policy.device))
+
+    def _learn(self, batch_size: int) -> None:
+        """Do one gradient step."""
+        began = time.perf_counter()
+        chunks = self.source.sample(batch_size)
+        self._waited += time.perf_counter() - began
+        with torch_threads(self._threads):
+            measures = self.learner.update(chunks)
+        for name, value in measures.items():
+            self._sums[name] = self._sums[name] + value if name in self._sums else value
+        self._count += 1
+        self.counters.global_step += 1
+        self.counters.iteration += 1
+        self.policy.version += 1
+
+    def _stop_reason(self, signals: StopSignals) -> StopReason | None:
+        """Return why the run ends here, if it does."""
+        self._update_clock()
+        if signals.received is not None:
+            return "interrupted"
+        return "total_steps" if self.global_step >= self.cfg.trainer.total_steps else self.limit_met()
+
+    def _write_log(self) -> None:
+        """Write the means over the steps since the last line, and show how far it is."""
+        if not self._count:
+            return
+        values = (torch.stack(list(self._sums.values())) / self._count).tolist()
+        means = dict(zip(self._sums, values, strict=True))
+        seconds = max(time.perf_counter() - self._logged_at, 1e-9)
+        scalars = {f"update/{name}": value for name, value in means.items()}
+        scalars |= {"update/learning_rate": self.learner.learning_rate} | self.source.statistics()
+        scalars |= {
+            "time/sample_seconds": self._waited / self._count,
+            "time/steps_per_second": self._count / seconds,
+            "time/total_seconds": self._update_clock(),
+        }
+        self.log.write(self.global_step, scalars)
+        self._sums, self._count, self._waited, self._logged_at = {}, 0, 0.0, time.perf_counter()
+        if self.cfg.trainer.nan_guard and not all(map(_is_finite, means.values())):
+            self._stop_at_nan(means)
+        share = max(self.global_step / self.cfg.trainer.total_steps, self._share_of_time())
+        self.view.show(self.global_step, min(1.0, share), *(self.counters.evaluated or (None, None)))
+
+    def _stop_at_nan(self, means: Mapping[str, float]) -> None:
+        folder = self.folder.path / "failure"
+        save_checkpoint(folder, {"policy": self.policy.state_dict(), "batch": self.source.sample(1)})
+        names = ", ".join(name for name, value in means.items() if not _is_finite(value))
+        raise NotFiniteError(
+            f"{names} became NaN or infinite before step {self.global_step}; the policy is saved in {folder}. A "
+            "smaller --algorithm.cfg.learning_rate, or fewer outliers in the demonstrations, may help"
+        )
+
+    def save_checkpoint(self, best: bool = False) -> None:
+        """Write a checkpoint of everything the next step depends on; the log has a line for all steps before it."""
+        self._write_log()
+        super().save_checkpoint(best)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a checkpoint of the same run, exactly where it was saved if the source is recorded.
+
+        The random generators come last, as everything else may draw from them.
+        """
+        with reading_checkpoint("the checkpoint"):
+            self.counters = Counters.from_data(state["trainer"])
+            load_weights(self.policy, state["policy"], "the checkpoint")
+            self.learner.load_state_dict(state["algorithm"])
+            self.source.load_state_dict(state["source"])
+            set_random_state(state["random"])
+        if not self.source.is_exact:
+            self.view.print("a live stream is not saved: the run continues with new episodes")
+        self._saved_at = self._resumed_at = self.global_step
+        self.folder.forget_after(self.global_step)
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "config": self.cfg.to_dict(),
+            "spaces": {name: space_to_data(space) for name, space in self.spaces.items()},
+            "policy": self.policy.state_dict(),
+            "algorithm": self.learner.state_dict(),
+            "source": self.source.state_dict(),
+            "random": get_random_state(),
+            "trainer": self.counters.to_data(),
+        }
+
+
+def _is_finite(value: float) -> bool:
+    return value - value == 0.0

@@ -1,0 +1,248 @@
+"""``embodichain imitate``: runs that can be killed, resumed, evaluated, loaded and fine-tuned, of every policy."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import gymnasium as gym
+import pytest
+import torch
+from tensordict import TensorDict
+
+from embodichain.agents.imitation.config import ImitateCfg, complete, load_imitate_config, override
+from embodichain.agents.imitation.imitate import imitate_from_config, opened_imitation, resume_imitation
+from embodichain.agents.rl.algo.imitation import Imitation, ImitationCfg
+from embodichain.agents.rl.checkpoint import find_checkpoint, load_checkpoint, load_policy
+from embodichain.agents.rl.models import Policy, build_policy
+from embodichain.agents.rl.models.actor_critic import ActorOnly
+from embodichain.agents.rl.runs import read_metrics
+from embodichain.agents.rl.train import resume_training, train_from_config
+from embodichain.cli.main import main
+from embodichain.errors import CheckpointError, ConfigError, RolloutError
+from tests.agents.rl.helpers import box
+from tests.agents.rl.test_checkpoint import same
+from tests.agents.rl.test_resume import without_times
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MLP = {"type": "mlp", "network_cfg": {"hidden_sizes": [16], "activation": "tanh"}}
+REACH = {"id": "ReachRL", "max_episode_steps": 10, "num_threads": 1}
+FLOW = {"name": "flow", "chunk_size": 3, "actor": MLP, "critic": MLP, "normalize_obs": True}
+EXPERT = {"source": "expert", "noise_std": 0.1}
+STREAM = {"stream": {"buffer_size": 8, "action_config": EXPERT, "progress": False}}
+
+
+def config(run_dir, source, policy=FLOW, **trainer):
+    settings = {"gym_config": REACH, "total_steps": 12, "log_freq": 2, "eval_freq": 4, "save_freq": 4}
+    settings |= {"num_eval_episodes": 2, "num_eval_envs": 2, "eval_video": False, "run_dir": str(run_dir)}
+    algorithm = {"cfg": {"batch_size": 8, "warmup_steps": 2, "sequence_length": 4}}
+    return {"trainer": settings | trainer, "policy": policy, "algorithm": algorithm, "source": source}
+
+
+def imitate(*args, **kwargs):
+    return imitate_from_config(ImitateCfg.from_dict(config(*args, **kwargs)))
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    pytest.importorskip("pyarrow", reason="needs the extra 'data'")
+    pytest.importorskip("av", reason="needs the extra 'data'")
+    folder = tmp_path_factory.mktemp("data") / "reach"
+    settings = [
+        "--gym_config.max_episode_steps",
+        "10",
+        "--gym_config.num_envs",
+        "4",
+        "--action_config.noise_std",
+        "0.1",
+    ]
+    assert main(["record", "ReachRL", "--out", str(folder), "--episodes", "6", *settings]) == 0
+    return folder
+
+
+# Imitates until it has learned from so many batches, and is then killed as nothing inside the process could prevent.
+KILLED = """
+import os, signal, sys
+from embodichain.agents.rl.algo.imitation import Imitation
+from embodichain.cli.main import main
+
+update, count = Imitation.update, 0
+
+def update_or_die(self, *args):
+    global count
+    count += 1
+    if count == int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return update(self, *args)
+
+Imitation.update = update_or_die
+main(["imitate", sys.argv[1]])
+"""
+
+
+@pytest.mark.extra("data")
+def test_killed_run_goes_on_bit_by_bit(tmp_path, recorded):
+    parts = [{"dataset": str(recorded), "weight": 1.0}, {"dataset": str(recorded), "memory": 1e-6, "weight": 2.0}]
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config(tmp_path / "killed", {"mixture": parts})))
+    command = [sys.executable, "-c", KILLED, str(file), "7"]
+    process = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert process.returncode == -signal.SIGKILL, process.stderr
+    former = load_checkpoint(find_checkpoint(tmp_path / "killed"))
+    assert former["trainer"]["global_step"] == 4
+    assert read_metrics(tmp_path / "killed" / "metrics.jsonl")[-1]["step"] == 6  # there is something to be undone
+
+    result = resume_imitation(tmp_path / "killed")
+    imitate(tmp_path / "straight", {"mixture": parts})
+    expected, actual = (load_checkpoint(find_checkpoint(tmp_path / name)) for name in ("straight", "killed"))
+    assert result.global_step == 12 == expected["trainer"]["global_step"]
+    for part in ("policy", "algorithm", "source", "random"):
+        assert same(actual[part], expected[part]), part
+    lines = [without_times(read_metrics(tmp_path / name / "metrics.jsonl")) for name in ("killed", "straight")]
+    assert lines[0] == lines[1]
+    assert lines[0][-1]["eval/return"] < 0.0
+    learned = "head.velocity_net.0.weight"
+    assert not torch.equal(actual["policy"][learned], former["policy"][learned])
+
+
+def test_a_stream_is_imitated_evaluated_continued_and_reinforced(tmp_path, capsys):
+    run = tmp_path / "run"
+    result = imitate(run, STREAM, eval_video=True)
+    assert (result.reason, result.global_step) == ("total_steps", 12)
+    lines = read_metrics(run / "metrics.jsonl")
+    assert {"update/action_loss", "update/learning_rate", "stream/episodes"} <= set(lines[0])
+    assert [line["step"] for line in lines if "eval/return" in line] == [4, 8, 12]
+    assert len(list((run / "videos").iterdir())) == 3
+    best = find_checkpoint(run, "best")
+    policy, again = load_policy(run), load_policy(best)
+    assert same(policy.state_dict(), again.state_dict())
+    assert policy.encoder.normalizer.frozen
+
+    assert main(["eval", str(run), "--episodes", "2"]) == 0
+    assert main(["play", str(run), "--episodes", "1"]) == 0
+    assert "success rate" in capsys.readouterr().out
+    assert main(["imitate", "--resume", str(run), "--trainer.total_steps", "14"]) == 0
+    assert "continues with new episodes" in capsys.readouterr().err
+    assert load_checkpoint(find_checkpoint(run))["trainer"]["global_step"] == 14
+    with pytest.raises(CheckpointError, match=r"run of embodichain imitate: continue it with embodichain imitate"):
+        resume_training(run)
+
+    settings = {"gym_config": REACH, "num_envs": 2, "buffer_size": 4, "iterations": 1, "enable_eval": False}
+    rl = {"trainer": settings, "policy": FLOW, "algorithm": {"name": "ppo", "cfg": {"batch_size": 8, "n_epochs": 1}}}
+    (tmp_path / "rl.json").write_text(json.dumps(rl))
+    flags = ["--trainer.init_from", str(run), "--trainer.run_dir", str(tmp_path / "tuned")]
+    train_from_config(tmp_path / "rl.json", flags)
+    policy, tuned = load_policy(run), load_policy(tmp_path / "tuned")
+    assert same(tuned.encoder.normalizer.state_dict(), policy.encoder.normalizer.state_dict())  # statistics stay
+    assert not torch.equal(tuned.head.velocity_net[0].weight, policy.head.velocity_net[0].weight)
+    with pytest.raises(CheckpointError, match="run of embodichain train"):
+        resume_imitation(tmp_path / "tuned")
+
+
+SPACE = gym.spaces.Dict({"robot": gym.spaces.Dict({"qpos": box(4)})})
+
+
+def vector_policy(**block):
+    return build_policy(block, SPACE, gym.spaces.Box(-1.0, 1.0, (2,)), "cpu")
+
+
+def toy_chunks(batch, length, seed=0):
+    """The action is a fixed linear map of the observation of its own step."""
+    drawn = torch.Generator().manual_seed(seed)
+    obs, weights = torch.randn(batch, length, 4, generator=drawn), torch.linspace(-0.3, 0.3, 8).view(4, 2)
+    robot = TensorDict({"qpos": obs}, [batch, length])
+    return TensorDict({"observation": {"robot": robot}, "action": obs @ weights}, [batch, length])
+
+
+POLICIES = {
+    "actor_critic": {"name": "actor_critic", "actor": MLP, "critic": MLP, "normalize_obs": True},
+    "squashed": {"name": "actor_only", "actor": MLP, "distribution": {"squash": True}},
+    "recurrent": {"name": "actor_critic", "actor": MLP, "critic": MLP, "memory": {"type": "gru", "hidden_size": 16}},
+    "flow": {"name": "flow", "actor": MLP, "critic": MLP},
+    "tokens": {"name": "tokens", "critic": MLP, "tokens": {"num_bins": 8, "width": 16, "depth": 1}},
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_learns_the_actions_and_leaves_its_critic(name):
+    torch.manual_seed(0)
+    policy = vector_policy(**POLICIES[name])
+    learner = Imitation(ImitationCfg(learning_rate=1e-2, total_steps=60, warmup_steps=5, sequence_length=5), policy)
+    before = {key: value.clone() for key, value in policy.state_dict().items()}
+    losses = [float(learner.update(toy_chunks(64, learner.chunk_size, i))["action_loss"]) for i in range(60)]
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+    changed = {key for key, value in policy.state_dict().items() if not torch.equal(value, before[key])}
+    assert not [key for key in changed if policy.in_critic(key) or "log_std" in key]
+
+
+def test_padding_counts_for_nothing():
+    policy = vector_policy(name="actor_critic", actor=MLP, critic=MLP)
+    obs, action = torch.randn(6, 4), torch.randn(6, 1, 2)
+    valid = torch.tensor([[True], [False]] * 3)
+    loss = policy.imitation_loss(obs, action, valid)
+    assert torch.equal(loss[1::2], torch.zeros(3))
+    mean = policy.get_action(obs, deterministic=True)[0]
+    torch.testing.assert_close(loss[::2], (mean - action[:, 0]).abs().sum(-1)[::2])
+    with pytest.raises(RolloutError, match=r"expected chunks \[batch, 1 to 1\], got \[6, 2\]"):
+        Imitation(ImitationCfg(), policy).update(toy_chunks(6, 2))
+
+
+class Silent(ActorOnly):
+    """A policy that does not say how it imitates."""
+
+    imitation_loss = Policy.imitation_loss
+
+
+def test_a_policy_without_a_loss_of_its_own_is_refused():
+    policy = Silent.build({"actor": MLP}, SPACE, gym.spaces.Box(-1.0, 1.0, (2,)), torch.device("cpu"))
+    with pytest.raises(ConfigError, match="Silent cannot imitate: it has no imitation_loss"):
+        Imitation(ImitationCfg(), policy)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"source": {}}, "source: expected either a stream or a dataset, or a mixture, got neither"),
+        ({"source": {"stream": {}, "dataset": "x"}}, "source: expected either a stream or a dataset, .* got both"),
+        ({"source": {"mixture": [{"weight": 2.0}]}}, r"source\.mixture\.0: expected either a stream or a dataset, got"),
+        ({"source": {"stream": {"bufer_size": 3}}}, "bufer_size.*buffer_size"),
+        ({"source": {"stream": {"action_config": {"source": "exprt"}}}}, "unknown name 'exprt'"),
+        ({"sourc": {}}, "sourc.*source"),
+    ],
+)
+def test_a_wrong_config_is_one_message(tmp_path, change, message):
+    data = config(tmp_path / "run", STREAM)
+    with pytest.raises(ConfigError, match=message):
+        override(complete(ImitateCfg.from_dict(data | change)), [])
+    assert not (tmp_path / "run").exists()
+
+
+def test_ids_have_shipped_configs_or_defaults():
+    names = {
+        "PushCubeRL": "actor_critic",
+        "PushAroundRL": "flow",
+        "PushCubeLanguageRL": "vla",
+        "ReachRL": "actor_critic",
+    }
+    for name, policy in names.items():
+        cfg = override(load_imitate_config(name), ["--trainer.seed", "3"])
+        assert (cfg.policy["name"], cfg.trainer.environment["id"]) == (policy, name)
+        assert cfg.source.stream["action_config"]["source"] == "expert"
+    cfg = override(load_imitate_config("ReachRL"), ["--source.dataset", "somewhere", "--policy.name", "tokens"])
+    assert (cfg.source.stream, cfg.policy["name"]) == (None, "tokens")
+    assert cfg.source.dataset.endswith("/somewhere")
+
+
+@pytest.mark.extra("data")
+def test_a_recording_needs_no_environment(tmp_path, recorded):
+    data = config(tmp_path / "run", {"dataset": str(recorded)}, total_steps=2)
+    del data["trainer"]["gym_config"]
+    cfg = override(complete(ImitateCfg.from_dict(data)), [])
+    assert not cfg.trainer.enable_eval
+    with opened_imitation(cfg) as trainer:
+        assert trainer.train().global_step == 2
+    assert load_policy(tmp_path / "run").chunk_size == 3
