@@ -8,10 +8,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 EXTRAS_STAMP := $(VENV)/.extras-installed
+LEROBOT_VENV := .venv-lerobot
+LEROBOT_STAMP := $(LEROBOT_VENV)/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-extras check format install clean
+.PHONY: help demo test test-extras test-lerobot check format install clean
 
 help:  ## Say what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -31,6 +33,10 @@ test: $(STAMP)  ## Run the test suite
 test-extras: $(EXTRAS_STAMP)  ## Run the tests that need optional packages: Ray, LeRobot, ONNX, transformers, peers, robots, viewer
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "extra and not gpu" --all-extras $(ARGS)
 
+test-lerobot: $(EXTRAS_STAMP) $(LEROBOT_STAMP)  ## Open recordings in the real lerobot, which has a Python of its own, and read its
+	@OMP_NUM_THREADS=1 LEROBOT_PYTHON=$(CURDIR)/$(LEROBOT_VENV)/bin/python \
+	  $(BIN)/python -m pytest tests/agents/datasets/test_real_lerobot.py $(ARGS)
+
 check: $(STAMP)  ## Check format, lint and types
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
@@ -43,7 +49,7 @@ format: $(STAMP)  ## Rewrite the sources the way check wants them
 install: $(STAMP)  ## Make .venv and install everything for development
 
 clean:  ## Remove .venv and all caches
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(LEROBOT_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # torch comes first and exactly pinned: a looser request brings gigabytes of CUDA packages to machines without a GPU.
 $(STAMP): pyproject.toml constraints.txt
@@ -59,4 +65,12 @@ $(STAMP): pyproject.toml constraints.txt
 $(EXTRAS_STAMP): $(STAMP)
 	@echo 'Installing optional packages into .venv (once) ...'
 	@$(PIP) -e ".[dev,ray,data,export,vla,peers,robots,viewer]"
+	@touch $@
+
+# lerobot wants other versions of much that is in .venv, and packages that reading a dataset does not need.
+$(LEROBOT_STAMP): constraints-lerobot.txt
+	@test -x $(LEROBOT_VENV)/bin/python || $(PYTHON) -m venv $(LEROBOT_VENV)
+	@echo 'Installing lerobot into $(LEROBOT_VENV) (once) ...'
+	@$(LEROBOT_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r constraints-lerobot.txt
 	@touch $@

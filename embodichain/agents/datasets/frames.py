@@ -106,6 +106,27 @@ def unflatten(flat: Mapping[Key, Any]) -> dict[str, Any]:
     return nested
 
 
+INSTRUCTION: Key = ("observation", "instruction")
+"""What is to be done: UTF-8 bytes, with zeros to the end."""
+
+
+def words_of(instruction: Tensor) -> str | None:
+    """Return the text of an instruction ``[length]``; None if it is none."""
+    if instruction.dtype != torch.uint8 or instruction.dim() != 1:
+        return None
+    try:
+        text = bytes(instruction.tolist()).rstrip(b"\0").decode()
+    except UnicodeDecodeError:
+        return None
+    return text if text.strip() and text.isprintable() else None
+
+
+def bytes_of(words: str, length: int) -> Tensor:
+    """Return the instruction ``[length]`` of a text; a character that does not fit any more is left out."""
+    text = words.encode()[:length].decode(errors="ignore").encode()
+    return torch.tensor([*text, *[0] * (length - len(text))], dtype=torch.uint8)
+
+
 @dataclass
 class Episode:
     """One finished episode; its frames belong to the source that made it and are valid until its next step."""
@@ -118,6 +139,8 @@ class Episode:
     success: bool | None = None
     """Whether the task was solved; None if the environment does not say."""
     policy_version: int = -1
+    task: str | None = None
+    """What was to be done, in words; None if that is not known."""
 
     def check_finite(self) -> None:
         """Raise if any number of the episode is NaN or infinite."""

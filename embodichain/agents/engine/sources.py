@@ -10,7 +10,16 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from embodichain.agents.datasets.frames import Episode, EpisodeSource, FrameLayout, Frames, Leaf, flatten
+from embodichain.agents.datasets.frames import (
+    INSTRUCTION,
+    Episode,
+    EpisodeSource,
+    FrameLayout,
+    Frames,
+    Leaf,
+    flatten,
+    words_of,
+)
 from embodichain.agents.engine.config import ACTORS, ActionSourceCfg, OnlineDataEngineCfg
 from embodichain.agents.processes.channel import PublishedWeights
 from embodichain.envs.vec_env import ActionBounds, HasExpert, VecEnv, random_actions
@@ -182,7 +191,8 @@ class SimulatedEpisodes:
                 )
             frames = {key: self._column(ring, index, length) for key, ring in self._ring.items()}
             known = None if solved is None else bool(solved[index])
-            episodes.append(Episode(frames, length, self._seeds[index], known, self.actor.version))
+            words = words_of(frames[INSTRUCTION][0][0]) if INSTRUCTION in frames else None
+            episodes.append(Episode(frames, length, self._seeds[index], known, self.actor.version, words))
             self._begin[index] = self._step
             self._seeds[index] = next_seeds[index]
         self.actor.reset(ended)

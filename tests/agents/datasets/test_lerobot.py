@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,14 @@ import pytest
 import torch
 from stream_envs import stream_settings
 
-from embodichain.agents.datasets.frames import Episode, FrameLayout, Leaf
+from embodichain.agents.datasets.frames import INSTRUCTION, Episode, FrameLayout, Leaf
 from embodichain.agents.engine import OnlineDataEngine, OnlineDataEngineCfg
+from embodichain.agents.engine.sources import open_source
 from embodichain.errors import DatasetError
 
 pyarrow = pytest.importorskip("pyarrow", reason="needs the extra 'data'")
 pq = pytest.importorskip("pyarrow.parquet", reason="needs the extra 'data'")
+pytest.importorskip("pyarrow.compute", reason="needs the extra 'data'")
 pytest.importorskip("av", reason="needs the extra 'data'")
 
 from embodichain.agents.datasets.lerobot import (  # noqa: E402
@@ -113,7 +116,8 @@ def test_the_folder_has_the_documented_layout(folder: Path) -> None:
     assert (info["total_episodes"], info["total_frames"], info["fps"]) == (4, sum(LENGTHS), 20)
     assert info["splits"] == {"train": "0:4"}
     features = info["features"]
-    assert features["observation.state"] == {"dtype": "float32", "shape": [6], "names": None}
+    joints = [f"qpos_{i}" for i in range(6)]
+    assert features["observation.state"] == {"dtype": "float32", "shape": [6], "names": joints}
     assert features["observation.images.front"]["shape"] == [32, 48, 3]
     assert features["observation.images.front"]["dtype"] == "video"
     table = pq.read_table(folder / info["data_path"].format(chunk_index=0, file_index=0))
@@ -392,7 +396,7 @@ def test_a_writer_that_is_killed_leaves_no_dataset_of_somebody_else(
     [
         (lambda root: (root / "meta/info.json").unlink(), "no LeRobotDataset"),
         (lambda root: (root / "meta/info.json").write_text("{"), "cannot be read"),
-        (lambda root: (root / "meta/info.json").write_text('{"codebase_version": "v2.1"}'), "version v2.1"),
+        (lambda root: (root / "meta/info.json").write_text('{"codebase_version": "v1.6"}'), "version v1.6"),
     ],
 )
 def test_damaged_folders_are_refused(folder: Path, damage: Any, words: str) -> None:
@@ -419,3 +423,70 @@ def test_a_recorded_folder_feeds_an_engine(folder: Path) -> None:
             frames = engine.shared_buffer["action"][row, : info.length]
             if engine.episode_info(row) == info:
                 assert torch.equal(frames, original[info.seed])
+
+
+def test_each_instruction_is_a_task(tmp_path: Path) -> None:
+    cfg = OnlineDataEngineCfg(gym_config={"id": "PushCubeLanguageRL", "num_envs": 2, "max_episode_steps": 3}, seed=3)
+    root = tmp_path / "set"
+    with closing(open_source(cfg)) as source, LeRobotWriter(root, source.layout, 50, "none") as writer:
+        list(record(source, writer, 6))
+    reader = LeRobotReader(root)
+    said = [bytes(torch.cat(reader.read(i).frames[INSTRUCTION])[0].tolist()).rstrip(b"\0").decode() for i in range(6)]
+    assert len(set(said)) > 1
+    assert "none" not in said
+    assert [reader.read(i).task for i in range(6)] == said
+    rows = pq.read_table(root / "meta/tasks.parquet").to_pylist()
+    words = {row["task_index"]: row["task"] for row in rows}
+    assert sorted(words) == list(range(len(set(said))))
+    data = pq.read_table(root / "data/chunk-000/file-000.parquet").to_pydict()
+    assert [words[task] for task in data["task_index"]] == [said[episode] for episode in data["episode_index"]]
+    episodes = pq.read_table(root / "meta/episodes/chunk-000/file-000.parquet").to_pydict()
+    assert episodes["tasks"] == [[text] for text in said]
+    assert json.loads((root / "meta/info.json").read_text())["total_tasks"] == len(set(said))
+
+
+def as_version_2(folder: Path) -> Path:
+    """Rewrite a recording the way LeRobot 0.3 and before did, from their description of the format."""
+    old = folder.with_name("old")
+    info = json.loads((folder / "meta/info.json").read_text())
+    info |= {"codebase_version": "v2.1", "chunks_size": 3}
+    table = pq.read_table(folder / "data/chunk-000/file-000.parquet")
+    (old / "meta").mkdir(parents=True)
+    (old / "meta/info.json").write_text(json.dumps(info))
+    (old / "meta/tasks.jsonl").write_text(json.dumps({"task_index": 0, "task": "push the cube"}) + "\n")
+    reader, lines = LeRobotReader(folder), []
+    for index, length in enumerate(LENGTHS):
+        chunk = f"chunk-{index // 3:03d}"
+        rows = table.filter(pyarrow.compute.equal(table["episode_index"], index))
+        (old / "data" / chunk).mkdir(parents=True, exist_ok=True)
+        pq.write_table(rows, old / "data" / chunk / f"episode_{index:06d}.parquet")
+        for feature in (f for f in lerobot_writer.features_of(LAYOUT) if f.is_camera):
+            path = old / "videos" / chunk / feature.name / f"episode_{index:06d}.mp4"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            video = lerobot_writer.VideoFile(path, feature, 20, 12)
+            images = torch.cat(reader.read(index).frames[feature.leaf.key]).numpy()
+            video.append(np.moveaxis(images, 1, -1) if feature.channels_first else images)
+            video.close()
+        lines.append(json.dumps({"episode_index": index, "tasks": ["push the cube"], "length": length}))
+    (old / "meta/episodes.jsonl").write_text("\n".join(lines) + "\n")
+    return old
+
+
+def test_version_2_is_read(folder: Path) -> None:
+    new, old = LeRobotReader(folder), LeRobotReader(as_version_2(folder))
+    assert len(old) == len(new)
+    assert old.tasks == {0: "push the cube"}
+    for index in range(len(new)):
+        one, other = new.read(index), old.read(index)
+        assert (other.length, other.task) == (one.length, "push the cube")
+        for key in (("observation", "matrix"), ("action",), ("reward",)):
+            assert torch.equal(torch.cat(one.frames[key]), torch.cat(other.frames[key]))
+        images = [torch.cat(episode.frames[("observation", "image", "front")]) for episode in (one, other)]
+        assert psnr(*images) > 30
+
+
+def test_a_damaged_folder_of_version_2_is_named(folder: Path) -> None:
+    old = as_version_2(folder)
+    (old / "meta/episodes.jsonl").write_text('{"episode_index": 0, "length": "7"}\n')
+    with pytest.raises(DatasetError, match=r"episodes.jsonl: length: .* got '7'"):
+        LeRobotReader(old)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,9 @@ from embodichain.agents.datasets.frames import FrameLayout, Key, Leaf
 from embodichain.errors import DatasetError, EmbodiChainError
 
 CODEBASE_VERSION = "v3.0"
+"""What is written."""
+OLD_VERSIONS = ("v2.1", "v2.0")
+"""What is read as well: one file per episode, and JSON lines in the place of Parquet files in ``meta``."""
 DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 VIDEO_PATH = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
 EPISODES_PATH = "meta/episodes/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
@@ -37,6 +41,8 @@ _DTYPES = {
 }
 """Types of numbers that are read."""
 _CHANNELS = 3
+_AXES = {r"(.*_)?quat": "wxyz", r"(.*_)?(pos|vel|linvel|angvel|offset|axis)": "xyz"}
+"""Names of the numbers of such keys."""
 
 _Size = Annotated[int, Strict(), Field(ge=1, lt=1 << 31)]
 _Count = Annotated[int, Strict(), Field(ge=0, lt=1 << 62)]
@@ -71,11 +77,12 @@ class Feature:
         """How the pixels of a camera are stored: one colour for 2 x 2 of them, unless the size is odd."""
         return "yuv444p" if self.size[0] % 2 or self.size[1] % 2 else "yuv420p"
 
-    def describe(self, fps: int) -> dict[str, Any]:
-        """Return the entry of this feature in ``info.json``."""
+    def describe(self, fps: int, names: Sequence[str] | None = None) -> dict[str, Any]:
+        """Return the entry of this feature in ``info.json``; its numbers have names where there is one for each."""
         if not self.is_camera:
-            dtype = str(self.leaf.dtype).removeprefix("torch.")
-            return {"dtype": dtype, "shape": list(self.leaf.shape) or [1], "names": None}
+            dtype, shape = str(self.leaf.dtype).removeprefix("torch."), list(self.leaf.shape) or [1]
+            known = list(names) if names is not None and shape == [len(names)] else default_names(self.leaf)
+            return {"dtype": dtype, "shape": shape, "names": known}
         height, width = self.size
         video = {
             "video.height": height,
@@ -88,6 +95,15 @@ class Feature:
             "has_audio": False,
         }
         return {"dtype": "video", "shape": [height, width, 3], "names": ["height", "width", "channels"], "info": video}
+
+
+def default_names(leaf: Leaf) -> list[str] | None:
+    """Return names of a vector's numbers: axes where the key tells that it has some, else numbers; None of text."""
+    if leaf.key[0] not in ("observation", "action") or len(leaf.shape) != 1 or leaf.key[-1] == "instruction":
+        return None
+    name, size = leaf.key[-1], leaf.shape[0]
+    axes = next((axes for keys, axes in _AXES.items() if re.fullmatch(keys, name) and len(axes) >= size > 1), None)
+    return [name] if size == 1 else list(axes[:size]) if axes else [f"{name}_{i}" for i in range(size)]
 
 
 def features_of(layout: FrameLayout) -> list[Feature]:
@@ -124,15 +140,33 @@ class FeatureEntry(BaseModel):
 
     dtype: Annotated[str, Strict()]
     shape: Annotated[list[_Size], Field(max_length=8)]
+    names: Any = None
+
+    @property
+    def vector_names(self) -> list[str] | None:
+        """Names of a vector's numbers, which may stand in a list or, under the name of the axis, in a dict of one."""
+        names = self.names
+        if isinstance(names, dict) and len(names) == 1:
+            names = next(iter(names.values()))
+        is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
+        return names if is_list and self.shape == [len(names)] else None
 
 
 class Info(BaseModel):
     """What is needed of ``info.json``."""
 
+    codebase_version: str = CODEBASE_VERSION
+    robot_type: str | None = None
     fps: _Rate
     total_episodes: _Count
     total_frames: _Count
+    chunks_size: _Size = FILES_PER_CHUNK
     features: dict[str, FeatureEntry]
+
+    @property
+    def is_old(self) -> bool:
+        """Whether every episode has files of its own."""
+        return self.codebase_version in OLD_VERSIONS
 
 
 class Checksum(BaseModel):
@@ -287,8 +321,9 @@ def read_info(root: Path) -> Info:
     """Return what is needed of ``info.json``."""
     data = read_json(root, INFO_PATH)
     version = data.get("codebase_version")
-    if version != CODEBASE_VERSION:
-        raise DatasetError(f"{root} is a dataset of version {version}, expected {CODEBASE_VERSION}")
+    if version not in (CODEBASE_VERSION, *OLD_VERSIONS):
+        read = ", ".join((CODEBASE_VERSION, *OLD_VERSIONS))
+        raise DatasetError(f"{root} is a dataset of version {version}, expected one of {read}")
     return checked(Info, data, root / INFO_PATH)
 
 

@@ -1,4 +1,4 @@
-"""Reads the episodes of a LeRobotDataset v3 folder, whoever wrote it."""
+"""Reads the episodes of a LeRobotDataset folder, version 3 or 2, whoever wrote it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from torch import Tensor
 
 from embodichain.agents.datasets.frames import ENDS, Episode, Key, Leaf
 from embodichain.agents.datasets.lerobot.format import (
-    DATA_PATH,
-    VIDEO_PATH,
     Feature,
     OwnEpisode,
     checked_layout,
@@ -27,11 +25,10 @@ from embodichain.agents.datasets.lerobot.format import (
     read_own,
     reading,
 )
+from embodichain.agents.datasets.lerobot.index import column_of, from_column, read_index, read_tasks
 from embodichain.errors import DatasetError
 from embodichain.extras import require
 
-_INTEGERS = ("episode_index", "length", "dataset_from_index", "dataset_to_index", "data/chunk_index", "data/file_index")
-"""Columns of ``meta/episodes`` that every folder has."""
 _IMAGE_FORMATS = ("PNG", "JPEG", "WEBP")
 
 
@@ -50,7 +47,7 @@ class LeRobotReader:
         self._missing: list[Leaf] = []
         with reading(self.root):
             info, own = read_info(self.root), read_own(self.root)
-            self.fps = info.fps
+            self.info, self.fps = info, info.fps
             self._own = own
             if own is None:
                 self._features = foreign_features(info.features)
@@ -64,7 +61,10 @@ class LeRobotReader:
                     raise DatasetError(
                         f"{self.root}: meta/info.json has {info.fps} frames per second, expected {own.fps}"
                     )
-            self._episodes = self._read_episodes()
+            videos = [feature.name for feature in self._features if feature.is_camera and not feature.in_table]
+            self._episodes = read_index(self.root, info, videos, self._open_table)
+            self.tasks = read_tasks(self.root, info, self._open_table)
+            """What was to be done, by ``task_index``."""
             counts = (len(self), int(self._episodes["length"].sum()))
             if counts != (info.total_episodes, info.total_frames):
                 raise DatasetError(
@@ -82,6 +82,12 @@ class LeRobotReader:
         """Frames of each episode."""
         return [int(length) for length in self._episodes["length"]]
 
+    @property
+    def names(self) -> dict[Key, list[str]]:
+        """Names of the numbers of arrays, where the folder has them."""
+        entries = {feature.leaf.key: self.info.features.get(feature.name) for feature in self._features}
+        return {key: entry.vector_names for key, entry in entries.items() if entry and entry.vector_names}
+
     def read(self, index: int) -> Episode:
         """Return one episode."""
         row = {name: values[index].item() for name, values in self._episodes.items()}
@@ -97,7 +103,8 @@ class LeRobotReader:
         if self._own is not None and row["episode_index"] < len(self._own.episodes):  # else somebody appended it
             own = self._own.episodes[row["episode_index"]]
         pieces: dict[Key, tuple[Tensor, ...]] = {leaf.key: (frames[leaf.key],) for leaf in self.layout.leaves}
-        return Episode(pieces, length, own.seed, own.success, own.policy_version)
+        task = self.tasks.get(int(self._numbers(table.slice(0, 1), "task_index")[0])) if self.tasks else None
+        return Episode(pieces, length, own.seed, own.success, own.policy_version, task)
 
     def _frames(self, feature: Feature, row: dict[str, Any], table: Any) -> Tensor:
         """Return the frames ``[length, ...]`` of one feature of an episode."""
@@ -115,51 +122,14 @@ class LeRobotReader:
         return converted.reshape(row["length"], *leaf.shape)
 
     def _numbers(self, table: Any, name: str, shape: tuple[int, ...] = ()) -> NDArray[Any]:
-        return from_column(self._column(table, name), shape, f"{self.root}: {name}")
-
-    def _column(self, table: Any, name: str) -> Any:
-        if table.column_names.count(name) != 1:
-            raise DatasetError(
-                f"{self.root}: a table has {table.column_names.count(name)} columns {name!r}, expected one"
-            )
-        return table[name].combine_chunks()
-
-    def _read_episodes(self) -> dict[str, NDArray[Any]]:
-        """Return the columns of ``meta/episodes`` that say where the frames of every episode are, in its order."""
-        integers, numbers = list(_INTEGERS), []
-        for feature in self._features:
-            if feature.is_camera and not feature.in_table:
-                integers += [f"videos/{feature.name}/{name}" for name in ("chunk_index", "file_index")]
-                numbers += [f"videos/{feature.name}/from_timestamp"]
-        parts = []
-        for path in sorted((self.root / "meta" / "episodes").glob("*/*.parquet")):
-            table = self._open_table(path.relative_to(self.root).as_posix(), [*integers, *numbers])
-            parts.append({name: self._numbers(table, name) for name in (*integers, *numbers)})
-        if not sum(len(part["length"]) for part in parts):
-            raise DatasetError(f"{self.root} holds no episodes")
-        rows = {name: np.concatenate([part[name] for part in parts]) for name in (*integers, *numbers)}
-        for name in integers:
-            bounds = (1 if name == "length" else 0, 10**6 if name.endswith(("chunk_index", "file_index")) else 1 << 62)
-            self._check(name, rows[name], rows[name].dtype.kind in "iu" and _within(rows[name], *bounds))
-        for name in numbers:
-            self._check(name, rows[name], rows[name].dtype.kind == "f" and _within(rows[name], 0, 1 << 40))
-        index, length = rows["episode_index"], rows["length"]
-        self._check("episode_index", index, len(set(index.tolist())) == len(index))
-        span = rows["dataset_to_index"] - rows["dataset_from_index"]
-        self._check("dataset_to_index", rows["dataset_to_index"], np.array_equal(span, length))
-        order = np.argsort(index)
-        return {name: values[order] for name, values in rows.items()}
-
-    def _check(self, name: str, values: NDArray[Any], is_right: bool) -> None:
-        if not is_right:
-            raise DatasetError(f"{self.root}: the column {name} of meta/episodes is wrong: {values[:8].tolist()}")
+        return from_column(column_of(table, name, self.root), shape, f"{self.root}: {name}")
 
     def _rows(self, row: dict[str, Any]) -> Any:
         """Return the rows of one episode of the Parquet file it is in; the file last used is kept."""
-        name = DATA_PATH.format(**_file_of(row, "data/"))
+        name = row["data"]
         if self._table is None or self._table[0] != name:
             self._table = (name, self._open_table(name))
-        table, first, length = self._table[1], row["dataset_from_index"], row["length"]
+        table, first, length = self._table[1], row["first"], row["length"]
         offset = first - self._numbers(table.slice(0, 1), "index")[0].item()
         rows = table.slice(offset, length) if 0 <= offset <= table.num_rows else table.slice(0, 0)
         expected = {
@@ -194,7 +164,7 @@ class LeRobotReader:
 
     def _encoded(self, feature: Feature, table: Any) -> NDArray[np.uint8]:
         """Return images ``[length, height, width, 3]`` that are encoded in the table."""
-        column, images = self._column(table, feature.name), []
+        column, images = column_of(table, feature.name, self.root), []
         arrow = require("pyarrow", extra="data")
         blobs = column.field("bytes") if arrow.types.is_struct(column.type) else column
         for blob in blobs:
@@ -209,10 +179,9 @@ class LeRobotReader:
 
     def _images(self, feature: Feature, row: dict[str, Any]) -> NDArray[np.uint8]:
         """Return the images ``[length, height, width, 3]`` of one episode from the video they are in."""
-        prefix, length = f"videos/{feature.name}/", row["length"]
+        length, start = row["length"], row[f"from/{feature.name}"]
         images: list[NDArray[np.uint8]] = []
-        path = self._find(VIDEO_PATH.format(video_key=feature.name, **_file_of(row, prefix)))
-        start = row[f"{prefix}from_timestamp"]
+        path = self._find(row[f"video/{feature.name}"])
         with require("av", extra="data").open(str(path)) as container:
             stream = container.streams.video[0]
             container.seek(int(start / stream.time_base), stream=stream)
@@ -239,48 +208,16 @@ class RecordedEpisodes:
     """A folder as an endless source: all its episodes in random order, then again in another."""
 
     def __init__(self, root: Path | str, seed: int) -> None:
-        self._reader = LeRobotReader(root)
+        self.reader = LeRobotReader(root)
         self._generator = np.random.default_rng(seed)
         self._order: list[int] = []
-        self.layout = self._reader.layout
-        self.max_steps = self._reader.max_steps
+        self.layout = self.reader.layout
+        self.max_steps = self.reader.max_steps
 
     def advance(self) -> list[Episode]:
         if not self._order:
-            self._order = self._generator.permutation(len(self._reader)).tolist()
-        return [self._reader.read(self._order.pop())]
+            self._order = self._generator.permutation(len(self.reader)).tolist()
+        return [self.reader.read(self._order.pop())]
 
     def close(self) -> None:
         pass  # no file is held open
-
-
-def _file_of(row: dict[str, Any], prefix: str) -> dict[str, int]:
-    return {name: row[prefix + name] for name in ("chunk_index", "file_index")}
-
-
-def _within(values: NDArray[Any], low: int, high: int) -> bool:
-    return bool(((values >= low) & (values < high)).all())  # False for NaN
-
-
-def from_column(column: Any, shape: tuple[int, ...], name: str) -> NDArray[Any]:
-    """Return the numbers of an Arrow column whose rows have this shape, lists flattened."""
-    arrow, compute = require("pyarrow", extra="data"), require("pyarrow.compute", extra="data")
-    kinds, sizes = arrow.types, list(shape)
-    while True:
-        column = column.storage if isinstance(column, arrow.ExtensionArray) else column
-        if column.null_count:
-            raise DatasetError(f"{name} has gaps")
-        if not (
-            kinds.is_list(column.type) or kinds.is_large_list(column.type) or kinds.is_fixed_size_list(column.type)
-        ):
-            break
-        lengths, expected = compute.unique(compute.list_value_length(column)).to_pylist(), sizes.pop(0) if sizes else 1
-        if lengths not in ([], [expected]):
-            raise DatasetError(f"{name} holds lists of {lengths[:4]} numbers, expected the shape {list(shape)}")
-        column = column.flatten()
-    is_number = kinds.is_integer(column.type) or kinds.is_floating(column.type) or kinds.is_boolean(column.type)
-    if not is_number:
-        raise DatasetError(f"{name} holds {column.type}, expected numbers")
-    if any(size != 1 for size in sizes):
-        raise DatasetError(f"{name} holds single numbers, expected the shape {list(shape)}")
-    return np.array(column.to_numpy(zero_copy_only=False))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -40,8 +40,11 @@ class Trace:
         return cls(episode.length, {key: zlib.crc32(value.tobytes()) for key, value in numbers.items()}, images)
 
 
-def record(source: EpisodeSource, writer: LeRobotWriter, episodes: int, only_success: bool = False) -> Iterator[Trace]:
-    """Write the next ``episodes`` episodes of a source; yield the trace of each."""
+def record(
+    source: EpisodeSource, writer: LeRobotWriter, episodes: int, only_success: bool = False, task: str | None = None
+) -> Iterator[Trace]:
+    """Write the next ``episodes`` episodes of a source; yield the trace of each.
+    ``task`` says what is to be done in all of them; None: what they say themselves."""
     cameras = {feature.leaf.key for feature in features_of(source.layout) if feature.is_camera}
     left, image_bytes = episodes, 0
     while left:
@@ -49,7 +52,7 @@ def record(source: EpisodeSource, writer: LeRobotWriter, episodes: int, only_suc
             episode.check_finite()
             if only_success and not episode.success:
                 continue
-            writer.add(episode)
+            writer.add(episode if task is None else replace(episode, task=task))
             trace = Trace.of(episode, cameras, keep=image_bytes < _KEPT_IMAGE_BYTES)
             image_bytes += sum(image.nbytes for image in trace.images.values())
             left -= 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -86,7 +86,9 @@ class LeRobotWriter:
         task: str,
         robot_type: str | None = None,
         quality: int = 18,
+        names: Mapping[Key, Sequence[str]] | None = None,
     ) -> None:
+        """``task`` says what is to be done in episodes that do not tell; ``names`` has those of the numbers of keys."""
         self.root = Path(root)
         self._arrow, self._parquet = require("pyarrow", extra="data"), require("pyarrow.parquet", extra="data")
         require("av", extra="data")
@@ -96,8 +98,10 @@ class LeRobotWriter:
             self._is_new = not self.root.exists()
             self.root.mkdir(parents=True, exist_ok=True)
         self.layout, self.fps, self.task = layout, fps, task
-        self._robot_type, self._quality = robot_type, quality
+        self._robot_type, self._quality, self._names = robot_type, quality, dict(names or {})
         self._features = features_of(layout)
+        self._tasks: dict[str, int] = {}
+        """What was to be done in the episodes so far, and its number."""
         self._columns = dict(BOOKKEEPING)
         """Columns beside the features, and their types."""
         if {("terminated",), ("truncated",)} <= {leaf.key for leaf in layout.leaves}:
@@ -119,14 +123,16 @@ class LeRobotWriter:
 
     def _add(self, episode: Episode) -> None:
         arrays = {key: torch.cat(pieces).cpu().numpy() for key, pieces in episode.frames.items()}
+        task = self.task if episode.task is None else episode.task
+        number = self._tasks.setdefault(task, len(self._tasks))
         row = {
             "episode_index": len(self._episodes),
-            "tasks": [self.task],
+            "tasks": [task],
             "length": episode.length,
             "dataset_from_index": self._frames,
             "dataset_to_index": self._frames + episode.length,
         }
-        numbers = self._numbers(arrays, episode.length)
+        numbers = self._numbers(arrays, episode.length, number)
         row |= self._write_numbers(numbers)
         images = {}
         for feature in (feature for feature in self._features if feature.is_camera):
@@ -140,7 +146,7 @@ class LeRobotWriter:
         self._own.append({"seed": episode.seed, "success": episode.success, "policy_version": episode.policy_version})
         self._frames += episode.length
 
-    def _numbers(self, arrays: dict[Key, NDArray[Any]], length: int) -> dict[str, NDArray[Any]]:
+    def _numbers(self, arrays: dict[Key, NDArray[Any]], length: int, task: int) -> dict[str, NDArray[Any]]:
         """Return the columns of one episode: the features that are no images, and what every dataset has."""
         step = np.arange(length)
         columns = {f.name: arrays[f.leaf.key] for f in self._features if not f.is_camera}
@@ -151,7 +157,7 @@ class LeRobotWriter:
             "frame_index": step,
             "episode_index": np.full(length, len(self._episodes)),
             "index": self._frames + step,
-            "task_index": np.zeros(length, np.int64),
+            "task_index": np.full(length, task),
         }
 
     def _write_numbers(self, columns: dict[str, NDArray[Any]]) -> dict[str, Any]:
@@ -233,14 +239,15 @@ class LeRobotWriter:
         self._parquet.write_table(table, path, write_page_checksum=True)
 
     def _info(self) -> dict[str, Any]:
-        features = {feature.name: feature.describe(self.fps) for feature in self._features}
+        names = self._names
+        features = {f.name: f.describe(self.fps, names.get(f.leaf.key)) for f in self._features}
         features |= {name: {"dtype": dtype, "shape": [1], "names": None} for name, dtype in self._columns.items()}
         return {
             "codebase_version": CODEBASE_VERSION,
             "robot_type": self._robot_type,
             "total_episodes": len(self._episodes),
             "total_frames": self._frames,
-            "total_tasks": 1,
+            "total_tasks": len(self._tasks),
             "chunks_size": FILES_PER_CHUNK,
             "data_files_size_in_mb": _TABLE_MEGABYTES,
             "video_files_size_in_mb": _VIDEO_MEGABYTES,
@@ -252,13 +259,14 @@ class LeRobotWriter:
         }
 
     def _write_tasks(self) -> None:
-        """Write the only task; the metadata tell pandas, with which LeRobot reads it, that its name is the index."""
+        """Write all tasks; the metadata tell pandas, with which LeRobot reads them, that their words are the index."""
         columns = [
             {"name": name, "field_name": name, "pandas_type": kind, "numpy_type": numpy_kind, "metadata": None}
             for name, kind, numpy_kind in (("task_index", "int64", "int64"), ("task", "unicode", "object"))
         ]
         index = {"index_columns": ["task"], "column_indexes": [], "columns": columns, "pandas_version": "2.0.0"}
-        table = self._arrow.table({"task_index": self._arrow.array([0]), "task": self._arrow.array([self.task])})
+        numbers, words = self._arrow.array(self._tasks.values()), self._arrow.array(self._tasks)
+        table = self._arrow.table({"task_index": numbers, "task": words})
         self._write_table(table.replace_schema_metadata({"pandas": json.dumps(index)}), self.root / TASKS_PATH)
 
     def __enter__(self) -> Self:
