@@ -157,6 +157,17 @@ def test_without_noise_nothing_is_drawn():
     assert torch.equal(chunk, head.sample(features, deterministic=True)[0])
 
 
+def test_the_first_noise_can_be_drawn_for_every_chunk():
+    head, features = linear_head(num_steps=4, start="drawn"), torch.randn(6, WIDTH)
+    chunk, again = (head.sample(features, True, torch.Generator().manual_seed(3)) for _ in range(2))
+    assert torch.equal(chunk[0], again[0])
+    assert not torch.equal(chunk[0], head.sample(features, deterministic=True)[0])
+    chain = chunk[2]["chain"]
+    for k in range(4):  # no noise on the way
+        x = chain[:, k] + head.velocity(features, chain[:, k], torch.full((6,), k / 4)) / 4
+        torch.testing.assert_close(chain[:, k + 1], x)
+
+
 def test_times_of_imitation_are_those_of_pi0():
     """u = 1 - tau / 0.999 is Beta(1.5, 1): its mean is 0.6."""
     head = linear_head()

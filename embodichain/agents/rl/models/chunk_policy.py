@@ -1,6 +1,7 @@
-"""Policies that decide on chunks of actions by a flow or by tokens: ``flow`` and ``tokens``.
+"""Policies of vectors that decide on chunks of actions: ``gaussian``, ``flow`` and ``tokens``.
 
-Actions alone do not tell how they were chosen, so both have a decision: the denoising chain, or the tokens.
+Actions of a flow or of tokens do not tell how they were chosen, so both have a decision: the denoising chain, or the
+tokens. Those of the Gaussian do.
 """
 
 from abc import abstractmethod
@@ -11,22 +12,23 @@ import gymnasium as gym
 import torch
 from pydantic import AfterValidator
 from tensordict import TensorDictBase
-from torch import Tensor
+from torch import Generator, Tensor, nn
 
 from embodichain.agents.rl.models.actor_critic import CriticPolicy, NormalizedCritic, build_network
+from embodichain.agents.rl.models.distributions import DistributionCfg, GaussianHead
 from embodichain.agents.rl.models.flow import FlowCfg, FlowHead
 from embodichain.agents.rl.models.mlp import ImageEncoderCfg, NetworkSettings, check_network
 from embodichain.agents.rl.models.observation import FeatureEncoder, ObservationSpace
 from embodichain.agents.rl.models.policy import Evaluation
 from embodichain.agents.rl.models.tokens import TokenCfg, TokenHead, make_token_head
 from embodichain.agents.rl.utils.tensordicts import Observation
-from embodichain.config.classes import Size, configclass
+from embodichain.config.classes import Number, Size, configclass
 from embodichain.errors import ConfigError, RolloutError
 
 
 @configclass
 class ChunkPolicyCfg(NetworkSettings):
-    """What the blocks of ``flow`` and ``tokens`` have in common, without ``name`` and ``action_dim``."""
+    """What the blocks of these policies have in common, without ``name`` and ``action_dim``."""
 
     chunk_size: Size = 1
     """Actions per decision."""
@@ -40,6 +42,16 @@ class ChunkPolicyCfg(NetworkSettings):
     """Keys (``object/pos``) or groups of keys (``object``) that only the critic sees."""
     image_encoder: ImageEncoderCfg = ImageEncoderCfg()
     """How images, the keys below ``image``, become features."""
+
+
+@configclass
+class GaussianPolicyCfg(ChunkPolicyCfg):
+    """The block of the policy ``gaussian``."""
+
+    init_log_std: Number = -1.5
+    """First value of the learnable log-std of every action."""
+    actor: Annotated[dict[str, Any], AfterValidator(check_network)] = {"type": "mlp"}
+    """The network of the chunk's mean, in the same shape as the critic."""
 
 
 @configclass
@@ -61,9 +73,8 @@ class TokenPolicyCfg(ChunkPolicyCfg):
 
 
 class ChunkPolicy(CriticPolicy):
-    """Observation -> encoder -> head with a decision, and a critic on the encoder's features."""
+    """Observation -> encoder -> head, and a critic on the encoder's features."""
 
-    has_decision = True
     cfg_type: ClassVar[type[ChunkPolicyCfg]]
     """Class of the policy's block."""
 
@@ -76,35 +87,18 @@ class ChunkPolicy(CriticPolicy):
             raise ConfigError(f"expected continuous actions, a Box, got {action_space}", "policy")
         self.chunk_size = cfg.chunk_size
         self.encoder = FeatureEncoder(obs_space, cfg.normalize_obs, cfg.critic_obs, cfg.image_encoder)
-        self.head = self.make_head(cfg, self.encoder.public_dim, int(action_space.shape[-1]))
+        self.head: Any = self.make_head(cfg, self.encoder.public_dim, int(action_space.shape[-1]))
         network = build_network(cfg.critic, self.encoder.public_dim + self.encoder.privileged_dim, 1, last_gain=1.0)
         self.critic = NormalizedCritic(network) if cfg.normalize_value else network
         self.device = torch.device(device)
         self.to(self.device)
 
     @abstractmethod
-    def make_head(self, cfg: Any, width: int, action_dim: int) -> FlowHead | TokenHead:
+    def make_head(self, cfg: Any, width: int, action_dim: int) -> nn.Module:
         """Return the head for features ``[batch, width]``."""
-
-    def get_action(self, obs: Observation, deterministic: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        return self.decide(obs, deterministic)[:3]
-
-    def decide(
-        self, obs: Observation, deterministic: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor, TensorDictBase | None]:
-        features, privileged = self.encoder(obs)
-        chunk, log_prob, decision = self.head.sample(features, deterministic, self.generator)
-        action = chunk.squeeze(1) if self.chunk_size == 1 else chunk
-        return action, log_prob, self._value(features, privileged), decision
 
     def get_value(self, obs: Observation) -> Tensor:
         return self._value(*self.encoder(obs))
-
-    def evaluate_actions(self, obs: Observation, actions: Tensor, decision: TensorDictBase | None = None) -> Evaluation:
-        if decision is None:
-            raise RolloutError(f"{type(self).__name__} values decisions: pass the one that came with the actions")
-        features, privileged = self.encoder(obs)
-        return (*self.head.evaluate(features, decision), self._value(features, privileged))
 
     def imitation_loss(self, obs: Observation, actions: Tensor, valid: Tensor | None = None) -> Tensor:
         return self.head.imitation_loss(self.encoder(obs)[0], actions, valid, self.generator)
@@ -116,12 +110,85 @@ class ChunkPolicy(CriticPolicy):
         inputs = features if privileged is None else torch.cat([features, privileged], dim=-1)
         return self.critic(inputs).squeeze(-1).float()
 
+    def _one(self, chunk: Tensor) -> Tensor:
+        """Return a chunk of one action without that dimension."""
+        return chunk.squeeze(1) if self.chunk_size == 1 else chunk
+
     @classmethod
     def build(cls, cfg: Mapping[str, Any], obs_space: Any, action_space: Any, device: torch.device) -> Self:
         return cls(obs_space, action_space, device, **cfg)
 
 
-class FlowPolicy(ChunkPolicy):
+class GaussianChunkHead(nn.Module):
+    """A Gaussian over chunks ``[batch, chunk_size, action_dim]``: a network's mean, and one learnable log-std each."""
+
+    def __init__(self, mean_net: nn.Module, chunk_size: int, action_dim: int, init_log_std: float) -> None:
+        """``mean_net`` maps features to ``chunk_size * action_dim`` numbers."""
+        super().__init__()
+        self.mean_net, self.shape = mean_net, (chunk_size, action_dim)
+        self.distribution = GaussianHead(action_dim, DistributionCfg(init_log_std=init_log_std))
+
+    def mean(self, features: Tensor) -> Tensor:
+        """Return the mean of the chunk ``[batch, chunk_size, action_dim]``."""
+        return self.mean_net(features).float().unflatten(-1, self.shape)
+
+    def imitation_loss(
+        self, features: Tensor, actions: Tensor, valid: Tensor | None = None, generator: Generator | None = None
+    ) -> Tensor:
+        """Return ``[batch]`` the squared error of the mean, by which a Gaussian of fixed spread fits ``actions`` best.
+
+        ``actions`` are ``[batch, n, action_dim]``, and ``n`` may be less than ``chunk_size``; ``valid`` ``[batch, n]``
+        tells which of them count.
+        """
+        error = (self.mean(features)[:, : actions.shape[1]] - actions).square().mean(-1)
+        if valid is None:
+            return error.mean(-1)
+        return (error * valid).sum(-1) / valid.sum(-1).clamp(min=1)
+
+
+class GaussianPolicy(ChunkPolicy):
+    """Chooses chunks of actions from a Gaussian; log-probabilities are ``[batch, chunk_size]``, one per action."""
+
+    cfg_type = GaussianPolicyCfg
+
+    def make_head(self, cfg: GaussianPolicyCfg, width: int, action_dim: int) -> GaussianChunkHead:
+        mean_net = build_network(cfg.actor, width, self.chunk_size * action_dim, last_gain=0.01)
+        return GaussianChunkHead(mean_net, self.chunk_size, action_dim, cfg.init_log_std)
+
+    def get_action(self, obs: Observation, deterministic: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        features, privileged = self.encoder(obs)
+        mean = self._one(self.head.mean(features))
+        return *self.head.distribution.sample(mean, deterministic, self.generator), self._value(features, privileged)
+
+    def evaluate_actions(self, obs: Observation, actions: Tensor, decision: TensorDictBase | None = None) -> Evaluation:
+        features, privileged = self.encoder(obs)
+        mean = self._one(self.head.mean(features))
+        return *self.head.distribution.evaluate(mean, actions), self._value(features, privileged)
+
+
+class DecisionPolicy(ChunkPolicy):
+    """Chooses by a head with a decision: ``sample`` returns it, ``evaluate`` takes it."""
+
+    has_decision = True
+
+    def get_action(self, obs: Observation, deterministic: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        return self.decide(obs, deterministic)[:3]
+
+    def decide(
+        self, obs: Observation, deterministic: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor, TensorDictBase | None]:
+        features, privileged = self.encoder(obs)
+        chunk, log_prob, decision = self.head.sample(features, deterministic, self.generator)
+        return self._one(chunk), log_prob, self._value(features, privileged), decision
+
+    def evaluate_actions(self, obs: Observation, actions: Tensor, decision: TensorDictBase | None = None) -> Evaluation:
+        if decision is None:
+            raise RolloutError(f"{type(self).__name__} values decisions: pass the one that came with the actions")
+        features, privileged = self.encoder(obs)
+        return (*self.head.evaluate(features, decision), self._value(features, privileged))
+
+
+class FlowPolicy(DecisionPolicy):
     """Denoises chunks of actions; see ``flow.py``."""
 
     cfg_type = FlowPolicyCfg
@@ -132,7 +199,7 @@ class FlowPolicy(ChunkPolicy):
         return FlowHead(velocity, width, self.chunk_size, action_dim, cfg.flow)
 
 
-class TokenPolicy(ChunkPolicy):
+class TokenPolicy(DecisionPolicy):
     """Decodes chunks of actions from tokens; see ``tokens.py``."""
 
     cfg_type = TokenPolicyCfg

@@ -47,6 +47,9 @@ class FlowCfg(Config):
     """For noise: bounds of its learned standard deviation."""
     sde_level: Positive = 0.5
     """For sde: factor on the noise of the stochastic equation."""
+    start: Literal["kept", "drawn"] = "kept"
+    """The noise that deterministic chunks begin with: one draw, kept with the weights, or a new one for each. Where
+    demonstrations go several ways, one and the same noise may choose another way at every turn."""
     timestep_alpha: Positive = 1.5
     """Imitation draws times of density ``alpha (1 - tau)^(alpha - 1)``: above 1, more often early, noisy ones."""
 
@@ -59,7 +62,7 @@ class FlowHead(nn.Module):
     """Denoises chunks ``[batch, chunk_size, action_dim]``, given features ``[batch, width]`` of the observation."""
 
     start: Tensor
-    """The noise that deterministic chunks begin with, ``[chunk_size, action_dim]``: one draw, kept with the weights."""
+    """The noise that deterministic chunks begin with where it is kept, ``[chunk_size, action_dim]``."""
 
     def __init__(self, velocity: nn.Module, width: int, chunk_size: int, action_dim: int, cfg: FlowCfg) -> None:
         """``velocity`` maps ``velocity_inputs(width, ...)`` numbers, ``[..., n]``, to ``chunk_size * action_dim``."""
@@ -106,7 +109,7 @@ class FlowHead(nn.Module):
         """Return ``(chunk, log_prob [batch, 1, factors], decision)``; without noise on the way if ``deterministic``."""
         cfg, batch = self.cfg, features.shape[0]
         first = self.start.expand(batch, *self.shape)
-        x = first if deterministic else normal_like(first, generator)
+        x = first if deterministic and cfg.start == "kept" else normal_like(first, generator)
         one: Tensor | None = None
         if cfg.noise_at == "one":
             if deterministic:  # nothing is drawn, and no step is noisy

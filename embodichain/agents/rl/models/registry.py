@@ -21,6 +21,7 @@ POLICIES = Registry[Policy](
     Policy,
     actor_critic="embodichain.agents.rl.models.actor_critic:ActorCritic",
     actor_only="embodichain.agents.rl.models.actor_critic:ActorOnly",
+    gaussian="embodichain.agents.rl.models.chunk_policy:GaussianPolicy",
     flow="embodichain.agents.rl.models.chunk_policy:FlowPolicy",
     tokens="embodichain.agents.rl.models.chunk_policy:TokenPolicy",
     vla="embodichain.agents.rl.models.vla_policy:VLAPolicy",
@@ -80,7 +81,7 @@ class PolicyBlock(Config):
     """What every policy block has besides the settings of its class."""
 
     name: str = "actor_critic"
-    """Registered name: actor_critic, actor_only, flow, tokens, vla, or one of a module of your own."""
+    """Registered name: actor_critic, actor_only, gaussian, flow, tokens, vla, or one of a module of your own."""
     action_dim: Count | None = None
     """Numbers per action; it need not be given, and is compared with the environment's."""
 
