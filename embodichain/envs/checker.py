@@ -6,9 +6,8 @@ independence of ``num_envs`` is checked as well.
 """
 
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import gymnasium as gym
@@ -17,18 +16,27 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from embodichain.envs.vec_env import Action, ActionManager, HasExpert, VecEnv, choice_counts, random_actions
+from embodichain.envs.trajectories import (
+    SEED,
+    SEEDS,
+    Factory,
+    Frame,
+    NotApplicable,
+    Play,
+    first_difference,
+    leaves,
+    need,
+    rows_apart,
+    rows_differ,
+)
+from embodichain.envs.vec_env import ActionManager, HasExpert, VecEnv, choice_counts
 from embodichain.errors import ActionError, EnvContractError
 
-Factory = Callable[[int], VecEnv]
 Finding = tuple[str, str, str]
 """What was expected, what came, and what to do about it."""
 
-_SEED = 20_000  # checks reset with it; any other would do
-_SHORT = 12  # steps of a trajectory that is played several times
 _BASIC = ("spaces", "reset", "step")  # nothing else makes sense where one of these fails
-_SEEDS = "info[episode_seed]"
-_SEEDS_OR_NONE = f"{_SEEDS} (-1 where an episode cannot be repeated)"
+_SEEDS_OR_NONE = f"{SEEDS} (-1 where an episode cannot be repeated)"
 
 
 @dataclass(frozen=True)
@@ -52,10 +60,6 @@ class CheckResult:
     what: str
     problems: tuple[Problem, ...] = ()
     skipped: str | None = None
-
-
-class NotApplicable(Exception):  # noqa: N818 - it is no error
-    """Raised by a check that does not apply to this environment; the message gives the reason."""
 
 
 def check_env(env: VecEnv, factory: Factory | None = None, max_steps: int = 1000) -> list[Problem]:
@@ -93,133 +97,19 @@ def _error_of(call: Callable[[], object]) -> Exception | None:
     return None
 
 
-def _need(condition: bool, otherwise: str) -> None:
-    if not condition:
-        raise NotApplicable(otherwise)
-
-
-class Frame:
-    """What one reset or step returned, by name: the tensors themselves, and copies made at once."""
-
-    def __init__(self, obs: TensorDictBase, *result: Any) -> None:
-        *scores, info = result
-        self.returned = {f"obs[{name}]": value for name, value in _leaves(obs).items()}
-        self.observed = list(self.returned)
-        self.returned[_SEEDS] = info["episode_seed"]
-        if scores:
-            self.returned.update(zip(("reward", "terminated", "truncated"), scores, strict=True))
-            self.final_is_obs = info["final_observation"] is obs
-            final = _leaves(info["final_observation"])
-            self.returned.update({f"info[final_observation][{name}]": value for name, value in final.items()})
-        self.copies = {name: value.clone() for name, value in self.returned.items()}
-
-    @property
-    def done(self) -> Tensor:
-        """The envs whose episode ended with this step, ``[num_envs]``."""
-        return self.copies["terminated"] | self.copies["truncated"]
-
-
-class Play:
-    """An environment under test and ways to play it; everything is made from fixed seeds."""
-
-    def __init__(self, env: VecEnv, factory: Factory | None, max_steps: int) -> None:
-        self.env, self.factory, self.max_steps = env, factory, max_steps
-
-    def actions(self, steps: int) -> Tensor:
-        """Return valid random actions ``[steps, num_envs, ...]``; those of env i do not depend on ``num_envs``."""
-        space, columns = self.env.action_space, []
-        for i in range(self.env.num_envs):
-            generator = torch.Generator().manual_seed(i)
-            columns.append(random_actions(space, steps, generator))
-        return torch.stack(columns, dim=1).to(self.env.device)
-
-    def start(self, seed: int | Tensor | None = _SEED) -> list[Frame]:
-        """Reset and return the trajectory so far: one frame."""
-        return [Frame(*self.env.reset(seed=seed))]
-
-    def extend(self, trajectory: list[Frame], actions: Iterable[Action]) -> list[Frame]:
-        """Apply actions and add the frames to the trajectory."""
-        trajectory.extend(Frame(*self.env.step(action)) for action in actions)
-        return trajectory
-
-    def random(self, steps: int) -> list[Frame]:
-        """Reset and take the first ``steps`` of the random actions."""
-        return self.extend(self.start(), self.actions(steps))
-
-    def expert(self, steps: int) -> Iterator[Frame]:
-        """Reset and take the actions of the environment's expert, if it has one."""
-        self.start()
-        for _ in range(steps if isinstance(self.env, HasExpert) and self.env.has_expert else 0):
-            yield Frame(*self.env.step(self.env.expert_action()))  # type: ignore[attr-defined]
-
-    @property
-    def long_steps(self) -> int:
-        """Number of steps of ``long``."""
-        limit = self.env.max_episode_steps
-        return self.max_steps if limit is None else min(limit + 5, self.max_steps)
-
-    @cached_property
-    def long(self) -> list[Frame]:
-        """One trajectory beyond the time limit, or of ``max_steps`` if that is less."""
-        return self.random(self.long_steps)
-
-    @cached_property
-    def ends(self) -> list[int]:
-        """The steps of ``long`` at which episodes ended."""
-        return [t for t, frame in enumerate(self.long) if t and bool(frame.done.any())]
-
-    @cached_property
-    def difference(self) -> str | None:
-        """Where two trajectories of the same seed and actions differ."""
-        return first_difference(self.random(_SHORT), self.random(_SHORT))
-
-    def unchanged(self, trajectory: list[Frame], expected: str, key: str | None = None) -> Iterator[Finding]:
-        """Complete a trajectory that was interrupted, with a ``key`` by actions in dicts; it must be as without."""
-        self.extend(trajectory, ({key: x} if key else x for x in self.actions(2 * _SHORT)[_SHORT:]))
-        if self.difference is None:
-            advice = "leave the state as it is, or restore it"
-            yield from _same(expected, self.random(2 * _SHORT), trajectory, advice)
-
-    def need_determinism(self) -> None:
-        """Raise ``NotApplicable`` if the same seed does not give the same trajectory."""
-        _need(self.difference is None, "the same seed does not give the same trajectory")
-
-    def need_episode_seeds(self) -> None:
-        """Raise ``NotApplicable`` if the environment does not name its episodes."""
-        named = bool((self.long[0].copies[_SEEDS] >= 0).any())
-        _need(named, "the environment does not name its episodes: episode_seed is -1")
-
-
-def _leaves(value: TensorDictBase) -> dict[str, Tensor]:
-    """Return the tensors of an observation by their path, ``robot/qpos``."""
-    return dict(value.flatten_keys("/").items())
-
-
-def rows_differ(a: Tensor, b: Tensor) -> Tensor:
-    """Return bool ``[num_envs]``: the rows that are not bitwise the same (NaN equals NaN)."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return torch.ones(len(a), dtype=torch.bool, device=a.device)
-    same = (a == b) | ((a != a) & (b != b))
-    return ~same.reshape(len(a), -1).all(dim=1)
-
-
-def first_difference(a: list[Frame], b: list[Frame], rows: slice = slice(None)) -> str | None:
-    """Return where two trajectories first differ (in some rows), or return ``None`` if they do not."""
-    for step, (left, right) in enumerate(zip(a, b, strict=True)):
-        if left.copies.keys() != right.copies.keys():
-            return f"after {step} steps, the keys {sorted(left.copies.keys() ^ right.copies.keys())}"
-        for name, value in left.copies.items():
-            differ = torch.nonzero(rows_differ(value[rows], right.copies[name][rows])).reshape(-1)
-            if differ.numel():
-                return f"after {step} steps, {name} of env row {int(differ[0])}"
-    return None
-
-
 def _same(expected: str, a: list[Frame], b: list[Frame], advice: str, rows: slice = slice(None)) -> Iterator[Finding]:
     """Report where two trajectories differ that should be the same, bitwise."""
     where = first_difference(a, b, rows)
     if where is not None:
         yield expected, f"different: {where}", advice
+
+
+def _unchanged(play: Play, trajectory: list[Frame], expected: str, key: str | None = None) -> Iterator[Finding]:
+    """Complete a trajectory that was interrupted, with a ``key`` by actions in dicts; it must be as without."""
+    play.extend(trajectory, ({key: x} if key else x for x in play.actions(2 * play.short)[play.short :]))
+    if play.difference is None:
+        advice = "leave the state as it is, or restore it"
+        yield from _same(expected, play.random(2 * play.short), trajectory, advice)
 
 
 def _tensor(env: VecEnv, name: str, value: Any, dtype: torch.dtype | None, *shape: int) -> Iterator[Finding]:
@@ -246,7 +136,7 @@ def _observation(env: VecEnv, obs: Any, name: str) -> Iterator[Finding]:
         return
     if list(obs.batch_size) != [env.num_envs]:
         yield f"{name} has batch size [{env.num_envs}]", str(list(obs.batch_size)), "batch_size=[num_envs]"
-    spaces, found = _flat(env.observation_space), _leaves(obs)
+    spaces, found = _flat(env.observation_space), leaves(obs)
     if spaces.keys() != found.keys():
         yield f"{name} has the keys {sorted(spaces)}", str(sorted(found)), "match observation_space"
     for key in sorted(spaces.keys() & found.keys()):
@@ -309,7 +199,7 @@ def check_spaces(play: Play) -> Iterator[Finding]:
 
 def check_reset(play: Play) -> Iterator[Finding]:
     """``reset`` returns an observation that fits its space, and the episodes' seeds."""
-    result = play.env.reset(seed=_SEED)
+    result = play.env.reset(seed=SEED)
     if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], dict):
         yield "reset returns (obs, info)", type(result).__name__, "return a TensorDict and a dict"
         return
@@ -320,7 +210,7 @@ def check_reset(play: Play) -> Iterator[Finding]:
 def check_step(play: Play) -> Iterator[Finding]:
     """``step`` returns reward, flags and info of the promised types and shapes."""
     env = play.env
-    env.reset(seed=_SEED)
+    env.reset(seed=SEED)
     for action in play.actions(3):
         result = env.step(action)
         if not isinstance(result, tuple) or len(result) != 5 or not isinstance(result[4], dict):
@@ -361,7 +251,7 @@ def _info(env: VecEnv, info: dict[str, Any], reward: Any) -> Iterator[Finding]:
 
 def check_final_observation(play: Play) -> Iterator[Finding]:
     """Rows of ``final_observation`` equal ``obs``, but for envs that are done: there it is what they reached."""
-    if any(not frame.final_is_obs and not bool(frame.done.any()) for frame in play.long[1:]):
+    if play.exact and any(not frame.final_is_obs and not bool(frame.done.any()) for frame in play.long[1:]):
         yield "final_observation is obs when no env is done", "another object", "do not copy it"
     reached_differs = changes = False
     for t, frame in enumerate(play.long[1:], start=1):
@@ -413,11 +303,11 @@ def check_time_limit(play: Play) -> Iterator[Finding]:
 
 
 def check_seed(play: Play) -> Iterator[Finding]:
-    """The same seed and actions give the same trajectory, bitwise; without a seed the streams continue."""
+    """The same seed and actions give the same trajectory, on a CPU bitwise; without a seed the streams continue."""
     if play.difference is not None:
         yield "reset(seed) and the same actions give the same", play.difference, "draw from seeded streams"
     play.need_episode_seeds()
-    first, second = (play.start(None)[0].copies[_SEEDS] for _ in range(2))
+    first, second = (play.start(None)[0].copies[SEEDS] for _ in range(2))
     if bool((first == second).any()):
         yield "reset() without a seed starts new episodes", "the same episode_seed", "advance the streams"
 
@@ -429,9 +319,9 @@ def check_num_envs(play: Play) -> Iterator[Finding]:
     play.need_determinism()
     count = play.env.num_envs
     with play.factory(count + 1) as other:
-        more = Play(other, None, play.max_steps).random(_SHORT)
+        more = Play(other, None, play.max_steps).random(play.short)
     expected, advice = "env i behaves the same whatever num_envs is", "derive each env's stream from (seed, i)"
-    yield from _same(expected, play.random(_SHORT), more, advice, slice(0, count))
+    yield from _same(expected, play.random(play.short), more, advice, slice(0, count))
 
 
 def check_episode_seed(play: Play) -> Iterator[Finding]:
@@ -439,19 +329,20 @@ def check_episode_seed(play: Play) -> Iterator[Finding]:
     play.need_episode_seeds()
     play.need_determinism()
     ends = [t for t in play.ends if t < play.long_steps]
-    _need(bool(ends), f"no episode ended within {play.long_steps} random steps, or only with the last one")
-    original = play.long[ends[-1] :][: _SHORT + 1]
-    seeds, alive = original[0].copies[_SEEDS], original[0].done
+    need(bool(ends), f"no episode ended within {play.long_steps} random steps, or only with the last one")
+    original = play.long[ends[-1] :][: play.short + 1]
+    seeds, alive = original[0].copies[SEEDS], original[0].done
     again = play.start(seeds)
-    if bool(rows_differ(again[0].copies[_SEEDS], seeds).any()):
+    if bool(rows_differ(again[0].copies[SEEDS], seeds).any()):
         yield "reset(seed=tensor) starts these episodes", "other episode_seed", "take the tensor as it is"
         return
-    play.extend(again, play.actions(play.long_steps)[ends[-1] :][:_SHORT])
+    play.extend(again, play.actions(play.long_steps)[ends[-1] :][: play.short])
     for k, (frame, was) in enumerate(zip(again, original, strict=True)):
         # What was reached, as the episode after an end is another one: it follows from the streams.
         reached = [f"info[final_observation]{name.removeprefix('obs')}" for name in frame.observed]
+        compare = rows_apart if k else rows_differ
         for name in [*reached, "reward"] if k else frame.observed:
-            if bool((rows_differ(frame.copies[name], was.copies[name]) & alive).any()):
+            if bool((compare(frame.copies[name], was.copies[name]) & alive).any()):
                 got = f"{k} steps into the episode {name} differs"
                 advice = "after a reset nothing may be left of the last episode, and no step may be made up"
                 yield "reset(seed=episode_seed) repeats the episode", got, advice
@@ -461,25 +352,25 @@ def check_episode_seed(play: Play) -> Iterator[Finding]:
 
 def check_partial_reset(play: Play) -> Iterator[Finding]:
     """``reset(env_ids=...)`` leaves the other envs where they are."""
-    _need(play.env.num_envs > 1, "it takes two envs to reset one of them")
+    need(play.env.num_envs > 1, "it takes two envs to reset one of them")
     before = play.random(3)[-1].copies
     after = Frame(*play.env.reset(env_ids=[0])).copies
     if any(bool(rows_differ(value, before[name])[1:].any()) for name, value in after.items()):
         yield "reset(env_ids=[0]) leaves the others", "their observation changed", "reset only env_ids"
-    if bool((before[_SEEDS] >= 0).any()) and not bool(rows_differ(after[_SEEDS], before[_SEEDS])[0]):
+    if bool((before[SEEDS] >= 0).any()) and not bool(rows_differ(after[SEEDS], before[SEEDS])[0]):
         yield "reset(env_ids=[0]) starts a new episode there", "the same episode_seed", "enter the next episode"
 
 
 def check_state(play: Play) -> Iterator[Finding]:
-    """``set_state(get_state())`` continues bitwise, for all envs or some."""
+    """``set_state(get_state())`` continues as before, on a CPU bitwise, for all envs or some."""
     env = play.env
     if not env.supports_state:
-        _need(not isinstance(_error_of(env.get_state), EnvContractError), "supports_state is False")
+        need(not isinstance(_error_of(env.get_state), EnvContractError), "supports_state is False")
         yield "EnvContractError from get_state where supports_state is False", "a state", "set supports_state"
         return
     play.need_determinism()
-    actions = play.actions(_SHORT)
-    play.random(_SHORT)
+    actions = play.actions(play.short)
+    play.random(play.short)
     state = env.get_state()
     if list(state.batch_size) != [env.num_envs]:
         yield f"a state of batch size [{env.num_envs}]", str(list(state.batch_size)), "one row per env"
@@ -511,7 +402,7 @@ def check_actions(play: Play) -> Iterator[Finding]:
             wrong["a choice that is none"] = torch.full_like(action, int(counts.max()))
         else:
             wrong["an action that is not finite"] = action.clone().index_fill_(0, torch.tensor([0]), float("nan"))
-    trajectory = play.random(_SHORT)
+    trajectory = play.random(play.short)
     for what, value in wrong.items():
         error = _error_of(lambda: env.step(value))  # noqa: B023 - called at once
         if not isinstance(error, ActionError):
@@ -520,7 +411,7 @@ def check_actions(play: Play) -> Iterator[Finding]:
         if error is None:
             return
     expected = f"a refused action changes nothing, and {{{key!r}: action}} is an action"
-    yield from play.unchanged(trajectory, expected, key)
+    yield from _unchanged(play, trajectory, expected, key)
 
 
 def check_expert(play: Play) -> Iterator[Finding]:
@@ -528,7 +419,7 @@ def check_expert(play: Play) -> Iterator[Finding]:
     env, like = play.env, play.actions(1)[0]
     if not isinstance(env, HasExpert) or not env.has_expert:
         raise NotApplicable("the environment has no expert")
-    trajectory, demo = play.random(_SHORT), env.create_demo_action_list()
+    trajectory, demo = play.random(play.short), env.create_demo_action_list()
     if not isinstance(demo, list) or not demo:
         yield "create_demo_action_list returns actions", repr(demo)[:80], "return one tensor per step"
         return
@@ -540,7 +431,7 @@ def check_expert(play: Play) -> Iterator[Finding]:
             low, high = (torch.as_tensor(x, device=env.device) for x in (env.action_space.low, env.action_space.high))
             if not bool(((action >= low) & (action <= high)).all()):  # NaN is in no interval
                 yield f"{what} lies in the action space", f"{action.min():.4g} to {action.max():.4g}", "clip it"
-    yield from play.unchanged(trajectory, "asking the expert changes nothing")
+    yield from _unchanged(play, trajectory, "asking the expert changes nothing")
 
 
 def check_close(play: Play) -> Iterator[Finding]:

@@ -10,8 +10,8 @@
   simulation diverged) are bool ``[num_envs]``, and both may be set.
 * An env that is done resets itself in the same step: ``obs`` is then the first of its next episode, and
   ``info["final_observation"]`` is what it really reached, or, where its simulation diverged, what it saw last. That
-  entry is always there and always ``[num_envs]``; rows of envs that are not done equal ``obs`` (it *is* ``obs`` when
-  none is done), so the value of the next state is the value of ``final_observation``, whatever happened.
+  entry is always there and always ``[num_envs]``; rows of envs that are not done equal ``obs`` (on a CPU it *is*
+  ``obs`` when none is done), so the value of the next state is the value of ``final_observation``, whatever happened.
 * ``info["rewards"]`` and ``info["metrics"]`` map names to ``[num_envs]`` tensors: the weighted parts of the reward, and
   measures of the state reached such as ``success``. ``info["episode_seed"]`` (int64 ``[num_envs]``) names the episode
   each env is in after the step; ``reset(seed=that_tensor)`` begins the same episodes again.

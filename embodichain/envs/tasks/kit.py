@@ -214,3 +214,8 @@ def pick(scene: Scene, names: Sequence[str], which: Tensor, quantity: str) -> Te
     """Return a quantity, such as ``"pos"``, of the one of several things that ``which`` ``[n]`` says."""
     values = torch.stack([scene[f"{name}_{quantity}"] for name in names], dim=1)
     return values.gather(1, which.view(-1, 1, 1).expand(-1, 1, values.shape[2])).squeeze(1)
+
+
+def letting_go(gap: Tensor, width: float, widest: float) -> Tensor:
+    """Return progress in [0, 1] of fingers that hold a thing of this width, at 0, and open until ``widest``, at 1."""
+    return ((gap - width) / (widest - width)).clamp(0.0, 1.0)

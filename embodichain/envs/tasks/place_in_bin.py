@@ -15,7 +15,17 @@ from embodichain.envs.primitives import DOWN, OPEN, grasp, move, sequence, unles
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.robots import Robot
 from embodichain.envs.task import ResetState, Scene
-from embodichain.envs.tasks.kit import Instructed, KitTask, climb, coming_to_grasp, kit_cfg, nearness, pick, raised
+from embodichain.envs.tasks.kit import (
+    Instructed,
+    KitTask,
+    climb,
+    coming_to_grasp,
+    kit_cfg,
+    letting_go,
+    nearness,
+    pick,
+    raised,
+)
 from embodichain.envs.terms import is_held
 from embodichain.errors import ConfigError
 
@@ -77,10 +87,11 @@ class PlaceInBin(KitTask):
     def reward_terms(self, scene: Scene, action: Tensor) -> dict[str, Tensor]:
         near, held = length(scene["to_cube"]), scene["held"] > 0
         gap, in_bin = scene["gripper"], scene["in_bin"] > 0
+        over = (scene["over_bin"] > 0) & ((scene["to_drop"][:, 2].abs() < 0.075) | in_bin)
         progress = climb(
             (held, coming_to_grasp(near, gap, _WIDTH)),
             (held, nearness(length(scene["to_drop"]))),
-            ((scene["over_bin"] > 0) & ((scene["to_drop"][:, 2].abs() < 0.075) | in_bin), gap / _RELEASED),
+            (over, letting_go(gap, _WIDTH, _RELEASED)),
         )
         return {"remaining": 1.0 - progress, "effort": mean_square(action), "success": scene["success"]}
 

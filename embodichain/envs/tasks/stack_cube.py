@@ -14,7 +14,17 @@ from embodichain.envs.primitives import DOWN, grasp, place, sequence, unless
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.robots import Robot
 from embodichain.envs.task import ResetState, Scene
-from embodichain.envs.tasks.kit import Instructed, KitTask, climb, coming_to_grasp, kit_cfg, nearness, pick, raised
+from embodichain.envs.tasks.kit import (
+    Instructed,
+    KitTask,
+    climb,
+    coming_to_grasp,
+    kit_cfg,
+    letting_go,
+    nearness,
+    pick,
+    raised,
+)
 from embodichain.envs.terms import is_held
 from embodichain.errors import ConfigError, nearest
 
@@ -71,7 +81,7 @@ class StackCube(KitTask):
         progress = climb(
             (held, coming_to_grasp(near, gap, _WIDTH)),
             (held, nearness(length(scene["to_place"]))),
-            (stacked, gap / _RELEASED),
+            (stacked, letting_go(gap, _WIDTH, _RELEASED)),
         )
         return {"remaining": 1.0 - progress, "effort": mean_square(action), "success": scene["success"]}
 

@@ -28,13 +28,14 @@ from embodichain.envs.primitives import DOWN, OPEN, ToolArm, either, grasp, hand
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.robots import Robot
 from embodichain.envs.task import ResetState, Scene, Task
-from embodichain.envs.tasks.kit import climb
+from embodichain.envs.tasks.kit import climb, coming_to_grasp, letting_go
 from embodichain.errors import ConfigError
 
 _ASIDE = 0.62  # metres from the middle of the table to the base of either arm
 # The gripper points down, 0.42 m in front of the base and 0.2 m above the table.
 _HOME = [-0.2628, -0.146, 2.0341, -0.3172, -1.5708, -0.2628, 0.04, 0.04]
 _HALF_WIDTH = 0.02  # of what is held
+_RELEASED = 0.06  # gap between the fingers from which on they hold nothing
 _STILL = 0.15  # speed in m/s below which it counts as held still
 
 
@@ -110,6 +111,10 @@ class TwoArmTask(Task):
         gap = scene[f"{name}_gap"]
         return between & (gap < 2.0 * _HALF_WIDTH + 0.008) & (gap > 2.0 * _HALF_WIDTH - 0.02)
 
+    def coming(self, scene: Scene, name: str) -> Tensor:
+        """Return how far an arm is on its way to hold its own end, in [0, 1]."""
+        return coming_to_grasp(length(scene[f"to_{name}"]), scene[f"{name}_gap"], 2.0 * _HALF_WIDTH)
+
     def observe(self, scene: Scene) -> dict[str, Any]:
         name = self.thing
         return {
@@ -159,15 +164,13 @@ class LiftBar(TwoArmTask):
 
     def reward_terms(self, scene: Scene, action: Tensor) -> dict[str, Tensor]:
         held = scene["held"] > 0
-        parts = [
-            0.5 * (1.0 - torch.tanh(5.0 * length(scene[f"to_{name}"]))) + 0.5 * scene[f"held_{name}"]
-            for name in ("left", "right")
-        ]
+        parts = [0.5 * self.coming(scene, name) + 0.5 * scene[f"held_{name}"] for name in ("left", "right")]
         lifted = 1.0 - torch.tanh(5.0 * scene["distance"])
         progress = climb((held, 0.5 * (parts[0] + parts[1])), (held, lifted))
         return {
             "remaining": 1.0 - progress,
-            "tilt": scene["tilt"],
+            # One arm alone may begin to lift: only a slope that is not level any more costs something.
+            "tilt": (scene["tilt"] - self.max_tilt).clamp_min(0.0),
             "effort": mean_square(action),
             "success": scene["success"],
         }
@@ -235,13 +238,12 @@ class HandOver(TwoArmTask):
 
     def reward_terms(self, scene: Scene, action: Tensor) -> dict[str, Tensor]:
         given, taken, alone = (scene[name] > 0 for name in ("held_left", "held_right", "alone"))
-        near = {name: 1.0 - torch.tanh(5.0 * length(scene[f"to_{name}"])) for name in ("left", "right")}
         met = 1.0 - torch.tanh(5.0 * length(scene["to_meet"]))
-        leaves = 0.5 * (scene["left_gap"] / 0.08) + 0.5 * (length(scene["to_left"]) / 0.06)
+        opens = letting_go(scene["left_gap"], 2.0 * _HALF_WIDTH, _RELEASED)
+        leaves = 0.5 * opens + 0.5 * (length(scene["to_left"]) / 0.06)
         progress = climb(
-            (given, near["left"]),
-            (given, met),
-            (given & (length(scene["to_meet"]) < 0.05), near["right"]),
+            (given, self.coming(scene, "left")),
+            (given, 0.5 * met + 0.5 * self.coming(scene, "right")),
             (taken & (scene["stick_pos"][:, 2] > 0.06), leaves),
             (alone, 1.0 - torch.tanh(5.0 * scene["distance"])),
         )
