@@ -17,7 +17,7 @@ from embodichain.agents.rl.checkpoint import load_policy
 from embodichain.agents.rl.collector import SyncCollector
 from embodichain.agents.rl.export import export_onnx
 from embodichain.agents.rl.models import build_policy
-from embodichain.agents.rl.models.mlp import ImageLayout
+from embodichain.agents.rl.models.mlp import ImageEncoder, ImageEncoderCfg, ImageLayout
 from embodichain.agents.rl.models.observation import FeatureEncoder
 from embodichain.agents.rl.models.vla.tiny_vla import TinyVLA
 from embodichain.agents.rl.runs import read_metrics
@@ -231,3 +231,20 @@ def test_images_of_every_layout_are_exported(tmp_path: Path, layout: str) -> Non
     with torch.no_grad():
         wanted = policy.get_action(TensorDict({"state": torch.from_numpy(seen)}, [3]), deterministic=True)[0]
     assert np.allclose(session.run(None, {"state": seen})[0], wanted.numpy(), atol=1e-5)
+
+
+def test_channels_of_zeros_for_fast_kernels_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    encoder = ImageEncoder((20, 24, 3), ImageEncoderCfg(channels=(4, 4), feature_dim=6))
+    image = torch.randint(0, 256, (5, 20, 24, 3), dtype=torch.uint8)
+    expected = encoder.convolutions(encoder.layout.channels_first(image.float() / 255))
+    expected.square().sum().backward()
+    gradients = [parameter.grad.clone() for parameter in encoder.convolutions.parameters()]  # type: ignore[union-attr]
+    encoder.zero_grad()
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: True)  # as on a GPU, but in full precision
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda *_: torch.float32)
+    got = encoder._convolve_unscaled(encoder.layout.channels_first(image))
+    got.square().sum().backward()
+    torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
+    for parameter, gradient in zip(encoder.convolutions.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, atol=1e-5, rtol=1e-4)

@@ -19,6 +19,7 @@ from embodichain.errors import ConfigError, UnknownNameError, look_up
 FEW = 8192
 """Numbers up to which a backward pass in Python costs more than a faster forward pass saves."""
 _MINUS_ONE = torch.tensor(-1.0)
+_CHANNELS = 8  # a multiple of it has fast convolutions in reduced precision
 
 
 class _SigmoidTanh(torch.autograd.Function):
@@ -283,17 +284,24 @@ class ImageEncoder(nn.Module):
         return self.activation(self.project(maps.flatten(1))).unflatten(0, batch)
 
     def _convolve_unscaled(self, image: Tensor) -> Tensor:
-        """Scale the weights of the first layer instead of the images, which are read once and in their own type."""
+        """Scale the weights of the first layer instead of the images, which are read once and in their own type.
+
+        In reduced precision there are fast kernels only for multiples of eight channels: what is missing is zeros.
+        """
         is_reduced = torch.is_autocast_enabled("cuda")
         first, *others = self.convolutions
         weight: Any = first.weight
-        maps = functional.conv2d(
-            image.to(torch.get_autocast_dtype("cuda") if is_reduced else torch.float32),
-            weight / self.largest,
-            first.bias,  # type: ignore[arg-type]
-            stride=2,
-            padding=1,
-        )
+        weight = weight / self.largest
+        if is_reduced and (missing := -image.shape[1] % _CHANNELS):
+            weight = functional.pad(weight, (0, 0, 0, 0, 0, missing))
+            rows, channels, height, width = image.shape
+            wider = image.new_empty(
+                (rows, height, width, channels + missing), dtype=torch.get_autocast_dtype("cuda")
+            ).permute(0, 3, 1, 2)
+            wider[:, :channels], wider[:, channels:] = image, 0.0
+            image = wider
+        image = image.to(torch.get_autocast_dtype("cuda") if is_reduced else torch.float32)
+        maps = functional.conv2d(image, weight, first.bias, stride=2, padding=1)  # type: ignore[arg-type]
         for layer in others:
             maps = layer(maps)
         return maps
