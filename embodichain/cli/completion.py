@@ -87,7 +87,7 @@ def _options() -> dict[str, list[str]]:
     more: dict[str, Iterable[str]] = {"stream": fields["engine"], "record": fields["engine"], "train": fields["train"]}
     more["imitate"] = fields["imitate"]
     runs = ["--config", "--resume", "--trust"]
-    own = {"train": [*runs, "--viewer"], "imitate": runs}
+    own = {"train": [*runs, "--viewer"], "imitate": [*runs, "--dagger"]}
     return {
         command: sorted({"--help", *own.get(command, ()), *_own_options(command), *more.get(command, ())})
         for command in COMMANDS

@@ -15,6 +15,7 @@ Let a policy imitate demonstrations as an imitate_config.json (or .yaml) says, o
   CONFIG, --config CONFIG   the config's file; or the name of a task, which is imitated with the config that is shipped
                             for it, or else with defaults
   --source.dataset FOLDER   imitate a recording (a LeRobotDataset) in place of what the config imitates
+  --dagger                  let the policy act in the stream, and the expert label every state that it reaches
   --resume RUN              folder of a run, or of one of its checkpoints
   --trust MODULE            import this module of your own (its name, or its .py file), which registers a policy, an
                             environment or an actor

@@ -36,6 +36,8 @@ _LOG = logging.getLogger(__name__)
 SHIPPED_FILE = "imitate_config.json"
 _ROWS, _ENVS = 256, 32
 _NETWORK = {"type": "mlp", "network_cfg": {"hidden_sizes": [256, 256], "activation": "elu"}}
+_DAGGER = {"expert_share": 0.5, "deterministic": True}
+"""Settings of ``--dagger``, unless others are given."""
 _EXPERT = {"source": "expert", "only_success": True, "terminate_on_success": True, "noise_std": 0.1}
 Gigabytes = Annotated[float, Field(gt=0.0, le=1e6)]
 
@@ -52,6 +54,9 @@ class ImitationTrainerCfg(RunSettings):
     """Gradient steps between evaluations; 0 evaluates at the end only."""
     save_freq: Steps = 2_000
     """Gradient steps between checkpoints; 0 saves at the end only."""
+    publish_freq: Count = 500
+    """Gradient steps after which the policy, as it is then, acts in streams with the source ``dagger``; before the
+    first time the expert acts alone."""
 
 
 @configclass
@@ -204,6 +209,8 @@ def _located(source: SourceCfg, folder: Path, errors: list[EmbodiChainError]) ->
 def override(cfg: ImitateCfg, words: list[str], trusted_modules: Collection[str] = ()) -> ImitateCfg:
     """Return a completed config with flags such as ``--source.dataset recordings/a`` applied, ready to be run."""
     prog = "embodichain imitate"
+    if "--dagger" in words:
+        cfg, words = cfg.replace(source=with_dagger(cfg.source)), [word for word in words if word != "--dagger"]
     cfg, words = with_choices(cfg, words)
     source = cfg.source
     if given_value(words, "source.dataset")[0] is not None:  # in place of what the config imitates
@@ -214,6 +221,24 @@ def override(cfg: ImitateCfg, words: list[str], trusted_modules: Collection[str]
     named = [name for name in changed.trainer.import_modules if name not in cfg.trainer.import_modules]
     check_trusted(named, trusted_modules, "--trainer.import_modules")
     return _checked(complete(changed, trusted_modules, "command line"))
+
+
+def with_dagger(source: SourceCfg) -> SourceCfg:
+    """Return a source in whose streams the policy acts and the expert labels every state, which is ``--dagger``."""
+
+    def corrected(part: PartCfg) -> dict[str, Any]:
+        if part.stream is None:
+            return {}
+        given = dict(part.stream.get("action_config") or {})
+        if given.get("source", "expert") not in ("expert", "dagger"):
+            problem = f"expected a stream of the expert, which labels what the policy does, got {given['source']!r}"
+            raise ConfigError(f"--dagger: {problem}", "command line")
+        given.pop("only_success", None)  # what the policy fails at is what there is to learn
+        return {"stream": part.stream | {"action_config": _DAGGER | given | {"source": "dagger"}}}
+
+    if all(part.stream is None for part in source.parts()):
+        raise ConfigError("--dagger: expected a stream, whose expert can be asked, got recordings", "command line")
+    return source.replace(**corrected(source), mixture=[part.replace(**corrected(part)) for part in source.mixture])
 
 
 def schemas_of(cfg: ImitateCfg) -> dict[tuple[str | int, ...], tuple[type[Config], ...]]:

@@ -50,9 +50,7 @@ def run(args: argparse.Namespace) -> int:
     if is_launched() or args.distributed:
         raise ConfigError("embodichain imitate trains in one process: start it without torchrun", "command line")
     if args.viewer:
-        problem = (
-            "--viewer: there are no environments to see; embodichain stream CONFIG --viewer shows a stream"
-        )
+        problem = "--viewer: there are no environments to see; embodichain stream CONFIG --viewer shows a stream"
         raise ConfigError(problem, "command line")
     args.trust = locate_trusted(args.trust, config_folders(args.config))
     console = MessageConsole()

@@ -115,6 +115,9 @@ class ChunkSource(Protocol):
     def sample(self, batch_size: int) -> TensorDict:
         """Return the next chunks: ``observation``, ``action`` and a ``mask``."""
 
+    def publish(self, policy: Policy) -> None:
+        """Let the policy act as it is now, where that is what the source is for."""
+
     def statistics(self) -> dict[str, float]:
         """Return numbers for the log."""
 
@@ -137,6 +140,9 @@ class StreamSource:
         """Start the stream; the first chunks can be drawn when this returns."""
         self.engine, self._wanted = OnlineDataEngine(cfg), wanted
         self._generator = np.random.default_rng([cfg.seed, 1])
+        self._is_corrected = cfg.check().source == "dagger"
+        self._by_expert = 1.0
+        """Share of the steps of the last chunks in which the expert acted."""
         self.engine.start()
         try:
             buffer = self.engine.shared_buffer
@@ -150,7 +156,13 @@ class StreamSource:
 
     def sample(self, batch_size: int) -> TensorDict:
         chunks = self.engine.sample_batch(batch_size, self._wanted.chunk_size, generator=self._generator)
+        if self._is_corrected:
+            self._by_expert = float(chunks["expert_acted"].float().mean())
         return self._wanted.select(chunks)
+
+    def publish(self, policy: Policy) -> None:
+        if self._is_corrected:
+            self.engine.publish(policy)
 
     def statistics(self) -> dict[str, float]:
         stats = self.engine.stats()
@@ -160,6 +172,7 @@ class StreamSource:
             "stream/age_refills": stats.mean_age_refills,
             "stream/frames_per_second": stats.frames_per_second,
         }
+        numbers |= {"stream/expert_acted": self._by_expert} if self._is_corrected else {}
         return numbers | ({} if stats.success_rate is None else {"stream/success": stats.success_rate})
 
     def state_dict(self) -> dict[str, Any]:
@@ -321,6 +334,9 @@ class FolderSource:
             parts[key] = found if found.shape[1] == at.shape[1] else found.expand(-1, at.shape[1], *found.shape[2:])
         return TensorDict(unflatten(parts), at.shape)
 
+    def publish(self, policy: Policy) -> None:
+        """Nothing acts in a recording."""
+
     def statistics(self) -> dict[str, float]:
         return {"source/epoch": self.epoch}
 
@@ -365,6 +381,10 @@ class MixedSource:
         self.batches += 1
         drawn = [source.sample(count) for source, count in zip(self.sources, counts, strict=True) if count]
         return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
+
+    def publish(self, policy: Policy) -> None:
+        for source in self.sources:
+            source.publish(policy)
 
     def statistics(self) -> dict[str, float]:
         numbers = {}

@@ -67,6 +67,8 @@ class ImitationTrainer(RunLoop):
                 while (reason := self._stop_reason(signals)) is None:
                     before = self.global_step
                     self._learn(batch_size)
+                    if crossed(settings.publish_freq, before, self.global_step):
+                        self.source.publish(self.policy)
                     if crossed(settings.log_freq, before, self.global_step):
                         self._write_log()
                     if crossed(settings.eval_freq, before, self.global_step):
@@ -156,6 +158,8 @@ class ImitationTrainer(RunLoop):
             self.learner.load_state_dict(state["algorithm"])
             self.source.load_state_dict(state["source"])
             set_random_state(state["random"])
+        if self.global_step >= self.cfg.trainer.publish_freq:
+            self.source.publish(self.policy)
         if not self.source.is_exact:
             self.view.print("a live stream is not saved: the run continues with new episodes")
         self._saved_at = self._resumed_at = self.global_step

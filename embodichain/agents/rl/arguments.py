@@ -37,7 +37,7 @@ def parse_args(argv: Sequence[str] | None = None, usage: str = _USAGE) -> argpar
     """Parse the arguments of a command line: ``config`` or ``resume`` (paths), ``trust``, ``viewer``, ``overrides``."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not {"--config", "--resume"} & {word.partition("=")[0] for word in words}:
-        own = ("distributed", "no_distributed", "viewer", "help", "h")
+        own = ("distributed", "no_distributed", "viewer", "dagger", "help", "h")
         words = positional_first(words, dict.fromkeys((*own, *SWITCHES), 0), _LOOKS_LIKE_CONFIG)
     leading = words.pop(0) if words and not words[0].startswith("-") else None
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage=usage, exit_on_error=False)

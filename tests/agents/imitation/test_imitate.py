@@ -246,3 +246,40 @@ def test_a_recording_needs_no_environment(tmp_path, recorded):
     with opened_imitation(cfg) as trainer:
         assert trainer.train().global_step == 2
     assert load_policy(tmp_path / "run").chunk_size == 3
+
+
+def test_dagger_lets_the_policy_act_and_continues_with_it(tmp_path):
+    """One flag: the expert's stream becomes one that the policy acts in, by weights that were published last."""
+    file = tmp_path / "config.json"
+    expert = EXPERT | {"only_success": True}
+    source = {"stream": {"buffer_size": 4, "refill_threshold": 1, "action_config": expert, "progress": False}}
+    file.write_text(json.dumps(config(tmp_path / "run", source, publish_freq=4, enable_eval=False)))
+    share = ["--source.stream.action_config.expert_share", "0.0"]
+    cfg = override(load_imitate_config(file), ["--dagger", *share])
+    action = cfg.source.stream["action_config"]
+    assert action == {"source": "dagger", "noise_std": 0.1, "deterministic": True, "expert_share": 0.0}
+    with opened_imitation(cfg) as trainer:
+        engine = trainer.source.engine
+        assert trainer.train().global_step == 12
+        assert {engine.episode_info(row).policy_version for row in range(4)} <= {-1, 4, 8, 12}
+        for _ in range(200):  # the last weights act until the next ones come
+            trainer.source.sample(8)
+            if all(engine.episode_info(row).policy_version == 12 for row in range(4)):
+                break
+        else:
+            pytest.fail("the weights of the last step never acted")
+        trainer.source.sample(8)
+        assert trainer.source.statistics()["stream/expert_acted"] < 1.0
+        trainer.restore(load_checkpoint(find_checkpoint(tmp_path / "run")))
+        assert engine._published.version == 13  # the restored policy acts, whatever did before
+    first = read_metrics(tmp_path / "run" / "metrics.jsonl")[0]
+    assert first["stream/expert_acted"] == 1.0
+
+
+def test_dagger_needs_an_expert(tmp_path):
+    recording = ImitateCfg.from_dict(config(tmp_path / "a", {"dataset": "recordings/a"}))
+    with pytest.raises(ConfigError, match="--dagger: expected a stream"):
+        override(recording, ["--dagger"])
+    chance = ImitateCfg.from_dict(config(tmp_path / "b", {"stream": {"action_config": {"source": "random"}}}))
+    with pytest.raises(ConfigError, match=r"--dagger.*'random'"):
+        override(chance, ["--dagger"])
