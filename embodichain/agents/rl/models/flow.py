@@ -16,7 +16,7 @@ The first noise is drawn from the same distribution by every policy: it is part 
 """
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -59,7 +59,11 @@ class FlowCfg(Config):
 
 
 class FlowHead(nn.Module):
-    """Denoises chunks ``[batch, chunk_size, action_dim]``, given features ``[batch, width]`` of the observation."""
+    """Denoises chunks ``[batch, chunk_size, action_dim]``, given features ``[batch, width]`` of the observation.
+
+    A subclass whose velocity depends on more than a vector writes ``velocity``, ``std_inputs`` and ``each_step``; its
+    features are then a TensorDict ``[batch]``.
+    """
 
     start: Tensor
     """The noise that deterministic chunks begin with where it is kept, ``[chunk_size, action_dim]``."""
@@ -82,12 +86,20 @@ class FlowHead(nn.Module):
         """Return how many numbers the velocity network is given."""
         return width + chunk_size * action_dim + 2 * TIME_WAVES
 
-    def velocity(self, features: Tensor, x: Tensor, time: Tensor) -> Tensor:
+    def velocity(self, features: Any, x: Tensor, time: Tensor) -> Tensor:
         """Return the velocity ``[..., chunk_size, action_dim]`` at ``x`` of that shape and ``time`` ``[...]``."""
         inputs = torch.cat([features, x.flatten(-2).to(features.dtype), time_waves(time).to(features.dtype)], dim=-1)
         return self.velocity_net(inputs).float().view_as(x)
 
-    def transition(self, features: Tensor, x: Tensor, step: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def std_inputs(self, features: Any, time: Tensor) -> Tensor:
+        """Return what the size of the noise depends on, ``[..., n]``."""
+        return torch.cat([features.float(), time_waves(time)], dim=-1)
+
+    def each_step(self, features: Any, count: int) -> Any:
+        """Return features ``[batch, ...]`` so that they broadcast against ``[batch, count, ...]`` states of chains."""
+        return features.unsqueeze(1).expand(features.shape[0], count, features.shape[-1])
+
+    def transition(self, features: Any, x: Tensor, step: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return what follows ``x`` ``[..., chunk_size, action_dim]`` in a step: by the flow, and mean and log-std with
         noise; ``step`` ``[...]``, its number, tells the time."""
         dt = 1.0 / self.cfg.num_steps
@@ -96,7 +108,7 @@ class FlowHead(nn.Module):
         smooth = torch.add(x, velocity, alpha=dt)
         if self.std_net is not None:
             low, high = (math.log(bound) for bound in self.cfg.std_range)
-            raw = self.std_net(torch.cat([features.float(), time_waves(time)], dim=-1)).float().view_as(x)
+            raw = self.std_net(self.std_inputs(features, time)).float().view_as(x)
             return smooth, smooth, low + (high - low) * raw.sigmoid()
         tau = time.view(*time.shape, 1, 1)
         scale = self.cfg.sde_level * ((1.0 - tau) / tau.clamp(min=dt)).sqrt()  # at the first step it would be infinite
@@ -104,7 +116,7 @@ class FlowHead(nn.Module):
         return smooth, torch.add(x, drift, alpha=dt), (scale * dt**0.5).log().expand_as(x)
 
     def sample(
-        self, features: Tensor, deterministic: bool = False, generator: Generator | None = None
+        self, features: Any, deterministic: bool = False, generator: Generator | None = None
     ) -> tuple[Tensor, Tensor, TensorDict]:
         """Return ``(chunk, log_prob [batch, 1, factors], decision)``; without noise on the way if ``deterministic``."""
         cfg, batch = self.cfg, features.shape[0]
@@ -138,7 +150,7 @@ class FlowHead(nn.Module):
         around = torch.stack([chain[rows, one], chain[rows, one + 1]], dim=1)
         return TensorDict({"chain": around, "step": one}, [batch])
 
-    def evaluate(self, features: Tensor, decision: TensorDictBase) -> tuple[Tensor, Tensor]:
+    def evaluate(self, features: Any, decision: TensorDictBase) -> tuple[Tensor, Tensor]:
         """Return ``(log_prob, entropy)``, each ``[batch, 1, factors]``, one factor per noisy step."""
         chain = self._checked(decision)
         batch, factors = chain.shape[0], chain.shape[1] - 1
@@ -146,8 +158,7 @@ class FlowHead(nn.Module):
             step = decision["step"].view(batch, 1)
         else:
             step = torch.arange(factors, device=chain.device).expand(batch, factors)
-        given = features.unsqueeze(1).expand(batch, factors, features.shape[-1])
-        _, mean, log_std = self.transition(given, chain[:, :-1], step)
+        _, mean, log_std = self.transition(self.each_step(features, factors), chain[:, :-1], step)
         entropy = (log_std + 0.5 + HALF_LOG_2PI).sum((-1, -2))
         return log_density(chain[:, 1:], mean, log_std).unsqueeze(1), entropy.unsqueeze(1)
 
@@ -163,7 +174,7 @@ class FlowHead(nn.Module):
         return chain
 
     def imitation_loss(
-        self, features: Tensor, actions: Tensor, valid: Tensor | None = None, generator: Generator | None = None
+        self, features: Any, actions: Tensor, valid: Tensor | None = None, generator: Generator | None = None
     ) -> Tensor:
         """Return ``[batch]`` the error of the velocity on the way to ``actions`` ``[batch, n, action_dim]``.
 

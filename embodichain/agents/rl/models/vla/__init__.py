@@ -9,12 +9,15 @@ from embodichain.agents.rl.models.vla.model import (
     get_vla_model_class,
     register_vla_model,
 )
+from embodichain.agents.rl.models.vla.smolvla import SmolVLA, SmolVLACfg
 from embodichain.agents.rl.models.vla.tiny_vla import TinyVLA, TinyVLACfg
 
 __all__ = [
     "HFBackboneVLA",
     "HFBackboneVLACfg",
     "LoRACfg",
+    "SmolVLA",
+    "SmolVLACfg",
     "TinyVLA",
     "TinyVLACfg",
     "VLAModel",

@@ -5,7 +5,7 @@ action and for the value. Its outputs for the queries are the chunk and the valu
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -26,7 +26,7 @@ MODEL_TYPES = {name: name for name in ("smolvlm", "idefics3")}
 _CONFIG, _TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 """Files of which a tokenizer has at least one."""
-_LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 """Nothing is downloaded, and no code of a folder is run; without the latter transformers asks on stdin."""
 
 
@@ -132,7 +132,7 @@ class _Words:
         self.length = cfg.instruction_length
         self.tokenizer: Any = None
         if cfg.backbone_path is not None:
-            self.tokenizer = _load_tokenizer(Path(cfg.backbone_path))
+            self.tokenizer = load_tokenizer(Path(cfg.backbone_path))
         elif vocabulary < 256:
             raise ConfigError(f"text_config.vocab_size: bytes need at least 256 tokens, got {vocabulary}", "backbone")
 
@@ -140,14 +140,21 @@ class _Words:
         """Return ids ``[batch, length]`` and which of them are text."""
         if self.tokenizer is None:
             return instruction, instruction != 0
-        unique, rows = instruction.unique(dim=0, return_inverse=True)  # few instructions differ
-        tokenized = self.tokenizer(list(decode_instructions(unique)), add_special_tokens=False)
-        lists = [tokens[: self.length] for tokens in tokenized["input_ids"]]
-        ids = torch.zeros(len(lists), self.length, dtype=torch.int64)
-        mask = torch.zeros(len(lists), self.length, dtype=torch.bool)
-        for i, tokens in enumerate(lists):
-            ids[i, : len(tokens)], mask[i, : len(tokens)] = torch.tensor(tokens), True
-        return ids.to(instruction.device)[rows], mask.to(instruction.device)[rows]
+        return tokenize(instruction, lambda texts: self.tokenizer(texts, add_special_tokens=False), self.length)
+
+
+def tokenize(instruction: Tensor, encode: Callable[[list[str]], Any], length: int) -> tuple[Tensor, Tensor]:
+    """Return token ids ``[batch, length]`` of instructions, int64 ``[batch, bytes]``, and which of them are text.
+
+    ``encode`` is what a tokenizer of transformers does with texts. What is longer than ``length`` is cut.
+    """
+    unique, rows = instruction.unique(dim=0, return_inverse=True)  # few instructions differ
+    lists = [tokens[:length] for tokens in encode(list(decode_instructions(unique)))["input_ids"]]
+    ids = torch.zeros(len(lists), length, dtype=torch.int64)
+    mask = torch.zeros(len(lists), length, dtype=torch.bool)
+    for i, tokens in enumerate(lists):
+        ids[i, : len(tokens)], mask[i, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64), True
+    return ids.to(instruction.device)[rows], mask.to(instruction.device)[rows]
 
 
 def _load_backbone(cfg: HFBackboneVLACfg) -> Any:
@@ -164,31 +171,29 @@ def _load_backbone(cfg: HFBackboneVLACfg) -> Any:
     folder = Path(str(cfg.backbone_path))
     if not (folder / _CONFIG).is_file():
         raise CheckpointError(f"{folder}: expected the folder of a pretrained model, with {_CONFIG} in it")
-    with _reading(folder):
-        _refuse_code(folder / _CONFIG)
-        config = transformers.AutoConfig.from_pretrained(folder, **_LOCAL)
+    with reading(folder):
+        refuse_code(folder / _CONFIG)
+        config = transformers.AutoConfig.from_pretrained(folder, **LOCAL)
         look_up("backbone.model_type", str(config.model_type), MODEL_TYPES)
         if not cfg.pretrained:
             return transformers.AutoModel.from_config(config, dtype=dtype, trust_remote_code=False)
-        return transformers.AutoModel.from_pretrained(
-            folder, config=config, dtype=dtype, use_safetensors=True, **_LOCAL
-        )
+        return transformers.AutoModel.from_pretrained(folder, config=config, dtype=dtype, use_safetensors=True, **LOCAL)
 
 
-def _load_tokenizer(folder: Path) -> Any:
+def load_tokenizer(folder: Path) -> Any:
     """Return the tokenizer in the folder of a backbone."""
     if not any((folder / name).is_file() for name in _TOKENIZERS):
         raise CheckpointError(
             f"{folder}: there is no tokenizer in it ({', '.join(_TOKENIZERS)}); write it there with "
             "tokenizer.save_pretrained(folder)"
         )
-    with _reading(folder):
+    with reading(folder):
         if (folder / _TOKENIZER_CONFIG).is_file():
-            _refuse_code(folder / _TOKENIZER_CONFIG)
-        return require("transformers", extra="vla").AutoTokenizer.from_pretrained(folder, **_LOCAL)
+            refuse_code(folder / _TOKENIZER_CONFIG)
+        return require("transformers", extra="vla").AutoTokenizer.from_pretrained(folder, **LOCAL)
 
 
-def _refuse_code(file: Path) -> None:
+def refuse_code(file: Path) -> None:
     """Raise if a config names code of its folder: even a file that transformers would not run says what it needs."""
     if "auto_map" in json.loads(file.read_text(encoding="utf-8")):
         raise CheckpointError(
@@ -198,7 +203,7 @@ def _refuse_code(file: Path) -> None:
 
 
 @contextmanager
-def _reading(folder: Path) -> Iterator[None]:
+def reading(folder: Path) -> Iterator[None]:
     """Turn what transformers raises about a folder into one line."""
     try:
         yield

@@ -20,7 +20,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from embodichain.agents.rl.models.vla.model import VLAModel, get_vla_model_class, registered_name
+from embodichain.agents.rl.models.vla.model import (
+    VLAModel,
+    get_registered_vla_model_names,
+    get_vla_model_class,
+    registered_name,
+)
+from embodichain.agents.rl.models.vla.pretrained import PretrainedVLA
 from embodichain.config.classes import Config, Fraction, Positive, Size, configclass
 from embodichain.config.files import save_config
 from embodichain.errors import CheckpointError, ConfigError, writing
@@ -66,7 +72,11 @@ def load_vla_model(
     if saved.get("lora") is not None:
         apply_lora(model, LoRACfg.from_dict(saved["lora"], source=str(Path(model_path or "") / CONFIG_FILE)))
     if model_path is not None:
-        set_weights(model, read_weights(Path(model_path)), str(model_path))
+        if saved.get("foreign") and isinstance(model, PretrainedVLA):
+            weights = model.foreign_weights(_settled(Path(model_path)))
+            set_weights(model, weights, str(model_path), model.new_parts)
+        else:
+            set_weights(model, read_weights(Path(model_path)), str(model_path))
     return model.to(device).eval()
 
 
@@ -158,7 +168,9 @@ def saved_config(model_path: PathLike | None) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from None
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+    if isinstance(content, dict) and content.get("format") != FORMAT:
+        return _foreign_config(content, file)
+    if not isinstance(content, dict):
         raise CheckpointError(f"{file} is no config of a model saved by save_vla_model")
     if type(content.get("version")) is not int or content["version"] > VERSION:
         raise CheckpointError(f"{file} has version {content.get('version')}; this package reads up to {VERSION}")
@@ -178,6 +190,17 @@ def saved_config(model_path: PathLike | None) -> dict[str, Any]:
             raise CheckpointError(f"{file}: {name}: expected a path inside the folder, got {path!r}")
         settings[name] = str(file.parent / path)
     return content
+
+
+def _foreign_config(content: dict[str, Any], file: Path) -> dict[str, Any]:
+    """Return what the config of another library says, in our words."""
+    kind = next((content[key] for key in ("type", "model_type") if isinstance(content.get(key), str)), None)
+    model_cls = get_vla_model_class(kind) if kind in get_registered_vla_model_names() else None
+    if kind is None or model_cls is None or not issubclass(model_cls, PretrainedVLA):
+        read = " and ".join(name for name in ("smolvla", "openvla") if name in get_registered_vla_model_names())
+        is_a = "no config of a model saved by save_vla_model" if kind is None else f"the config of a {kind!r}"
+        raise CheckpointError(f"{file} is {is_a}; of other libraries' policies, those of type {read} are read")
+    return {"model_class": kind, "model_config": model_cls.read_config(file.parent, content), "foreign": True}
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
@@ -205,8 +228,13 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     return dict(content)
 
 
-def set_weights(model: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
-    """Load weights of exactly the right names and shapes; ``CheckpointError`` names the first five that do not fit."""
+def set_weights(model: nn.Module, weights: Mapping[str, Tensor], source: str, new: Collection[str] = ()) -> None:
+    """Load weights of exactly the right names and shapes; ``CheckpointError`` names the first five that do not fit.
+
+    Those of the parts ``new`` may be missing, and stay as they are.
+    """
+    present = {name: value for name, value in model.state_dict().items() if any(_belongs(name, part) for part in new)}
+    weights = {**present, **weights}
     own = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
     given = {name: list(tensor.shape) for name, tensor in weights.items()}
     misfits = [f"{name}: missing, expected {shape}" for name, shape in own.items() if name not in given]
@@ -262,7 +290,7 @@ class LoRACfg(Config):
     """Dropout before the additions, while the model imitates; reinforcement learning turns it off."""
     target_modules: Annotated[tuple[str, ...], Field(min_length=1)] = ("q_proj", "k_proj", "v_proj", "o_proj")
     """Ends of the names of the layers that get additions."""
-    trainable: tuple[str, ...] = ("head", "to_action", "to_value", "to_points", "body", "queries")
+    trainable: tuple[str, ...] = ("head", "action_head", "to_action", "to_value", "to_points", "body", "queries")
     """Beginnings of the names of parameters that stay trainable as they are: what is new, not pretrained."""
 
 

@@ -132,7 +132,7 @@ class VLAModel(nn.Module, ABC):
         decoded = self.decode(obs)
         features = _of(decoded.features, "features")
         action, log_prob, decision = self._chooser().sample(features, deterministic, generator)
-        return self._squeeze(action), log_prob, decoded.value, decision
+        return self._squeeze(self.actions_of(action)), log_prob, decoded.value, decision
 
     def imitation_loss(
         self, obs: TensorDictBase, actions: Tensor, valid: Tensor | None = None, generator: Generator | None = None
@@ -145,12 +145,21 @@ class VLAModel(nn.Module, ABC):
         decoded = self.decode(obs)
         if self.has_decision:
             features = _of(decoded.features, "features")
-            return self._chooser().imitation_loss(features, actions, valid, generator), decoded.points
+            chunk = self.chunk_of(actions)
+            return self._chooser().imitation_loss(features, chunk, valid, generator), decoded.points
         mean = _of(decoded.mean, "mean")
         error = (mean[:, : actions.shape[1]] - actions).abs().sum(-1)
         if valid is None:
             return error.mean(-1), decoded.points
         return (error * valid).sum(-1) / valid.sum(-1).clamp(min=1), decoded.points
+
+    def actions_of(self, chunk: Tensor) -> Tensor:
+        """Return the environment's actions that a chunk of the ``action_head`` stands for."""
+        return chunk
+
+    def chunk_of(self, actions: Tensor) -> Tensor:
+        """Return the chunk ``[batch, n, ...]`` that stands for actions: the inverse of ``actions_of``."""
+        return actions
 
     def _chooser(self) -> FlowHead | TokenHead:
         if self.action_head is None:

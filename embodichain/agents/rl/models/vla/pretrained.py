@@ -1,0 +1,254 @@
+"""What policies of other libraries expect, matched to an environment by name, and the files in which they are saved.
+
+A folder of LeRobot or transformers says what its policy takes: images and a state by its own names, and how many
+numbers an action has. ``PretrainedVLA.complete_config`` finds them in an environment, or lists what is not there.
+"""
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import gymnasium as gym
+import torch
+from pydantic import Field
+from safetensors import SafetensorError, safe_open
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+
+from embodichain.agents.rl.models.observation import ObservationEntry, select_entries, space_entries
+from embodichain.agents.rl.models.vla.hf_backbone import tokenize
+from embodichain.agents.rl.models.vla.model import Space, VLAModel, VLAModelCfg
+from embodichain.config.classes import Size, configclass
+from embodichain.errors import CheckpointError, ConfigError, ObservationError, nearest
+
+STATE, ACTION, IMAGE = "observation.state", "action", "observation.images."
+INDEX_FILE, WEIGHTS_FILE = "model.safetensors.index.json", "model.safetensors"
+_STATES = ("state", "robot/qpos")
+"""Where a state is looked for: what recordings write as ``observation.state``."""
+
+
+@configclass
+class PretrainedVLACfg(VLAModelCfg):
+    """Settings of every policy that another library saved; those without a default are read from its folder."""
+
+    image_keys: tuple[str, ...] = ()
+    """Images that it expects, by its own names."""
+    state_dim: Annotated[int, Field(ge=0, le=16_384)] = 0
+    """Numbers of its state; 0 if it sees none."""
+    inputs: dict[str, str | tuple[str, ...]] = {}
+    """Where they are in the observation: ``{"observation.images.top": "image/front", "observation.state":
+    ["robot/qpos"]}``; the default is what has the same name."""
+    instruction: str | None = None
+    """What a task without an instruction tells it."""
+    max_chunk_size: Size = 1
+    """Actions that it can choose at a time."""
+    backbone_path: str | None = None
+    """Folder with the config and tokenizer of its language model; nothing is downloaded."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the pretrained backbone; what chooses actions is float32."""
+    freeze: tuple[Literal["vision", "language"], ...] = ("vision", "language")
+    """Parts of the backbone that are not trained."""
+
+
+class PretrainedVLA(VLAModel):
+    """A policy of another library. The statistics that normalise its state and actions are its own, and stay."""
+
+    cfg_type: ClassVar[type[VLAModelCfg]] = PretrainedVLACfg
+    cfg: PretrainedVLACfg
+    new_parts: ClassVar[tuple[str, ...]] = ("head", "to_value")
+    """Parts that the other library's policy does not have: they begin with random weights."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{**self._unmatched(settings), **settings})
+        self.normalizer = None  # the policy has its own statistics
+        if self.cfg.num_points:
+            raise ConfigError("num_points: a pretrained policy does not point; leave it out", "model_config")
+
+    @classmethod
+    def read_config(cls, folder: Path, content: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the settings that the other library's ``config.json`` stands for."""
+        raise NotImplementedError
+
+    def foreign_weights(self, folder: Path) -> dict[str, Tensor]:
+        """Return the weights in the folder of the other library, by the names that they have here."""
+        raise NotImplementedError
+
+    def tokens_of(self, obs: TensorDictBase, batch: int, encode: Any, length: int) -> tuple[Tensor, Tensor]:
+        """Return ids ``[batch, length]`` of the instruction, and which of them are text."""
+        if self.cfg.instruction_length and self.cfg.instruction is None:
+            return tokenize(self.instruction(obs), encode, length)
+        text = torch.tensor([list((self.cfg.instruction or "").encode()) or [0]])
+        device = next(self.parameters()).device
+        ids, mask = tokenize(text, encode, length)
+        return ids.to(device).expand(batch, -1), mask.to(device).expand(batch, -1)
+
+    @staticmethod
+    def _unmatched(settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return inputs for a model that is built without an environment: those it expects, by their own names."""
+        keys, given = settings.get("image_keys", ()), settings.get("inputs", {})
+        cameras = {_camera(key, given): (1, 1, 3) for key in keys}
+        state = settings.get("state_dim", 0)
+        return {"cameras": cameras, "proprio": {_STATES[-1]: state} if state else {}, "instruction_length": 256}
+
+    @classmethod
+    def complete_config(cls, given: Mapping[str, Any], obs_space: Space, action_space: Space) -> dict[str, Any]:
+        """Return the settings with what the policy expects found in the spaces; ``ConfigError`` lists what is not."""
+        entries = {entry.name: entry for entry in space_entries(obs_space)}
+        images = {n.removeprefix("image/"): e for n, e in entries.items() if e.is_image and len(e.shape) == 3}
+        vectors = [entry for entry in entries.values() if not entry.is_image and entry.name != "instruction"]
+        problems = list(_misplaced(given))
+        inputs = given.get("inputs", {})
+        cameras = dict(_match_cameras(given.get("image_keys", ()), inputs, images, problems))
+        proprio = _match_state(int(given.get("state_dim", 0)), inputs, vectors, problems)
+        length = entries["instruction"].size if "instruction" in entries else 0
+        if not length and given.get("instruction") is None:
+            problems.append(
+                "instruction: the observations have none; set model_config.instruction to what the policy is to do"
+            )
+        expected, shape = given.get("action_dim"), action_space.shape
+        if not isinstance(action_space, gym.spaces.Box) or shape is None or shape[-1] != expected:
+            numbers = shape[-1] if shape else action_space
+            problems.append(f"{ACTION}: the policy chooses {expected} numbers, the environment takes {numbers}")
+        chunk, most = given.get("chunk_size", 1), given.get("max_chunk_size", 1)
+        if isinstance(chunk, int) and chunk > most:
+            problems.append(f"chunk_size: the policy chooses at most {most} actions at a time, got {chunk}")
+        if problems:
+            raise ConfigError([f"the policy does not fit the environment: {p}" for p in problems], "model_config")
+        return {**given, "cameras": cameras, "proprio": proprio, "instruction_length": length}
+
+    def image(self, obs: TensorDictBase, camera: str) -> Tensor:
+        """Return a camera's image, float32 ``[batch, 3, height, width]`` in [0, 1]; any height and width will do."""
+        value = obs.get(("image", *camera.split("/")), None)
+        if value is None:
+            raise ObservationError(f"image/{camera} is missing. Add the camera to env.observations.cameras.")
+        scaled = value.float() / 255.0 if value.dtype == torch.uint8 else value.float()
+        return scaled.permute(0, 3, 1, 2)
+
+
+def _misplaced(given: Mapping[str, Any]) -> Iterator[str]:
+    """Tell settings of models that choose their inputs, and names in ``inputs`` that the policy does not know."""
+    for name in ("cameras", "proprio"):
+        if isinstance(given.get(name), list | tuple):
+            yield f"{name}: a pretrained policy expects inputs of its own; say where they are with inputs"
+    expected = [*given.get("image_keys", ()), *([STATE] if given.get("state_dim") else [])]
+    for key in given.get("inputs", {}):
+        if key not in expected:
+            yield f"inputs.{key}: the policy does not expect it.{nearest(key, expected)}"
+
+
+def _camera(key: str, inputs: Mapping[str, Any]) -> str:
+    """Return the name of the camera for an image of the policy."""
+    return str(inputs.get(key, key.removeprefix(IMAGE))).removeprefix("image/")
+
+
+def _match_cameras(
+    keys: Collection[str], inputs: Mapping[str, Any], images: Mapping[str, ObservationEntry], problems: list[str]
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    taken = dict[str, str]()
+    for key in keys:
+        name = _camera(key, inputs)
+        if key not in inputs and len(keys) == len(images) == 1 and not key.startswith(IMAGE):
+            name = next(iter(images))  # one image without a name of its own
+        if name not in images:
+            there = ", ".join(images) or "none"
+            how = f"; set inputs.{key} to one of them" if images else ""
+            problems.append(f"{key}: there is no camera {name!r} among image: {there}{how}")
+        elif images[name].shape[-1] != 3:
+            problems.append(f"{key}: expected image/{name} [height, width, 3], got {list(images[name].shape)}")
+        elif name in taken:
+            problems.append(f"{key}: image/{name} is {taken[name]} already; set inputs.{key} to another camera")
+        else:
+            taken[name] = key
+            yield name, images[name].shape
+
+
+def _match_state(
+    width: int, inputs: Mapping[str, Any], vectors: list[ObservationEntry], problems: list[str]
+) -> dict[str, int]:
+    if not width:
+        return {}
+    given = inputs.get(STATE)
+    sizes = {entry.name: entry.size for entry in vectors}
+    names = next(([name] for name in _STATES if name in sizes), []) if given is None else given
+    names = [names] if isinstance(names, str) else list(names)
+    try:
+        chosen = [entry for name in names for entry in select_entries(vectors, [name], STATE, "model_config")]
+    except ConfigError as error:
+        problems.append(str(error))
+        return {}
+    found = sum(entry.size for entry in chosen)
+    if found != width:
+        there = ", ".join(f"{name} ({size})" for name, size in sizes.items()) or "none"
+        what = f"{' + '.join(names)} has {found}" if names else "there is no robot/qpos"
+        problems.append(
+            f"{STATE}: the policy expects {width} numbers, {what}; set inputs.{STATE} to vectors of: {there}"
+        )
+    return {entry.name: entry.size for entry in chosen}
+
+
+def value_head(width: int) -> nn.Sequential:
+    """Return a perceptron whose value is zero at first."""
+    last = nn.Linear(width, 1)
+    nn.init.zeros_(last.weight)
+    nn.init.zeros_(last.bias)
+    return nn.Sequential(nn.Linear(width, width), nn.GELU(), last)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a folder: one, or the shards that its index names."""
+    if (folder / INDEX_FILE).is_file():
+        mapping = read_json(folder / INDEX_FILE).get("weight_map")
+        if not isinstance(mapping, dict) or not all(isinstance(name, str) for name in mapping.values()):
+            raise CheckpointError(f"{folder / INDEX_FILE}: weight_map: expected the file of every tensor")
+        files = [folder / name for name in sorted(set(mapping.values()))]
+    else:
+        files = [folder / WEIGHTS_FILE]
+    for file in files:
+        if not file.resolve().is_relative_to(folder.resolve()) and not file.is_symlink():
+            raise CheckpointError(f"{folder / INDEX_FILE}: expected files in its folder, got {file.name!r}")
+        if not file.is_file():
+            raise CheckpointError(f"{folder}: there is no {file.name}; copy the whole checkpoint, with all its files")
+    return files
+
+
+def tensor_shapes(folder: Path) -> dict[str, list[int]]:
+    """Return names and shapes of all tensors in a folder, without reading them."""
+    shapes = dict[str, list[int]]()
+    for file in weight_files(folder):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                shapes |= {name: list(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{file} cannot be read: {error}") from None
+    return shapes
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """Return the tensors of one safetensors file."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from None
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file}: expected an object, got {content!r:.60}")
+    return content
+
+
+def setting(content: Mapping[str, Any], key: str, kind: Any, source: Path, default: Any = ...) -> Any:
+    """Return a setting of another library's config, checked for its type."""
+    value = content.get(key, default)
+    if value is ...:
+        raise CheckpointError(f"{source}: {key} is missing; is this the folder of a whole policy?")
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
+        raise CheckpointError(f"{source}: {key}: expected {getattr(kind, '__name__', kind)}, got {value!r:.60}")
+    return value

@@ -1,0 +1,513 @@
+"""SmolVLA, as LeRobot saves it: a small vision-language model, and an expert that attends to it and denoises actions.
+
+The language model reads images, instruction and state once; its keys and values are the context. In every denoising
+step the expert takes a chunk of noisy actions and the time, and its layers attend to the context, or to the context and
+to the actions up to their own. An action therefore does not depend on later ones: a policy that carries out fewer
+actions than the checkpoint was trained on denoises only those, and gets the same.
+
+Time runs as in ``flow.py``: what LeRobot calls ``t`` is ``1 - tau``, and its velocity points the other way.
+"""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor, nn
+
+from embodichain.agents.rl.models.flow import FlowCfg, FlowHead, time_waves
+from embodichain.agents.rl.models.vla.hf_backbone import LOCAL, MODEL_TYPES, load_tokenizer, reading, refuse_code
+from embodichain.agents.rl.models.vla.model import Decoded, VLAModelCfg, register_vla_model
+from embodichain.agents.rl.models.vla.pretrained import (
+    ACTION,
+    STATE,
+    PretrainedVLA,
+    PretrainedVLACfg,
+    read_json,
+    read_tensors,
+    setting,
+    value_head,
+    weight_files,
+)
+from embodichain.config.classes import Config, Positive, Size, configclass
+from embodichain.errors import CheckpointError, ConfigError, look_up
+from embodichain.extras import require
+
+ROPE_BASE = 10_000.0
+"""Longest wavelength of rotary positions; SmolVLA does not take it from its language model."""
+_IMAGE_TOKENS = ("<fake_token_around_image>", "<global-img>")
+_PREFIX = "model.vlm_with_expert."
+_RENAMED = {
+    f"{_PREFIX}vlm.model.": "vlm.",
+    f"{_PREFIX}lm_expert.": "action_head.velocity_net.",
+    "model.state_proj.": "state_proj.",
+    "model.action_": "action_head.velocity_net.action_",
+}
+"""Beginnings of LeRobot's names, and what they are here."""
+_UNUSED = (f"{_PREFIX}vlm.lm_head.", "normalize_inputs.", "normalize_targets.", "unnormalize_outputs.")
+"""Beginnings of names that choosing actions does not need."""
+_MODES = {
+    "IDENTITY": (),
+    "MEAN_STD": ("mean", "std"),
+    "MIN_MAX": ("min", "max"),
+    "QUANTILES": ("q01", "q99"),
+    "QUANTILE10": ("q10", "q90"),
+}
+"""LeRobot's ways to normalise, and the two statistics that each needs."""
+
+
+@configclass
+class SmolVLANetworkCfg(Config):
+    """What shapes the network; LeRobot's names."""
+
+    max_state_dim: Size = 32
+    """Numbers that a state is filled up to."""
+    max_action_dim: Size = 32
+    """Numbers that an action is filled up to."""
+    resize_imgs_with_padding: tuple[Size, Size] | None = (512, 512)
+    """Width and height that images are scaled to, their sides in proportion, black above and to the left."""
+    tokenizer_max_length: Size = 48
+    """Tokens of an instruction; what is longer is cut."""
+    add_image_special_tokens: bool = False
+    """Whether images stand between tokens of their own."""
+    empty_cameras: Annotated[int, Field(ge=0, le=64)] = 0
+    """Images that are always missing: of them, only those tokens are left."""
+    attention_mode: Literal["cross_attn", "self_attn"] = "cross_attn"
+    """Whether layers of the expert attend to the context alone, or to the actions as well."""
+    num_vlm_layers: int = 16
+    """First layers of the language model that are used; all if not positive."""
+    num_expert_layers: int = -1
+    """Layers of the expert; as many as of the language model if not positive."""
+    self_attn_every_n_layers: int = 2
+    """For cross_attn: every so many layers also attend to the actions; none if not positive."""
+    expert_width_multiplier: Positive = 0.75
+    """Width of the expert, in that of the language model."""
+    min_period: Positive = 4e-3
+    """Shortest period of the waves that tell the time."""
+    max_period: Positive = 4.0
+    """Longest of them."""
+
+    def attends_to_actions(self, layer: int) -> bool:
+        """Tell whether a layer also attends to the actions."""
+        every = self.self_attn_every_n_layers
+        return self.attention_mode == "self_attn" or (every > 0 and layer % every == 0)
+
+
+@configclass
+class SmolVLACfg(PretrainedVLACfg):
+    """Settings of ``SmolVLA``; all are read from a checkpoint."""
+
+    head: Literal["flow"] = "flow"
+    """How actions are chosen: by denoising."""
+    flow: FlowCfg = FlowCfg(num_steps=10)
+    """How chunks are denoised, and explored."""
+    max_chunk_size: Size = 50
+    """Actions that it can choose at a time."""
+    network: SmolVLANetworkCfg = SmolVLANetworkCfg()
+    """What shapes the network."""
+    normalization: Annotated[dict[str, str], Field(max_length=8)] = {}
+    """How state and action are normalised, by LeRobot's names; what it does to images is not supported."""
+
+
+class ActionExpert(nn.Module):
+    """Velocities of noisy actions, given the keys and values of the language model."""
+
+    def __init__(self, text_config: Any, cfg: SmolVLANetworkCfg) -> None:
+        super().__init__()
+        transformers = require("transformers", extra="vla")
+        depth = int(text_config.num_hidden_layers)
+        own_depth = cfg.num_expert_layers if cfg.num_expert_layers > 0 else depth
+        if depth % own_depth:
+            raise ConfigError(f"network.num_expert_layers: {own_depth} does not divide {depth} layers", "model_config")
+        width = int(text_config.hidden_size * cfg.expert_width_multiplier)
+        hidden = int(4 * int(2 * width / 3))
+        settings = {
+            **text_config.to_dict(),
+            "hidden_size": width,
+            "intermediate_size": 256 * ((hidden + 255) // 256),
+            "num_hidden_layers": own_depth,
+            "vocab_size": 1,
+            **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
+        }
+        config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
+        model = transformers.AutoModel.from_config(config, dtype=torch.float32, trust_remote_code=False)
+        self.layers, self.norm = model.layers, model.norm
+        self.head_dim = int(text_config.head_dim)
+        self.at = [i * (depth // own_depth) for i in range(own_depth)]
+        """The layer of the language model whose keys and values each layer attends to."""
+        self.with_actions = [cfg.attends_to_actions(at) for at in self.at]
+        kv_width = int(text_config.num_key_value_heads) * self.head_dim
+        for own, (layer, at) in enumerate(zip(self.layers, self.at, strict=True)):
+            if cfg.attends_to_actions(own) != cfg.attends_to_actions(at):
+                raise ConfigError(
+                    f"network: layer {own} of the expert stands beside layer {at} of the language model, and "
+                    f"self_attn_every_n_layers {cfg.self_attn_every_n_layers} means different things for them",
+                    "model_config",
+                )
+            if not cfg.attends_to_actions(at):
+                layer.self_attn.k_proj = nn.Linear(kv_width, kv_width, bias=bool(config.attention_bias))
+                layer.self_attn.v_proj = nn.Linear(kv_width, kv_width, bias=bool(config.attention_bias))
+        self.periods = (cfg.min_period, cfg.max_period)
+        self.action_in_proj = nn.Linear(cfg.max_action_dim, width)
+        self.action_out_proj = nn.Linear(width, cfg.max_action_dim)
+        self.action_time_mlp_in, self.action_time_mlp_out = nn.Linear(2 * width, width), nn.Linear(width, width)
+
+    def context(self, keys: list[Tensor], values: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the keys and values ``[batch, layers, n, kv_heads, head_dim]`` that the expert's layers attend to."""
+        parts: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for layer, at, with_actions in zip(self.layers, self.at, self.with_actions, strict=True):
+            attention = layer.self_attn
+            for found, given, project in (
+                (parts[0], keys[at], attention.k_proj),
+                (parts[1], values[at], attention.v_proj),
+            ):
+                part = given.float()
+                found.append(part if with_actions else project(part.flatten(2)).unflatten(-1, (-1, self.head_dim)))
+        return torch.stack(parts[0], dim=1), torch.stack(parts[1], dim=1)
+
+    def forward(self, context: TensorDictBase, actions: Tensor, time: Tensor) -> Tensor:
+        """Return velocities of actions ``[batch, count, chunk_size, dim]`` at ``time`` ``[batch, count]``."""
+        x = self.action_in_proj(actions)
+        waves = _waves(time, x.shape[-1], self.periods).unsqueeze(-2).expand_as(x)
+        x = self.action_time_mlp_out(F.silu(self.action_time_mlp_in(torch.cat([x, waves], dim=-1))))
+        place = torch.arange(x.shape[2], device=x.device)
+        after_context = place + context["valid"].sum(1).view(-1, 1, 1)
+        for i, layer in enumerate(self.layers):
+            attention, inputs = layer.self_attn, layer.input_layernorm(x)
+            query = attention.q_proj(inputs).unflatten(-1, (-1, self.head_dim))
+            own = None
+            if self.with_actions[i]:
+                query = rotate(query, after_context)
+                key, value = (
+                    p(inputs).unflatten(-1, (-1, self.head_dim)) for p in (attention.k_proj, attention.v_proj)
+                )
+                own = (rotate(key, after_context), value)
+            else:
+                query = rotate(query, place)
+            taken = _attend(query, context["keys"][:, i], context["values"][:, i], context["valid"], own)
+            x = x + attention.o_proj(taken)
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        return self.action_out_proj(self.norm(x))
+
+
+class ExpertFlowHead(FlowHead):
+    """Denoises by an ``ActionExpert``. Features are a TensorDict: ``keys``, ``values``, ``valid``, and ``state``."""
+
+    def velocity(self, features: TensorDictBase, x: Tensor, time: Tensor) -> Tensor:
+        """Return the velocity of ``x`` ``[batch, ..., chunk_size, dim]``, with one dimension more or none."""
+        if x.ndim == 3:
+            return self.velocity(features, x.unsqueeze(1), time.unsqueeze(1)).squeeze(1)
+        return -self.velocity_net(features, x.float(), 1.0 - time).float()
+
+    def std_inputs(self, features: TensorDictBase, time: Tensor) -> Tensor:
+        state = features["state"].float()
+        state = state if time.ndim == 1 else state.unsqueeze(1).expand(*time.shape, -1)
+        return torch.cat([state, time_waves(time)], dim=-1)
+
+    def each_step(self, features: Any, count: int) -> Any:
+        return features  # the expert lets all steps attend to the same keys
+
+
+@register_vla_model("smolvla")
+class SmolVLA(PretrainedVLA):
+    """SmolVLA with a value head. Its actions are those of the checkpoint's units; padding has no meaning."""
+
+    cfg_type: ClassVar[type[VLAModelCfg]] = SmolVLACfg
+    cfg: SmolVLACfg
+    new_parts: ClassVar[tuple[str, ...]] = ("head", "to_value", "action_head.std_net", "action_head.start")
+    state_offset: Tensor
+    state_scale: Tensor
+    action_offset: Tensor
+    action_scale: Tensor
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        cfg, network = self.cfg, self.cfg.network
+        if self.chunk_size > cfg.max_chunk_size:
+            problem = f"chunk_size: the policy chooses at most {cfg.max_chunk_size} actions, got {self.chunk_size}"
+            raise ConfigError(problem, "model_config")
+        for name, width, most in (
+            ("state", cfg.state_dim, network.max_state_dim),
+            (ACTION, self.action_dim, network.max_action_dim),
+        ):
+            if width > most:
+                raise ConfigError(f"{name}: expected at most {most} numbers, got {width}", "model_config")
+        self.vlm, self.tokenizer = _load_vlm(cfg)
+        text = self.vlm.config.text_config
+        width = int(text.hidden_size)
+        self.head_dim = int(text.head_dim)
+        self.state_proj = nn.Linear(network.max_state_dim, width)
+        self.action_head = ExpertFlowHead(
+            ActionExpert(text, network), width, self.chunk_size, network.max_action_dim, cfg.flow
+        )
+        self.to_value = value_head(width)
+        for name, count in (("state", cfg.state_dim), (ACTION, self.action_dim)):
+            self.register_buffer(f"{name}_offset", torch.zeros(count))
+            self.register_buffer(f"{name}_scale", torch.ones(count))
+        if "vision" in cfg.freeze:
+            self.vlm.vision_model.requires_grad_(False)
+        if "language" in cfg.freeze:
+            self.vlm.text_model.requires_grad_(False)
+            self.vlm.connector.requires_grad_(False)
+
+    def decode(self, obs: TensorDictBase) -> Decoded:
+        tokens, valid = self._prefix(obs)
+        batch, length = valid.shape
+        place = valid.long().cumsum(1) - 1
+        allowed = valid.unsqueeze(1).repeat(1, length, 1)
+        allowed[:, :-1, -1] = False  # the state, which comes last, sees everything and is seen by none
+        keys, values, x = list[Tensor](), list[Tensor](), tokens
+        for layer in self.vlm.text_model.layers:
+            attention, inputs = layer.self_attn, layer.input_layernorm(x)
+            query, key, value = (
+                project(inputs).unflatten(-1, (-1, self.head_dim))
+                for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+            )
+            query, key = rotate(query, place), rotate(key, place)
+            keys.append(key)
+            values.append(value)
+            repeats = query.shape[2] // key.shape[2]
+            taken = F.scaled_dot_product_attention(
+                query.transpose(1, 2),
+                key.repeat_interleave(repeats, dim=2).transpose(1, 2),
+                value.repeat_interleave(repeats, dim=2).transpose(1, 2),
+                attn_mask=allowed.unsqueeze(1),
+            )
+            x = x + attention.o_proj(taken.transpose(1, 2).flatten(2))
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        state = self.vlm.text_model.norm(x[:, -1]).float()
+        expert: Any = self._chooser().velocity_net
+        expert_keys, expert_values = expert.context(keys, values)
+        parts = {"keys": expert_keys, "values": expert_values, "valid": valid, "state": state}
+        features = TensorDict(parts, [batch], device=state.device)
+        # The value judges what the policy perceives; it does not change it.
+        return Decoded(None, self.to_value(state.detach()).squeeze(-1), None, features)
+
+    def _prefix(self, obs: TensorDictBase) -> tuple[Tensor, Tensor]:
+        """Return the embedded images, instruction and state ``[batch, n, width]``, and which of them count."""
+        network, embed = self.cfg.network, self.vlm.text_model.get_input_embeddings()
+        dtype, width = embed.weight.dtype, embed.weight.shape[1]
+        parts, batch = list[Tensor](), obs.batch_size[0]
+        around = self._image_tokens(batch) if network.add_image_special_tokens else None
+        for camera in self.cfg.cameras:
+            image = self.image(obs, camera)
+            if network.resize_imgs_with_padding is not None:
+                image = _fit(image, *network.resize_imgs_with_padding)
+            seen = self.vlm.vision_model(pixel_values=(image * 2.0 - 1.0).to(dtype)).last_hidden_state
+            patches = self.vlm.connector(seen) * math.sqrt(width)
+            parts += [patches] if around is None else [embed(around), patches, embed(around[:, :1])]
+        if around is not None:
+            parts += [embed(around), embed(around[:, :1])] * network.empty_cameras
+        ids, is_text = self.tokens_of(obs, batch, self._encode, network.tokenizer_max_length)
+        state = F.pad(self._normalized_state(obs, batch), (0, network.max_state_dim - self.cfg.state_dim))
+        parts += [embed(ids) * math.sqrt(width), self.state_proj(state).unsqueeze(1)]
+        tokens = torch.cat([part.to(dtype) for part in parts], dim=1)
+        valid = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+        valid[:, -1 - ids.shape[1] : -1] = is_text
+        return tokens, valid
+
+    def _normalized_state(self, obs: TensorDictBase, batch: int) -> Tensor:
+        if not self.cfg.state_dim:
+            return torch.zeros(batch, 0, device=self.state_offset.device)
+        return (self.proprioception(obs) - self.state_offset) / self.state_scale
+
+    def _encode(self, texts: list[str]) -> Any:
+        ended = [text if text.endswith("\n") else f"{text}\n" for text in texts]
+        return self.tokenizer(ended, truncation=True, max_length=self.cfg.network.tokenizer_max_length)
+
+    def _image_tokens(self, batch: int) -> Tensor:
+        ids = self.tokenizer.convert_tokens_to_ids(list(_IMAGE_TOKENS))
+        return torch.tensor(ids, device=self.state_offset.device).expand(batch, -1)
+
+    def actions_of(self, chunk: Tensor) -> Tensor:
+        return chunk[..., : self.action_dim] * self.action_scale + self.action_offset
+
+    def chunk_of(self, actions: Tensor) -> Tensor:
+        normalized = (actions.float() - self.action_offset) / self.action_scale.clamp(min=1e-8)
+        return F.pad(normalized, (0, self.cfg.network.max_action_dim - self.action_dim))
+
+    def save_files(self, folder: Path) -> dict[str, Any]:
+        target = folder / "backbone"
+        self.vlm.config.save_pretrained(target)
+        self.tokenizer.save_pretrained(target)
+        return {"backbone_path": Path(target.name)}
+
+    @classmethod
+    def read_config(cls, folder: Path, content: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the settings that LeRobot's ``config.json`` stands for."""
+        file = folder / "config.json"
+        for name in ("adapt_to_pi_aloha", "use_delta_joint_actions_aloha"):
+            if content.get(name):
+                raise CheckpointError(f"{file}: {name}: policies of Aloha robots, in units of their own, are not read")
+        features = setting(content, "input_features", dict, file)
+        outputs = setting(content, "output_features", dict, file)
+        images = [key for key, kind, _ in _features(features, file) if kind == "VISUAL" and ".empty_camera_" not in key]
+        states = {key: shape for key, kind, shape in _features(features, file) if kind in ("STATE", "ENV")}
+        actions = {key: shape for key, _, shape in _features(outputs, file)}
+        if list(actions) != [ACTION] or set(states) - {STATE}:
+            raise CheckpointError(
+                f"{file}: expected images, {STATE} and {ACTION} alone, got {', '.join([*states, *actions])}"
+            )
+        network = {name: content[name] for name in vars(SmolVLANetworkCfg()) if name in content}
+        normalization = setting(content, "normalization_mapping", dict, file, {})
+        only_expert = bool(content.get("train_expert_only", True))
+        frozen = [
+            part for part, is_so in (("vision", content.get("freeze_vision_encoder", True) or only_expert),) if is_so
+        ]
+        return {
+            "image_keys": images,
+            "state_dim": math.prod(states.get(STATE, [0])),
+            "action_dim": math.prod(actions[ACTION]),
+            "chunk_size": setting(content, "n_action_steps", int, file, 50),
+            "max_chunk_size": setting(content, "chunk_size", int, file, 50),
+            "flow": {"num_steps": setting(content, "num_steps", int, file, 10)},
+            "network": network,
+            "normalization": {key: str(value) for key, value in normalization.items()},
+            "backbone_path": _find_vlm(folder, setting(content, "vlm_model_name", str, file)),
+            "freeze": [*frozen, *(["language"] if only_expert else [])],
+        }
+
+    def foreign_weights(self, folder: Path) -> dict[str, Tensor]:
+        given = {name: tensor for file in weight_files(folder) for name, tensor in read_tensors(file).items()}
+        weights = {}
+        for name, tensor in given.items():
+            if not name.startswith(_UNUSED):
+                begin = next((old for old in _RENAMED if name.startswith(old)), "")
+                weights[_RENAMED.get(begin, "") + name.removeprefix(begin)] = tensor
+        for kind, key, count in (("STATE", STATE, self.cfg.state_dim), ("ACTION", ACTION, self.action_dim)):
+            mode = self.cfg.normalization.get(kind, "IDENTITY")
+            look_up("normalization", mode, _MODES)
+            name = "state" if key == STATE else ACTION
+            offset, scale = _statistics(folder, given, key, mode, count)
+            weights |= {f"{name}_offset": offset, f"{name}_scale": scale}
+        return weights
+
+
+def _features(features: Mapping[str, Any], file: Path) -> list[tuple[str, str, list[int]]]:
+    found = []
+    for key, feature in features.items():
+        kind, shape = (feature.get("type"), feature.get("shape")) if isinstance(feature, dict) else (None, None)
+        if not isinstance(kind, str) or not isinstance(shape, list) or not all(type(n) is int for n in shape):
+            raise CheckpointError(f"{file}: {key}: expected a type and a shape, got {feature!r:.60}")
+        found.append((key, kind, shape))
+    return found
+
+
+def _statistics(folder: Path, weights: Mapping[str, Tensor], key: str, mode: str, count: int) -> tuple[Tensor, Tensor]:
+    """Return what a state or action is shifted and scaled by: ``(x - offset) / scale`` is normalised."""
+    if mode == "IDENTITY" or not count:
+        return torch.zeros(count), torch.ones(count)
+    pipeline, step = ("pre", "normalizer") if key == STATE else ("post", "unnormalizer")
+    file = folder / f"policy_{pipeline}processor.json"
+    eps, stats = 1e-8, dict[str, Tensor]()
+    if file.is_file():
+        steps = setting(read_json(file), "steps", list, file)
+        found = [s for s in steps if isinstance(s, dict) and s.get("registry_name") == f"{step}_processor"]
+        if not found or not isinstance(found[0].get("state_file"), str):
+            raise CheckpointError(f"{file}: expected a step {step}_processor with its state_file")
+        eps = float(found[0].get("config", {}).get("eps", eps))
+        state_file = folder / Path(found[0]["state_file"]).name
+        stats = {
+            name.removeprefix(f"{key}."): v for name, v in read_tensors(state_file).items() if name.startswith(key)
+        }
+        source = str(state_file)
+    else:  # as LeRobot wrote it before it had processors
+        begin = ("normalize_inputs" if key == STATE else "unnormalize_outputs") + f".buffer_{key.replace('.', '_')}."
+        stats = {name.removeprefix(begin): v for name, v in weights.items() if name.startswith(begin)}
+        source = str(folder / "model.safetensors")
+    needed = _MODES[mode]
+    if missing := [name for name in needed if name not in stats]:
+        raise CheckpointError(
+            f"{source}: {key} is normalised by {mode}, and {' and '.join(missing)} of it are not there: save the "
+            "policy's processors with it (policy_preprocessor.json, policy_postprocessor.json and their files)"
+        )
+    first, second = (stats[name].float().flatten() for name in needed)
+    if first.numel() != count or second.numel() != count:
+        got = f"{first.numel()} and {second.numel()}"
+        raise CheckpointError(f"{source}: {key}: expected statistics of {count} numbers, as the config says, got {got}")
+    if mode == "MEAN_STD":
+        return first, second + eps if key == STATE else second
+    half = 0.5 * torch.where(second == first, eps, second - first)
+    return first + half, half
+
+
+def _find_vlm(folder: Path, name: str) -> str | None:
+    """Return the folder of the language model: beside the policy, where its name leads, or in transformers' cache."""
+    for candidate in (folder / "backbone", Path(name), folder / name):
+        if (candidate / "config.json").is_file():
+            return str(candidate)
+    try:
+        return str(require("huggingface_hub", extra="vla").snapshot_download(name, local_files_only=True))
+    except Exception:  # noqa: BLE001 - not there, or no name of a repository: the caller says what to do
+        return None
+
+
+def _load_vlm(cfg: SmolVLACfg) -> tuple[Any, Any]:
+    """Return the vision-language model with random weights, and its tokenizer."""
+    if cfg.backbone_path is None:
+        raise CheckpointError(
+            "neither the policy's folder nor the cache of huggingface_hub holds config and tokenizer of its language "
+            "model (vlm_model_name): put config.json, tokenizer.json and tokenizer_config.json of that model into a "
+            "folder, and set model_config.backbone_path to it"
+        )
+    folder, transformers = Path(cfg.backbone_path), require("transformers", extra="vla")
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"backbone_path: {folder} has no config.json of a language model")
+    with reading(folder):
+        refuse_code(folder / "config.json")
+        config = transformers.AutoConfig.from_pretrained(folder, **LOCAL)
+        look_up("backbone.model_type", str(config.model_type), MODEL_TYPES)
+        if cfg.network.num_vlm_layers > 0:
+            config.text_config.num_hidden_layers = min(cfg.network.num_vlm_layers, config.text_config.num_hidden_layers)
+        if getattr(config.text_config, "head_dim", None) is None:
+            config.text_config.head_dim = config.text_config.hidden_size // config.text_config.num_attention_heads
+        model = transformers.AutoModel.from_config(config, dtype=getattr(torch, cfg.dtype), trust_remote_code=False)
+    return model, load_tokenizer(folder)
+
+
+def _fit(image: Tensor, width: int, height: int) -> Tensor:
+    """Scale images ``[batch, 3, h, w]`` until they just fit, and fill up with black above and to the left."""
+    ratio = max(image.shape[3] / width, image.shape[2] / height)
+    size = (int(image.shape[2] / ratio), int(image.shape[3] / ratio))
+    scaled = F.interpolate(image, size=size, mode="bilinear", align_corners=False)
+    return F.pad(scaled, (max(0, width - size[1]), 0, max(0, height - size[0]), 0))
+
+
+def _waves(time: Tensor, width: int, periods: tuple[float, float]) -> Tensor:
+    """Return sines and cosines ``[..., width]`` of a time, of geometrically spaced periods."""
+    share = torch.linspace(0.0, 1.0, width // 2, dtype=torch.float64, device=time.device)
+    period = periods[0] * (periods[1] / periods[0]) ** share
+    angle = time.double().unsqueeze(-1) * (2.0 * math.pi / period)
+    return torch.cat([angle.sin(), angle.cos()], dim=-1).float()
+
+
+def rotate(x: Tensor, place: Tensor) -> Tensor:
+    """Return ``x`` ``[..., n, heads, head_dim]`` with rotary positions ``place`` ``[..., n]``."""
+    half = x.shape[-1] // 2
+    wavelength = ROPE_BASE ** (torch.arange(half, dtype=torch.float32, device=x.device) / half)
+    angle = (place.float().unsqueeze(-1) / wavelength).unsqueeze(-2)
+    first, second = x.float().split(half, dim=-1)
+    turned = (first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin())
+    return torch.cat(turned, dim=-1).to(x.dtype)
+
+
+def _attend(query: Tensor, keys: Tensor, values: Tensor, valid: Tensor, own: tuple[Tensor, Tensor] | None) -> Tensor:
+    """Return what queries ``[batch, count, n, heads, d]`` take from the context ``[batch, m, kv_heads, d]`` and, with
+    ``own`` keys and values ``[batch, count, n, kv_heads, d]``, from those up to their own place."""
+    grouped = query.unflatten(3, (keys.shape[2], -1)) * query.shape[-1] ** -0.5
+    scores = torch.einsum("bcnhgd,bmhd->bcnhgm", grouped, keys)
+    scores = scores.masked_fill(~valid.view(valid.shape[0], 1, 1, 1, 1, -1), -torch.inf)
+    if own is None:
+        taken = torch.einsum("bcnhgm,bmhd->bcnhgd", scores.softmax(-1), values)
+        return taken.flatten(3)
+    count = query.shape[2]
+    later = torch.ones(count, count, dtype=torch.bool, device=query.device).triu(1).view(1, 1, count, 1, 1, count)
+    among = torch.einsum("bcnhgd,bcmhd->bcnhgm", grouped, own[0]).masked_fill(later, -torch.inf)
+    weight = torch.cat([scores, among], dim=-1).softmax(-1)
+    context, rest = weight.split([keys.shape[1], count], dim=-1)
+    taken = torch.einsum("bcnhgm,bmhd->bcnhgd", context, values)
+    return (taken + torch.einsum("bcnhgm,bcmhd->bcnhgd", rest, own[1])).flatten(3)
