@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from embodichain.agents.datasets.frames import FrameLayout, Key, Leaf, unflatten
+from embodichain.agents.datasets.frames import INSTRUCTION, FrameLayout, Key, Leaf, bytes_of, unflatten
 from embodichain.agents.datasets.lerobot.reader import LeRobotReader
 from embodichain.agents.engine.config import OnlineDataEngineCfg
 from embodichain.agents.engine.data import OnlineDataEngine
@@ -28,10 +28,10 @@ from embodichain.agents.rl.algo.imitation import MASK
 from embodichain.agents.rl.models.observation import FeatureEncoder, ObservationEntry, space_entries
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.models.vla.model import VLAModel
+from embodichain.envs.registration import list_envs
 from embodichain.errors import ConfigError, DatasetError, nearest
 
 _LOG = logging.getLogger(__name__)
-_INSTRUCTION: Key = ("observation", "instruction")
 Indices = NDArray[np.int64]
 
 
@@ -69,7 +69,7 @@ class Wanted:
         found, names = [], ["/".join(key[1:]) for key in there if key[0] == "observation"]
         for path in self.observations:
             name, shape = "/".join(path), there.get(("observation", *path))
-            if shape is None and path == _INSTRUCTION[1:]:
+            if shape is None and path == INSTRUCTION[1:]:
                 found.append("instruction: the policy reads an instruction, and there is none")
             elif shape is None:
                 found.append(f"observation {name} {list(self.shapes[path])}: it is missing.{nearest(name, names)}")
@@ -215,6 +215,7 @@ class FolderSource:
         self.folder, self._wanted, self._seed = Path(folder), wanted, seed
         self._reader = LeRobotReader(folder)
         self._names = _renamed(self._reader.layout, keys or {}, self.folder)
+        self._instruction_length = 0  # of words that the folder has beside its arrays
         self._check()
         self._lengths = np.asarray(self._reader.lengths, np.int64)
         self._total = int(self._lengths.sum())
@@ -227,10 +228,20 @@ class FolderSource:
         self._order: tuple[tuple[int, int], Indices] | None = None
 
     def _check(self) -> None:
-        """Raise ``ConfigError`` if the folder lacks what the policy needs."""
-        problems = self._wanted.problems({key: leaf.shape for key, leaf in self._names.items()})
+        """Raise ``ConfigError`` if the folder lacks what the policy needs; the words of its tasks are instructions."""
+        there = {key: leaf.shape for key, leaf in self._names.items()}
+        shape = self._wanted.shapes.get(INSTRUCTION[1:])
+        too_long: list[str] = []
+        if shape is not None and INSTRUCTION not in there and _are_words(self._reader.tasks.values()):
+            self._instruction_length, there[INSTRUCTION] = shape[0], shape
+            words = next((task for task in self._reader.tasks.values() if len(task.encode()) > shape[0]), None)
+            if words is not None:
+                too_long = [
+                    f"instruction: {words!r} has more than {shape[0]} bytes, which is all that the policy reads"
+                ]
+        problems = self._wanted.problems(there) + too_long
         for i, problem in enumerate(problems):
-            if problem.startswith("instruction:"):
+            if problem.startswith("instruction: the policy"):
                 remedy = "record a task that has one, or give each episode a task in words (meta/tasks.parquet)"
                 problems[i] = f"{problem}: {remedy}"
             elif "missing" in problem:
@@ -239,7 +250,7 @@ class FolderSource:
             raise ConfigError(problems, str(self.folder))
 
     def _bytes_per_frame(self) -> int:
-        return sum(leaf.nbytes for leaf in self._needed().values())
+        return sum(leaf.nbytes for leaf in self._needed().values()) + self._instruction_length
 
     def _needed(self) -> dict[Key, Leaf]:
         """Return the arrays that are kept, under the names that the policy knows."""
@@ -316,6 +327,9 @@ class FolderSource:
             episode = self._reader.read(index)
             for key, leaf in needed.items():
                 pieces.setdefault(key, []).extend(episode.frames[leaf.key])
+            if self._instruction_length:
+                words = bytes_of(episode.task or "", self._instruction_length)
+                pieces.setdefault(INSTRUCTION, []).append(words.expand(episode.length, -1))
         frames = {key: torch.cat(parts) for key, parts in pieces.items()}
         for key, values in frames.items():
             if values.is_floating_point() and not bool(values.isfinite().all()):
@@ -352,6 +366,13 @@ class FolderSource:
 
     def close(self) -> None:
         self._executor.shutdown(wait=True, cancel_futures=True)
+
+
+def _are_words(tasks: Iterable[str]) -> bool:
+    """Tell whether tasks of a folder say what is to be done; the name of an environment, which stands where nothing
+    else is known, does not."""
+    names, texts = {spec.id for spec in list_envs()}, [task.strip() for task in tasks]
+    return bool(texts) and all(text and text not in names for text in texts)
 
 
 def _renamed(layout: FrameLayout, keys: Mapping[str, str], folder: Path) -> dict[Key, Leaf]:

@@ -29,11 +29,9 @@ LAYOUT = FrameLayout(
 LENGTHS = (5, 3, 7, 1, 4)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Episode ``e`` has positions ``[e, step]`` and actions ``100 e + step``."""
-    root = tmp_path_factory.mktemp("data") / "recorded"
-    with LeRobotWriter(root, LAYOUT, 10, "count") as writer:
+def recorded(root, words=("",)):
+    """Episode ``e`` has positions ``[e, step]`` and actions ``100 e + step``; ``words`` say what is to be done."""
+    with LeRobotWriter(root, LAYOUT, 10, "ReachRL") as writer:
         for episode, length in enumerate(LENGTHS):
             step = torch.arange(length, dtype=torch.float32)
             frames = {
@@ -43,8 +41,14 @@ def folder(tmp_path_factory):
                 ("terminated",): step == length - 1,
                 ("truncated",): torch.zeros(length, dtype=torch.bool),
             }
-            writer.add(Episode({key: (value,) for key, value in frames.items()}, length))
+            told = words[episode % len(words)] or None
+            writer.add(Episode({key: (value,) for key, value in frames.items()}, length, task=told))
     return root
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return recorded(tmp_path_factory.mktemp("data") / "recorded")
 
 
 def wanted(**changes):
@@ -122,6 +126,19 @@ def test_what_a_folder_lacks_is_told_in_one_message(folder):
     assert "the policy reads an instruction, and there is none: record a task that has one" in text
     assert "action: expected [7], as the environment takes, got [1]" in text
     assert str(folder) in text
+
+
+def test_words_of_tasks_are_instructions(tmp_path):
+    folder = recorded(tmp_path / "told", ["count up", "count on"])
+    shapes = {("robot", "qpos"): (2,), ("instruction",): (10,)}
+    source = FolderSource(folder, wanted(shapes=shapes), seed=0)
+    obs = source.sample(20)["observation"][:, 0]
+    assert obs["instruction"].shape == (20, 10)
+    for episode, text in zip(obs["robot", "qpos"][:, 0].int().tolist(), obs["instruction"].tolist(), strict=True):
+        assert bytes(text).rstrip(b"\0") == (b"count on" if episode % 2 else b"count up")
+    source.close()
+    with pytest.raises(ConfigError, match=r"instruction: 'count up' has more than 6 bytes"):
+        FolderSource(folder, wanted(shapes=shapes | {("instruction",): (6,)}), seed=0)
 
 
 def test_keys_rename_what_a_folder_holds(folder):
