@@ -133,7 +133,7 @@ class TokenHead(nn.Module):
         batch = features.shape[0]
         if not self.causal:
             nothing = torch.zeros(batch, self.length, dtype=torch.int64, device=features.device)
-            tokens, log_prob = _choose(self.logits(features, nothing), deterministic, generator)
+            tokens, log_prob = choose(self.logits(features, nothing), deterministic, generator)
         else:
             tokens, log_prob = self._one_by_one(features, deterministic, generator)
         chunk = self.decode(tokens).view(batch, *self.shape)
@@ -149,7 +149,7 @@ class TokenHead(nn.Module):
                 x = x + self.embedding(tokens[-1]).unsqueeze(1)
             for block, cache in zip(self.blocks, caches, strict=True):
                 x = block(x, True, cache)
-            token, log_prob = _choose(self.out(self.norm(x[:, 0])).float(), deterministic, generator)
+            token, log_prob = choose(self.out(self.norm(x[:, 0])).float(), deterministic, generator)
             tokens.append(token)
             log_probs.append(log_prob)
         return torch.stack(tokens, dim=1), torch.stack(log_probs, dim=1)
@@ -228,7 +228,7 @@ class FastTokenHead(TokenHead):
                 x = block(x, True, cache)
             allowed = self.tokenizer.allowed(done, ~alive | (i == self.length - 1))
             logits = self.out(self.norm(x[:, 0])).float().masked_fill(~allowed, -torch.inf)
-            tokens[:, i], log_probs[:, i] = _choose(logits, deterministic, generator)
+            tokens[:, i], log_probs[:, i] = choose(logits, deterministic, generator)
             done, alive = done + self.tokenizer.lengths[tokens[:, i]], alive & (tokens[:, i] != END)
             if device.type == "cpu" and not bool(alive.any()):  # elsewhere, asking costs more than the rest
                 break
@@ -286,7 +286,7 @@ def fit_tokenizer(policy: nn.Module, actions: Tensor) -> bool:
     return bool(heads)
 
 
-def _choose(logits: Tensor, deterministic: bool, generator: Generator | None) -> tuple[Tensor, Tensor]:
+def choose(logits: Tensor, deterministic: bool, generator: Generator | None) -> tuple[Tensor, Tensor]:
     """Return a token and its log-probability, each ``[...]``, from logits ``[..., num_bins]``."""
     log_probs = logits.log_softmax(-1)
     scores = log_probs

@@ -9,6 +9,7 @@ from embodichain.agents.rl.models.vla.model import (
     get_vla_model_class,
     register_vla_model,
 )
+from embodichain.agents.rl.models.vla.openvla import OpenVLA, OpenVLACfg
 from embodichain.agents.rl.models.vla.smolvla import SmolVLA, SmolVLACfg
 from embodichain.agents.rl.models.vla.tiny_vla import TinyVLA, TinyVLACfg
 
@@ -16,6 +17,8 @@ __all__ = [
     "HFBackboneVLA",
     "HFBackboneVLACfg",
     "LoRACfg",
+    "OpenVLA",
+    "OpenVLACfg",
     "SmolVLA",
     "SmolVLACfg",
     "TinyVLA",
