@@ -210,6 +210,7 @@ class MotorActionManager(ActionManager):
     def __init__(self, model: mujoco.MjModel, num_envs: int, device: torch.device | str) -> None:
         bounds = torch.tensor(model.actuator_ctrlrange, dtype=torch.float32, device=device).double()  # as in Gymnasium
         self._half, self._middle = 0.5 * (bounds[:, 1] - bounds[:, 0]), 0.5 * (bounds[:, 1] + bounds[:, 0])
+        self._is_identity = bool((self._half == 1.0).all() and (self._middle == 0.0).all())
         super().__init__("action", gym.spaces.Box(-1.0, 1.0, (int(model.nu),), np.float32), num_envs, device)
 
     def unwrap(self, action: Action, step: Tensor | int | None = None) -> Tensor:
@@ -218,4 +219,6 @@ class MotorActionManager(ActionManager):
 
     def control(self, action: Tensor, qpos: Tensor) -> Tensor:
         """Return controls ``[num_envs, nu]``, rounded to float32 as actions of Gymnasium are."""
+        if self._is_identity:
+            return action
         return torch.addcmul(self._middle, action.double(), self._half).float()

@@ -124,6 +124,8 @@ class ObservationBuilder:
         self._sensors: Sensors | None = None
         self.calibration: Calibration | None = None
         """The error with which ``robot/qpos`` is measured."""
+        self.is_fresh = False
+        """Whether what a task observes is in memory of its own already."""
         self._tree: dict[str, Any] = {}
 
     def build(self, tree: dict[str, Any], env_ids: Tensor) -> PackedObservation:
@@ -136,7 +138,10 @@ class ObservationBuilder:
         vectors = [leaves[path] for path in self._vectors]
         # In memory of its own: what is returned may be normalised in place. Images have just been rendered.
         others = [leaves[p] if p[0] in images else leaves[p].clone() for p in self._others]
-        packed = torch.cat(vectors, dim=1) if vectors else torch.zeros(env_ids.numel(), 0, device=self._device)
+        if len(vectors) == 1 and self.is_fresh:
+            packed = vectors[0]
+        else:
+            packed = torch.cat(vectors, dim=1) if vectors else torch.zeros(env_ids.numel(), 0, device=self._device)
         self._add_errors(packed, env_ids)
         if self._sensors is not None:
             return self._sensors.see(PackedObservation(packed, tuple(others)), env_ids)
@@ -180,7 +185,8 @@ class ObservationBuilder:
 
     def unpack(self, packed: PackedObservation) -> TensorDict:
         """Return it as a TensorDict ``[n]`` of views."""
-        leaves = [*packed.vectors.split_with_sizes(self._sizes, dim=1), *packed.others]
+        vectors = [packed.vectors] if len(self._sizes) == 1 else packed.vectors.split_with_sizes(self._sizes, dim=1)
+        leaves = [*vectors, *packed.others]
         return _to_tensordict(self._tree, leaves, packed.vectors.shape[:1], self._device)
 
     def _lay_out(self, leaves: dict[Path, Tensor]) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
@@ -134,22 +135,23 @@ class Resets:
     def draw_ahead(self, env_ids: Tensor | None = None) -> None:
         """Draw again what was used in any env, if it was in these (default: all); the envs stay as they are."""
         origins = self._origins()
-        outdated = (self._drawn_from != origins).any(dim=1)
-        if not bool((outdated if env_ids is None else outdated[env_ids]).any()):
+        rows = slice(None) if env_ids is None else env_ids.numpy()
+        if np.array_equal(self._drawn_from.numpy()[rows], origins.numpy()[rows]):  # nearly always
             return
+        outdated = (self._drawn_from != origins).any(dim=1)
         used, everything = outdated.nonzero().view(-1), self._state.read()
         try:
             self.begin(used)
-            obs, rows = self._observe(used), _select(self._state.read(), used)
-            rows.pop(_CURRICULA, None)  # goes on until the episode begins
+            obs, drawn = self._observe(used), _select(self._state.read(), used)
+            drawn.pop(_CURRICULA, None)  # goes on until the episode begins
         finally:
             self._state.write(used, _select(everything, used))
         self._drawn_from[used] = origins[used]
         if self._ahead:
-            _assign(self._ahead, used, rows)
+            _assign(self._ahead, used, drawn)
             self._ahead_obs = self._ahead_obs.with_rows(obs, used)
         else:
-            self._ahead, self._ahead_obs = rows, obs
+            self._ahead, self._ahead_obs = drawn, obs
 
     def _origins(self) -> Tensor:
         """Return what the next episode of each env follows from, int64 ``[num_envs, k]``."""

@@ -110,6 +110,8 @@ class Task(ABC):
     """The default camera of ``render``; ``None``: a view of the whole model."""
     outputs: ClassVar[tuple[str, ...]] = ()
     """Fields of ``MjData`` that the task reads from ``physics.outputs``."""
+    observes_afresh: ClassVar[bool] = False
+    """Whether ``observe`` returns memory that nobody else has, so that a single vector is not copied again."""
     understands_language: ClassVar[bool] = False
     """Whether ``env.language`` means something to the task."""
     understands_commands: ClassVar[bool] = False

@@ -63,6 +63,7 @@ class TaskEnv(VecEnv):
         errors = channel("observations", self.device)
         draw = lambda ids: Draw(self._streams, ids, errors, self._step[ids])  # noqa: E731
         self._observations = ObservationBuilder(cfg.env.observations, self.device, self._images, noise, draw)
+        self._observations.is_fresh = task_class.observes_afresh
         self._curricula = self._streams.curricula = Curricula(self.num_envs, self.device, cfg.env.curricula == "final")
         self._events = self._make_events(task_class.object_body)
         self._varied = [name for name in self._events.state() if name in VISUAL]
@@ -170,7 +171,9 @@ class TaskEnv(VecEnv):
 
     def _control(self, action: Tensor) -> Tensor:
         """Return motor commands for an action, ``[num_envs, nu]``."""
-        qpos, calibration = self.physics.qpos[:, self._joints], self._events.calibration
+        qpos, calibration = self.physics.qpos, self._events.calibration
+        if self.robot is not None:
+            qpos = qpos[:, self._joints]
         if calibration is None:
             return self.action_manager.control(action, qpos)
         return calibration.correct(self.action_manager.control(action, qpos + calibration.offset))
@@ -402,6 +405,7 @@ class Scoring:
         self._ends_with_success = cfg.env.terminate_on_success
         self._weights = _reward_weights(cfg, task, self.terms)
         self._weight_row = torch.tensor(list(self._weights.values()), device=device)
+        self._weighs = any(weight != 1.0 for weight in self._weights.values())
         self._limit = torch.tensor(max_episode_steps, device=device)
         self._none = torch.zeros(num_envs, dtype=torch.bool, device=device)
         self._zeros = torch.zeros(num_envs, device=device)
@@ -445,7 +449,9 @@ class Scoring:
         else:
             terms = {**self._task.reward_terms(scene, action), **self.terms(scene, action)}
             names = list(self._weights)
-            parts = torch.stack([terms[name] for name in names], dim=1) * self._weight_row
+            parts = torch.stack([terms[name] for name in names], dim=1)
+            if self._weighs or not parts.is_floating_point():
+                parts = parts * self._weight_row
         if kept is not None:  # nothing in the first step of an episode
             parts = torch.where(kept, torch.where(step.unsqueeze(1) > 1, self._paid, 0.0).to(parts.dtype), parts)
         reward = parts.sum(dim=1)

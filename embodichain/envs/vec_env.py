@@ -111,7 +111,7 @@ class ActionManager:
             return self._check_choice(value, self.choices)
         value = value.detach().to(self.device, torch.float32)  # no gradient passes through the simulation
         # One value that is not finite makes the sum so. On a GPU this would wait; there the simulation checks itself.
-        if value.device.type == "cpu" and not math.isfinite(float(value.sum())) and not torch.isfinite(value).all():
+        if value.device.type == "cpu" and not math.isfinite(value.numpy().sum()) and not torch.isfinite(value).all():
             bad = torch.nonzero(~torch.isfinite(value).reshape(self.num_envs, -1).all(dim=1)).reshape(-1)
             env = int(bad[0])
             at = f" at step {int(step[env]) if isinstance(step, Tensor) else step} of its episode"

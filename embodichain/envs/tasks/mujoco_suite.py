@@ -8,8 +8,8 @@ import inspect
 import math
 import warnings
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,6 +19,7 @@ import torch
 from gymnasium.envs.mujoco.mujoco_env import expand_model_path
 from gymnasium.envs.registration import load_env_creator
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from embodichain.envs.env_cfg import ActionsCfg, EnvCfg, EventsCfg, GymCfg, RobotCfg, mounted_cameras
 from embodichain.envs.physics import Physics
@@ -90,6 +91,7 @@ class MujocoTask(Task):
     gaussian_velocity: ClassVar[bool] = False
     """Whether initial velocities are normal instead of uniform."""
     scene_file = ""  # kwargs.xml_file names it
+    observes_afresh = True
 
     def __init__(self, cfg: GymCfg, physics: Physics, robot: Robot | None) -> None:
         if cfg.env.rewards.mode == "sparse":
@@ -170,13 +172,26 @@ class MujocoTask(Task):
     def success(self, scene: Scene) -> Tensor | None:
         return None
 
-    def control_cost(self, weight: str) -> Tensor:
-        """Return the weighted sum of squared controls, ``[num_envs]``."""
-        return self.settings[weight] * _square_sum(self.physics.ctrl)
+    def control_reward(self, weight: str) -> Tensor:
+        """Return what controls cost: the sum of their squares by its weight, negative, ``[num_envs]``."""
+        return _square_sum(self.physics.ctrl) * -self.settings[weight]
 
 
 def _square_sum(values: Tensor) -> Tensor:
     return values.square().flatten(1).sum(dim=1)
+
+
+def _once(measure: Callable[[Any, Scene], Tensor]) -> Callable[[Any, Scene], Tensor]:
+    """Let a measure of a scene be computed once for it."""
+    name = measure.__name__
+
+    @wraps(measure)
+    def known(task: Any, scene: Scene) -> Tensor:
+        if name not in scene:
+            scene[name] = measure(task, scene)
+        return scene[name]
+
+    return known
 
 
 class Runner(MujocoTask):
@@ -199,11 +214,10 @@ class Runner(MujocoTask):
     def before_step(self) -> None:
         self._before.copy_(self.x_position(self.read()))
 
+    @_once
     def velocity(self, scene: Scene) -> Tensor:
-        """Return the mean velocity along x during the last step, ``[num_envs]``, which is computed once."""
-        if "velocity" not in scene:
-            scene["velocity"] = (self.x_position(scene) - self._before) / self.dt
-        return scene["velocity"]
+        """Return the mean velocity along x during the last step, ``[num_envs]``."""
+        return (self.x_position(scene) - self._before) / self.dt
 
     def metrics(self, scene: Scene) -> dict[str, Tensor]:
         return {"x_position": scene["qpos"][:, 0].float(), "x_velocity": self.velocity(scene).float()}
@@ -217,7 +231,7 @@ class Runner(MujocoTask):
 
     def reward_terms(self, scene: Scene, action: Tensor) -> dict[str, Tensor]:
         forward = self.settings["forward_reward_weight"] * self.velocity(scene)
-        return {"reward_forward": forward, "reward_ctrl": -self.control_cost("ctrl_cost_weight")}
+        return {"reward_forward": forward, "reward_ctrl": self.control_reward("ctrl_cost_weight")}
 
 
 class HalfCheetah(Runner):
@@ -245,11 +259,16 @@ class Walker(Runner):
         """Return who stands, bool ``[n]``."""
         return _within(scene["qpos"][:, self.height], self.settings["healthy_z_range"])
 
+    @_once
+    def is_healthy(self, scene: Scene) -> Tensor:
+        """Return ``healthy``, for whoever asks again."""
+        return self.healthy(scene)
+
     def failed(self, scene: Scene) -> Tensor | None:
-        return ~self.healthy(scene) if self.settings["terminate_when_unhealthy"] else None
+        return ~self.is_healthy(scene) if self.settings["terminate_when_unhealthy"] else None
 
     def reward_terms(self, scene: Scene, action: Tensor) -> dict[str, Tensor]:
-        survive = self.settings["healthy_reward"] * self.healthy(scene).to(scene["qpos"].dtype)
+        survive = self.settings["healthy_reward"] * self.is_healthy(scene).to(scene["qpos"].dtype)
         return {**super().reward_terms(scene, action), "reward_survive": survive}
 
 
@@ -302,9 +321,10 @@ class Ant(Walker):
         return torch.cat((state, self._forces(scene)[:, 1:].flatten(1)), dim=1)
 
     def reward_terms(self, scene: Scene, action: Tensor) -> dict[str, Tensor]:
-        contact = self.settings["contact_cost_weight"] * _square_sum(self._forces(scene))
-        return {**super().reward_terms(scene, action), "reward_contact": -contact}
+        contact = _square_sum(self._forces(scene)) * -self.settings["contact_cost_weight"]
+        return {**super().reward_terms(scene, action), "reward_contact": contact}
 
+    @_once
     def _forces(self, scene: Scene) -> Tensor:
         return scene["cfrc_ext"].clamp(*self.settings["contact_force_range"])
 
@@ -351,7 +371,7 @@ class HumanoidStandup(MujocoTask):
         impact = self.settings["impact_cost_weight"] * _square_sum(scene["cfrc_ext"])
         return {
             "reward_linup": height / float(self.physics.model.opt.timestep),
-            "reward_quadctrl": -self.control_cost("ctrl_cost_weight"),
+            "reward_quadctrl": self.control_reward("ctrl_cost_weight"),
             "reward_impact": -impact.clamp(*self.settings["impact_cost_range"]),
             "reward_survive": torch.ones_like(height),
         }
@@ -385,10 +405,11 @@ class Reacher(MujocoTask):
 
     def reward_terms(self, scene: Scene, action: Tensor) -> dict[str, Tensor]:
         return {
-            "reward_dist": -self.settings["reward_dist_weight"] * self._away(scene).norm(dim=1),
-            "reward_ctrl": -self.control_cost("reward_control_weight"),
+            "reward_dist": -self.settings["reward_dist_weight"] * vector_norm(self._away(scene), dim=1),
+            "reward_ctrl": self.control_reward("reward_control_weight"),
         }
 
+    @_once
     def _away(self, scene: Scene) -> Tensor:
         return scene["xpos"][:, self._tip] - scene["xpos"][:, self._target]
 
@@ -418,16 +439,19 @@ class Pusher(MujocoTask):
         return ResetState(qpos, qvel)
 
     def state_vector(self, scene: Scene) -> Tensor:
-        bodies = scene["xpos"].index_select(1, self._bodies).flatten(1)
-        return torch.cat((scene["qpos"][:, :7], scene["qvel"][:, :7], bodies), dim=1)
+        return torch.cat((scene["qpos"][:, :7], scene["qvel"][:, :7], self._places(scene).flatten(1)), dim=1)
 
     def reward_terms(self, scene: Scene, action: Tensor) -> dict[str, Tensor]:
-        tip, object, goal = scene["xpos"].index_select(1, self._bodies).unbind(1)
+        tip, object, goal = self._places(scene).unbind(1)
         return {
-            "reward_dist": -self.settings["reward_dist_weight"] * (object - goal).norm(dim=1),
-            "reward_ctrl": -self.control_cost("reward_control_weight"),
-            "reward_near": -self.settings["reward_near_weight"] * (object - tip).norm(dim=1),
+            "reward_dist": -self.settings["reward_dist_weight"] * vector_norm(object - goal, dim=1),
+            "reward_ctrl": self.control_reward("reward_control_weight"),
+            "reward_near": -self.settings["reward_near_weight"] * vector_norm(object - tip, dim=1),
         }
+
+    @_once
+    def _places(self, scene: Scene) -> Tensor:
+        return scene["xpos"].index_select(1, self._bodies)
 
 
 class InvertedPendulum(MujocoTask):
@@ -440,10 +464,14 @@ class InvertedPendulum(MujocoTask):
         return torch.cat((scene["qpos"], scene["qvel"]), dim=1)
 
     def failed(self, scene: Scene) -> Tensor | None:
-        return ~(scene["qpos"][:, 1].abs() <= 0.2)  # NaN fails, too
+        return ~self._upright(scene)  # NaN fails, too
 
     def reward_terms(self, scene: Scene, action: Tensor) -> dict[str, Tensor]:
-        return {"reward_survive": (scene["qpos"][:, 1].abs() <= 0.2).float()}
+        return {"reward_survive": self._upright(scene).float()}
+
+    @_once
+    def _upright(self, scene: Scene) -> Tensor:
+        return scene["qpos"][:, 1].abs() <= 0.2
 
 
 class InvertedDoublePendulum(MujocoTask):
