@@ -249,6 +249,8 @@ def make_to_watch(
     import_trusted(trusted_modules, config_folders(config))
     cfg = load_gym_config(config, **overrides)
     cfg = cfg.replace(env=cfg.env.replace(curricula="final"))  # to watch is to judge
+    if not is_simulated_here(cfg) and (unknown := _unknown_id(cfg.id)):
+        raise UnknownNameError(unknown)
     env = _make_with_images(cfg, trusted_modules) if video and not is_simulated_here(cfg) else None
     env = make(cfg, trusted_modules) if env is None else env
     if env.max_episode_steps is not None:

@@ -23,7 +23,6 @@ _FRAME_SECONDS = 1.0 / 30.0
 _SLOW_SECONDS = 0.2  # between updates of texts, plots and images
 _PLOT_STEPS = 300
 _COLORS = ("#2563eb", "#ea580c", "#16a34a", "#9333ea", "#dc2626", "#0891b2", "#ca8a04", "#64748b")
-_BLANK = np.full((48, 64, 3), 245, np.uint8)
 
 
 class Viewer:
@@ -39,6 +38,7 @@ class Viewer:
         self._dirty = True
         self._shown_frame: ViewFrame | None = None
         self._images: dict[str, Any] = {}
+        self._screen: Any = None
         self.scene: SceneView | None = None
         self._decorate()
         if not source.ends:
@@ -71,6 +71,7 @@ class Viewer:
             self._no_images = gui.add_markdown("No images: the observations have none, and no camera is rendered.")
             self._image_folder = gui.add_folder("What the watched env sees")
         self.rebuild_scene()
+        self._show()
 
     def rebuild_scene(self) -> None:
         """Draw the model of the source, which may be another one than before."""
@@ -164,7 +165,8 @@ class Viewer:
         while not self._stop.is_set():
             now = time.monotonic()
             self._do_work()
-            if self.playback.play(now - before) or self._dirty:
+            is_watched = bool(self.server.get_clients())  # nobody pays for a simulation that nobody sees
+            if (is_watched and self.playback.play(now - before)) or self._dirty:
                 self._show()
             if now - slow > _SLOW_SECONDS:
                 slow = now
@@ -189,9 +191,22 @@ class Viewer:
 
     def _show(self) -> None:
         frame, self._dirty = self.playback.frame, False
-        if frame is None or self.scene is None or frame.pose is None:
-            return
-        self.scene.show(frame.pose)
+        if frame is not None and self.scene is not None and frame.pose is not None:
+            self.scene.show(frame.pose)
+        elif frame is not None and self.scene is None and frame.images:
+            self._show_screen(next(iter(frame.images.values())))
+
+    def _show_screen(self, image: NDArray[np.uint8]) -> None:
+        """Show an image in the place of a scene that is not known."""
+        if self._screen is None:
+            height, width = image.shape[0] / image.shape[1], 1.0
+            upright = (np.sqrt(0.5), -np.sqrt(0.5), 0.0, 0.0)
+            start, place = self.server.initial_camera, (0.0, 0.0, 0.5 * height)
+            self._screen = self.server.scene.add_image(
+                "/screen", image, render_width=width, render_height=height, wxyz=upright, position=place
+            )
+            start.position, start.look_at, start.up = (0.0, -1.6, 0.5 * height), place, (0.0, 0.0, 1.0)
+        self._screen.image = image
 
     def _show_slow(self) -> None:
         """Bring to the panel what need not change thirty times in a second."""

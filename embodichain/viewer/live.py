@@ -83,8 +83,7 @@ class LiveJob:
 
     def choose(self, name: str) -> None:
         """Watch another one of the environments."""
-        if self._chosen is not None:
-            self._published[self._chosen].states.watch(0.0)
+        self._watch(False)
         self._chosen, found = name, self._published[name]
         self.model, self.camera, self.num_envs = found.model, found.camera, found.num_envs
         self._sequence, self.watched = 0, 0
@@ -110,6 +109,16 @@ class LiveJob:
         self._choice = panel.server.gui.add_dropdown("Environment", ("none yet",))
         self._choice.on_update(panel.later(self._chosen_in_panel))
         self._text = panel.server.gui.add_markdown("")
+        panel.server.on_client_connect(lambda client: self._watch(True))
+        panel.server.on_client_disconnect(lambda client: self._watch(bool(self._others(client))))
+
+    def _others(self, client: Any) -> list[int]:
+        return [number for number in self._panel.server.get_clients() if number != client.client_id]
+
+    def _watch(self, somebody: bool) -> None:
+        """Ask for states, or for no more."""
+        if self._chosen is not None:
+            self._published[self._chosen].states.watch(_WATCH_SECONDS if somebody else 0.0)
 
     def _chosen_in_panel(self) -> None:
         for name, found in self._published.items():
@@ -127,7 +136,7 @@ class LiveJob:
         somebody = self._panel is not None and bool(self._panel.server.get_clients())
         found = None if self._chosen is None else self._published[self._chosen]
         if found is not None:
-            found.states.watch(_WATCH_SECONDS if somebody else 0.0)
+            self._watch(somebody)
             self._show_rate(found, now)
         elif self._text is not None and not self._text.content:
             self._text.content = (
@@ -145,5 +154,4 @@ class LiveJob:
             self._text.content = f"{found.states.steps:,} steps of every env, {max(rate, 0.0):,.0f} in a second"
 
     def close(self) -> None:
-        if self._chosen is not None:
-            self._published[self._chosen].states.watch(0.0)
+        self._watch(False)

@@ -36,10 +36,10 @@ class Pull:
 
     env: int
     body: int
-    point: tuple[float, float, float]
-    """Where on the body, in the frame of its env."""
-    target: tuple[float, float, float]
-    """Where the mouse is, in the frame of the env."""
+    point: Floats
+    """Where on the body, ``[3]``, in its own frame."""
+    target: Floats
+    """Where the mouse is, ``[3]``, in the frame of the env."""
 
 
 class SceneView:
@@ -68,11 +68,17 @@ class SceneView:
             model.body_weldid[part.body] != 0 or model.body_mocapid[model.body_rootid[part.body]] >= 0
             for part in self._parts
         ]
-        positions = np.repeat(self._data.xpos[None], num_envs, axis=0) + self.offsets[:, None]
-        quaternions = np.repeat(self._data.xquat[None], num_envs, axis=0)
-        self._handles = [self._add(number, positions, quaternions) for number in range(len(self._parts))]
+        self._positions = np.repeat(self._data.xpos[None], num_envs, axis=0) + self.offsets[:, None]
+        self._quaternions = np.repeat(self._data.xquat[None], num_envs, axis=0)
+        """Where the bodies of all envs are shown, ``[num_envs, nbody, 3]`` and ``[num_envs, nbody, 4]``."""
+        self._handles = [self._add(number) for number in range(len(self._parts))]
         self._line = server.scene.add_line_segments(
-            "/pull", np.zeros((1, 2, 3), np.float32), np.array(_PULL_COLOR, np.uint8), line_width=4.0, visible=False
+            "/pull",
+            np.zeros((1, 2, 3), np.float32),
+            np.array(_PULL_COLOR, np.uint8),
+            thickness=4.0,
+            thickness_units="screen",
+            visible=False,
         )
         self._labels = [
             server.scene.add_label(f"/names/{env}", f"env {env}", position=self._name_place(env), visible=num_envs > 1)
@@ -95,14 +101,14 @@ class SceneView:
         middle = 0.5 * (self.low + self.high)
         return self.offsets[env] + np.array([middle[0], middle[1], self.high[2] + 0.08])
 
-    def _add(self, number: int, positions: Floats, quaternions: Floats) -> Any:
+    def _add(self, number: int) -> Any:
         part = self._parts[number]
         handle = self._server.scene.add_batched_meshes_simple(
             f"/scene/{number}",
             part.vertices,
             part.faces,
-            quaternions[:, part.body],
-            positions[:, part.body],
+            self._quaternions[:, part.body],
+            self._positions[:, part.body],
             batched_colors=part.color,
             opacity=None if part.opacity > 0.99 else part.opacity,
             cast_shadow=part.opacity > 0.9,
@@ -116,8 +122,12 @@ class SceneView:
             if event.phase == "end" or env is None:
                 self.pull = None
                 return
-            begin, end = (np.asarray(point) - self.offsets[env] for point in (event.start_position, event.end_position))
-            self.pull = Pull(env, part.body, tuple(begin), tuple(end))
+            if self.pull is None or event.phase == "start":
+                way = np.asarray(event.start_position) - self._positions[env, part.body]
+                point = _rotation(self._quaternions[env, part.body]).T @ way
+            else:  # the body has moved since, and takes the point along
+                point = self.pull.point
+            self.pull = Pull(env, part.body, point, np.asarray(event.end_position) - self.offsets[env])
 
         handle.on_drag("left", modifier="cmd/ctrl")(dragged)
         return handle
@@ -166,6 +176,7 @@ class SceneView:
         for env in range(self.num_envs):
             self.load(pose, env)
             positions[env], quaternions[env] = self._data.xpos + self.offsets[env], self._data.xquat
+        self._positions, self._quaternions = positions, quaternions
         with self._server.atomic():
             for part, handle, moves in zip(self._parts, self._handles, self._moving, strict=True):
                 if moves:
@@ -185,8 +196,9 @@ class SceneView:
         pull = self.pull
         self._line.visible = pull is not None
         if pull is not None:
-            ends = np.array([pull.point, pull.target]) + self.offsets[pull.env]
-            self._line.points = ends[None].astype(np.float32)
+            turned = _rotation(self._quaternions[pull.env, pull.body]) @ pull.point
+            ends = self._positions[pull.env, pull.body] + turned, pull.target + self.offsets[pull.env]
+            self._line.points = np.stack(ends)[None].astype(np.float32)
 
     def remove(self) -> None:
         """Take everything out of the scene."""
@@ -204,6 +216,12 @@ def pull_force(model: mujoco.MjModel, data: mujoco.MjData, pull: Pull, strength:
     velocity = np.zeros(6)
     mujoco.mj_objectVelocity(model, data, int(mujoco.mjtObj.mjOBJ_BODY), pull.body, velocity, 0)
     stiffness = 100.0 * strength
-    way = np.asarray(pull.target) - np.asarray(pull.point)
-    force = mass * (stiffness * way - 2.0 * math.sqrt(stiffness) * velocity[3:])
-    return np.concatenate((force, np.cross(np.asarray(pull.point) - data.xipos[pull.body], force)))
+    point = data.xpos[pull.body] + data.xmat[pull.body].reshape(3, 3) @ pull.point
+    force = mass * (stiffness * (pull.target - point) - 2.0 * math.sqrt(stiffness) * velocity[3:])
+    return np.concatenate((force, np.cross(point - data.xipos[pull.body], force)))
+
+
+def _rotation(quaternion: Floats) -> Floats:
+    matrix = np.empty(9)
+    mujoco.mju_quat2Mat(matrix, quaternion)
+    return matrix.reshape(3, 3)

@@ -186,7 +186,7 @@ class Person:
         """Move the target of the chosen tool by a key stroke."""
         if not self._active or self._arms is None:
             return
-        position, rotation = self._target()
+        position, rotation = self.target()
         if axis < 3:
             position = position.clone()
             position[axis] += sign * _STEP
@@ -197,7 +197,8 @@ class Person:
         self._targets[self._arm] = position, rotation
         self._show_gizmo()
 
-    def _target(self) -> tuple[Tensor, Tensor]:
+    def target(self) -> tuple[Tensor, Tensor]:
+        """Return where the chosen tool of the watched env is to be: position ``[3]`` and rotation ``[3, 3]``."""
         if self._arm not in self._targets and self._arms is not None:
             position, rotation = self._pose(self._arms.arms[self._arm].arm, self._joints())
             self._targets[self._arm] = position[self._watched()].clone(), rotation[self._watched()].clone()
@@ -238,7 +239,7 @@ class Person:
         """Put the gizmo where the tool is to be, unless it is there."""
         if self._gizmo is None or self._panel is None or not self._active:
             return
-        position, rotation = self._target()
+        position, rotation = self.target()
         quaternion = np.empty(4)
         mujoco.mju_mat2Quat(quaternion, rotation.numpy().astype(np.float64).reshape(9))
         shifted = position.numpy() + self._panel.offset(self._watched())

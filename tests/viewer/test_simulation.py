@@ -1,0 +1,158 @@
+"""What the viewer simulates, without a browser: who acts, pulls, recordings, and policies that still train."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from embodichain.agents.rl.train import resume_training, train_from_config
+from embodichain.cli.main import main
+from embodichain.envs.registration import make_to_watch
+from embodichain.envs.task_env import TaskEnv
+from embodichain.errors import EmbodiChainError
+from embodichain.viewer.playback import Playback
+from embodichain.viewer.scene import Pull
+from embodichain.viewer.simulation import RunPolicy, Simulation
+from tests.envs.test_publishing import config
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def simulation(acts: str, num_envs: int = 1, **overrides: object) -> tuple[Simulation, TaskEnv]:
+    env = make_to_watch("PickCubeRL", num_envs=num_envs, seed=0, num_threads=1, **overrides)
+    assert isinstance(env, TaskEnv)
+    return Simulation(env, "PickCubeRL", seed=0, acts=acts), env
+
+
+def test_playing_goes_on_where_one_is_and_then_simulates_on():
+    source, env = simulation("expert", num_envs=2)
+    with env:
+        playback = Playback(source)
+        for _ in range(10):
+            assert playback.step()
+        assert [int(frame.step[0]) for frame in playback.frames] == list(range(10))
+        seen = [frame.pose.qpos.copy() for frame in playback.frames if frame.pose is not None]
+        playback.go_to(3)
+        assert not playback.playing
+        for index in range(4, 10):
+            playback.step()
+            assert playback.cursor == index
+            np.testing.assert_array_equal(playback.frames[index].pose.qpos, seen[index])
+        assert len(playback.frames) == 10, "frames that were there already were simulated again"
+        playback.step()
+        assert len(playback.frames) == 11
+        assert (playback.episode_begin(), playback.episode_end()) == (0, 10)
+        playback.playing, playback.speed = True, 0.5
+        assert playback.play(elapsed=4.1 * source.seconds)
+        assert playback.cursor == 12, "half the speed is half the steps"
+        frame = playback.frame
+        assert frame is not None
+        parts = [values for name, values in frame.signals.items() if name.startswith("reward: ")]
+        np.testing.assert_allclose(np.sum(parts, axis=0), frame.signals["reward"], atol=1e-5)
+
+
+def test_the_tool_follows_a_person_and_the_other_envs_stay():
+    source, env = simulation("person", num_envs=2)
+    with env:
+        source.person.activate(True)
+        source.advance()
+        before = env.robot.chain.position(env.physics.qpos[:, env.robot.qpos].float()[:, : env.robot.num_joints])
+        for axis, sign, count in ((0, 1.0, 4), (1, -1.0, 3), (2, 1.0, 5)):
+            for _ in range(count):
+                source.person.move(axis, sign)
+        for _ in range(60):
+            source.advance()
+        after = env.robot.chain.position(env.physics.qpos[:, env.robot.qpos].float()[:, : env.robot.num_joints])
+        np.testing.assert_allclose(after[0] - before[0], (0.04, -0.03, 0.05), atol=4e-3)
+        np.testing.assert_allclose(after[1], before[1], atol=4e-3)
+
+
+@dataclass
+class Mouse:
+    """A scene in which the mouse pulls."""
+
+    pull: Pull | None = None
+
+
+def test_a_pulled_body_follows_the_mouse_and_is_let_go():
+    source, env = simulation("zero", num_envs=2)
+    with env:
+        source.advance()
+        cube = int(env.physics.model.body("cube").id)
+        start = source.advance().signals["object/pos"][1]
+        target = start + np.array([0.0, 0.1, 0.3])
+        mouse = Mouse(Pull(1, cube, np.zeros(3), target))
+        source.scene = mouse
+        source.strength = 4.0  # then a cube hangs 2.5 cm below the mouse
+        for _ in range(100):
+            frame = source.advance()
+        np.testing.assert_allclose(frame.signals["object/pos"][1], target - (0, 0, 9.81 / 400), atol=5e-3)
+        mouse.pull = None
+        source.advance()
+        assert not env.physics.applied_forces().any()
+
+
+@pytest.mark.extra("data")
+def test_what_is_recorded_is_shown_again_in_3d(tmp_path: Path):
+    from embodichain.viewer.replay import Recording
+
+    source, env = simulation("expert", num_envs=2, max_episode_steps=20)
+    source.recorder.out = tmp_path / "recorded"
+    source.watched = 1
+    with env:
+        source.recorder.toggle()
+        frames = [source.advance() for _ in range(47)]
+        assert (source.recorder.episodes, source.recorder.frames) == (2, 40)
+        source.recorder.toggle()
+        recording = Recording(tmp_path / "recorded", episode=1)
+        shown = [recording.advance() for _ in range(20)]
+        assert recording.advance() is None
+        assert recording.model.nq == env.physics.model.nq
+        for frame, own in zip(shown, frames[20:40], strict=True):
+            np.testing.assert_array_equal(frame.pose.qpos[0], own.pose.qpos[1])
+            np.testing.assert_array_equal(frame.pose.mocap[0], own.pose.mocap[1])
+            np.testing.assert_array_equal(frame.signals["robot/qpos"][0], own.signals["robot/qpos"][1].astype("f4"))
+    (tmp_path / "recorded" / "meta" / "embodichain_scene.json").unlink()
+    plain = Recording(tmp_path / "recorded")
+    assert plain.model is None
+    assert "No scene in 3D" in str(plain.problem)
+    assert plain.advance().signals["reward"].shape == (1,)
+    with pytest.raises(EmbodiChainError, match="episodes 0 to 1, got 2"):
+        Recording(tmp_path / "recorded", episode=2)
+
+
+def test_the_latest_checkpoint_of_a_run_is_loaded_when_there_is_a_newer_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("embodichain.viewer.simulation._POLL_SECONDS", 0.0)
+    run = tmp_path / "run"
+    first = config(run)
+    train_from_config(first.replace(trainer=first.trainer.replace(iterations=1)))
+    with make_to_watch("CartPoleRL", num_envs=3, seed=0, num_threads=1) as env:
+        policy = RunPolicy(run, "latest", env)
+        observation = env.reset(seed=0)[0]
+        before = policy(observation)
+        assert (policy.step, policy.renew()) == (128, False)
+        resume_training(run, ["--trainer.iterations", "3"])
+        assert policy.renew()
+        assert policy.step == 384
+        assert not torch.equal(policy(observation), before)
+
+
+def test_mistakes_are_answered_in_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    pytest.importorskip("viser")
+    for words, told in (
+        (["view", "PickCubeRLL"], "unknown environment 'PickCubeRLL'. Did you mean 'PickCubeRL'"),
+        (["view", "PickCubeRL", "--policy", "best"], "--policy best: PickCubeRL can be acted in by expert, random"),
+        (["view", "PickCubeRL", "--port", "70000"], "--port: expected a number between 1 and 65535, got 70000"),
+        (["view", str(tmp_path)], "expected a checkpoint or a run with a checkpoint in it"),
+        (["view", "PickCubeRL", "--num-envs", "0"], "--num-envs"),
+    ):
+        assert main(words) == 2
+        shown = capsys.readouterr().err
+        assert told in shown
+        assert "Traceback" not in shown
