@@ -30,7 +30,7 @@ demo: $(STAMP)  ## Watch the product do its main job in small, on the CPU
 test: $(STAMP)  ## Run the test suite
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not extra" $(ARGS)
 
-test-extras: $(EXTRAS_STAMP)  ## Run the tests that need optional packages: Ray, LeRobot, ONNX, transformers, peers, robots, viewer
+test-extras: $(EXTRAS_STAMP)  ## Run the tests that need optional packages: Ray, LeRobot, ONNX, transformers, peers, robots, viewer, sweeps
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "extra and not gpu" --all-extras $(ARGS)
 
 test-lerobot: $(EXTRAS_STAMP) $(LEROBOT_STAMP)  ## Open recordings in the real lerobot, which has a Python of its own, and read its
@@ -64,7 +64,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 $(EXTRAS_STAMP): $(STAMP)
 	@echo 'Installing optional packages into .venv (once) ...'
-	@$(PIP) -e ".[dev,ray,data,export,vla,peers,robots,viewer]"
+	@$(PIP) -e ".[dev,ray,data,export,vla,peers,robots,viewer,sweep]"
 	@touch $@
 
 # lerobot wants other versions of much that is in .venv, and packages that reading a dataset does not need.

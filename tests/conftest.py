@@ -20,6 +20,7 @@ EXTRAS = {
     "export": ("onnx", "onnxscript", "onnxruntime"),
     "vla": ("transformers", "peft"),
     "peers": ("torchrl", "stable_baselines3"),
+    "sweep": ("optuna",),
     "robots": ("robosuite", "gymnasium_robotics"),
     "viewer": ("viser", "trimesh", "selenium"),
 }

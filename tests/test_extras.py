@@ -54,6 +54,7 @@ def test_the_distribution_is_the_one_we_build():
         "gpu",
         "peers",
         "robots",
+        "sweep",
         "viewer",
     }
 

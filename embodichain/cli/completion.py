@@ -33,7 +33,7 @@ _embodichain() {{
 complete -o filenames -F _embodichain embodichain
 """
 _ZSH = "autoload -U +X bashcompinit && bashcompinit\n"
-_BY_NAME = ("play", "view", "stream", "record", "train", "imitate", "envs")
+_BY_NAME = ("play", "view", "stream", "record", "train", "imitate", "sweep", "envs")
 """Commands whose argument may be the name of an environment."""
 _SUBCOMMANDS = {"envs": ("list", "check"), "robots": ("list", "check")}
 
@@ -85,9 +85,9 @@ def _options() -> dict[str, list[str]]:
         for name, flags in (("engine", engine), ("train", training), ("imitate", imitation))
     }
     more: dict[str, Iterable[str]] = {"stream": fields["engine"], "record": fields["engine"], "train": fields["train"]}
-    more["imitate"] = fields["imitate"]
+    more |= {"imitate": fields["imitate"], "sweep": fields["train"]}
     runs = ["--config", "--resume", "--trust"]
-    own = {"train": [*runs, "--viewer"], "imitate": [*runs, "--dagger"]}
+    own = {"train": [*runs, "--viewer", "--seeds", "--jobs"], "imitate": [*runs, "--dagger"]}
     return {
         command: sorted({"--help", *own.get(command, ()), *_own_options(command), *more.get(command, ())})
         for command in COMMANDS

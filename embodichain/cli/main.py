@@ -24,6 +24,7 @@ COMMANDS = {
     "record": "write the episodes of a stream as a LeRobotDataset folder",
     "train": "train a policy as a config says, or continue a run",
     "imitate": "let a policy imitate a stream or a recording, or continue a run",
+    "sweep": "search for better settings of a training",
     "eval": "see how well the policy of a run does",
     "runs": "list runs with their state, return, success and age",
     "report": "write one HTML file that compares runs",

@@ -14,7 +14,7 @@ import tyro
 from rich.console import Console
 from rich.text import Text
 
-from embodichain.agents.rl.run_records import RunInfo, find_runs, read_group
+from embodichain.agents.rl.run_records import RunInfo, find_runs, format_seeds, is_running, read_group
 from embodichain.cli.options import parse_options
 from embodichain.errors import ConfigError
 from embodichain.utils.console import short_number
@@ -112,7 +112,7 @@ def _rows(folder: Path, every: bool) -> list[dict[str, Any]]:
 def _row(path: Path, runs: Sequence[RunInfo], folder: Path) -> dict[str, Any]:
     name = str(path) if path == folder else str(path.relative_to(folder))
     first = runs[0]
-    ignored = ("trainer.seed", "trainer.run_dir", "trainer.output_dir")
+    ignored = ("trainer.seed", "trainer.run_dir", "trainer.output_dir", "trainer.gym_config.num_threads")
     row = {
         "run": name,
         "name": first.record.name,
@@ -134,7 +134,7 @@ def _row(path: Path, runs: Sequence[RunInfo], folder: Path) -> dict[str, Any]:
     successes = [value for run in runs if (value := run.success) is not None]
     row |= {
         "state": told if len(counts) > 1 else states[0],
-        "seed": group.get("seeds"),
+        "seed": format_seeds(group.get("seeds", [])),
         "steps": sum(run.step for run in runs),
         "return": fmean(returns) if returns else None,
         "success": fmean(successes) if successes else None,
@@ -142,7 +142,25 @@ def _row(path: Path, runs: Sequence[RunInfo], folder: Path) -> dict[str, Any]:
         "runs": len(runs),
         "overrides": group.get("overrides", row["overrides"]),
     }
+    if group.get("kind") == "sweep":
+        trials = group.get("trials", [])
+        done = [trial for trial in trials if trial["state"] != "running"]
+        best = next((trial["folder"] for trial in trials if trial["number"] == group.get("best")), None)
+        chosen = [run for run in runs if best in run.path.parts]
+        row["state"] = f"{len(done)} trials {'running' if is_running(path) else 'done'}"
+        for name, values in (("return", [r.mean_return for r in chosen]), ("success", [r.success for r in chosen])):
+            known = [value for value in values if value is not None]
+            row[name] = fmean(known) if known else None
+        row["overrides"] = {f"space.{name}": _domain(domain) for name, domain in group.get("space", {}).items()}
     return row
+
+
+def _domain(domain: dict[str, Any]) -> str:
+    """Return the values that a sweep searches in, as the command line takes them."""
+    if "choices" in domain:
+        return f"{{{','.join(map(str, domain['choices']))}}}"
+    ends = f"{domain['low']:g},{domain['high']:g}"
+    return f"log({ends})" if domain.get("log") else f"[{ends}]"
 
 
 def _key(row: dict[str, Any], by: str) -> Any:

@@ -1,5 +1,6 @@
 """``embodichain train CONFIG``: train a policy, or continue a run."""
 
+import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -21,6 +22,12 @@ def main(argv: Sequence[str]) -> Callable[[], int]:
         require("viser", extra="viewer")
     if is_shown and "torch" not in sys.modules:
         print(f"{args.resume or args.config}: loading torch and MuJoCo ...", file=sys.stderr, flush=True)
+    if args.seeds is not None and is_shown:
+        group = importlib.import_module("embodichain.agents.rl.sweeps.group")  # one training needs nothing of it
+        jobs = 1 if args.jobs is None else args.jobs
+        return partial(
+            group.train_seeds, group.GroupRequest.of(args.config, args.overrides, args.trust, args.seeds, jobs)
+        )
     from embodichain.agents.rl.train import main as train
 
     training = partial(train, argv)

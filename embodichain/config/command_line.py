@@ -15,7 +15,7 @@ import io
 import itertools
 import re
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypedDict, TypeVar
@@ -256,6 +256,28 @@ def _spread(argv: Sequence[str], flags: Mapping[str, Flag]) -> list[str]:
                 continue
         words.append(word)
     return words
+
+
+def find_flag(name: str, flags: Iterable[Flag]) -> Flag:
+    """Return the flag that a name means: its own, the last part of it, what other libraries call it, or its beginning.
+
+    Of several, it is the one nearest to the top. ``ConfigError`` if there is none, or no telling which.
+    """
+    known = {flag.name: flag for flag in flags if flag.name}
+    if name in known:
+        return known[name]
+    last: dict[str, list[Flag]] = {}
+    for flag in known.values():
+        last.setdefault(str(flag.path[-1]), []).append(flag)
+    begun = sorted((own for own in last if own.startswith(name)), key=len)
+    for names in ((name, *usual_names(name, last)), begun[:1]):
+        meant = sorted((flag for own in names for flag in last.get(own, [])), key=lambda flag: len(flag.path))
+        if len(meant) > 1 and len(meant[0].path) == len(meant[1].path):
+            both = " or ".join(flag.name for flag in meant[:3])
+            raise ConfigError(f"{name}: expected a name that means one field, got one for {both}", "command line")
+        if meant:
+            return meant[0]
+    raise ConfigError(_unknown(f"--{name}", known).replace("unknown flag", "unknown field"), "command line")
 
 
 def _given(argv: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from embodichain.config.command_line import positional_first
 from embodichain.errors import ConfigError
 
-_USAGE = """usage: embodichain train CONFIG [--trainer.num_envs 128 ...] [--trust MODULE ...]
+_USAGE = """usage: embodichain train CONFIG [--trainer.num_envs 128 ...] [--seeds 0..4 --jobs 2] [--trust MODULE ...]
        embodichain train --resume RUN [--trainer.iterations 2000 ...] [--trust MODULE ...]
 
 Train a policy as a train_config.json (or .yaml) says, or continue a run as if it had never stopped.
@@ -17,6 +17,8 @@ Train a policy as a train_config.json (or .yaml) says, or continue a run as if i
   CONFIG, --config CONFIG   the config's file; or the name of a task or of any Gymnasium environment, which is trained
                             with the config that is shipped for it, or else with defaults
   --resume RUN              folder of a run, or of one of its checkpoints
+  --seeds 0..4              train once with each of these seeds, in a folder of their own; the same command continues it
+  --jobs 2                  with --seeds: how many are trained at the same time
   --trust MODULE            import this module of your own (its name, or its .py file), which registers a policy,
                             algorithm or environment
   --viewer                  show the environments in the browser while they train
@@ -45,6 +47,8 @@ def parse_args(argv: Sequence[str] | None = None, usage: str = _USAGE) -> argpar
     parser.add_argument("--resume", type=Path)
     parser.add_argument("--trust", action="append", default=[])
     parser.add_argument("--viewer", action="store_true")
+    parser.add_argument("--seeds")
+    parser.add_argument("--jobs", type=int)
     parser.add_argument("--distributed", action=argparse.BooleanOptionalAction)
     try:
         args, overrides = parser.parse_known_args(words)
@@ -56,6 +60,12 @@ def parse_args(argv: Sequence[str] | None = None, usage: str = _USAGE) -> argpar
         raise SystemExit(0)
     if len(given) != 1:
         raise ConfigError(f"expected either a config or --resume RUN\n\n{usage}", "command line")
+    if args.seeds is not None and args.resume is not None:
+        raise ConfigError("--seeds: expected a config; the command that began them continues them", "command line")
+    if args.seeds is not None and args.viewer:
+        raise ConfigError("--viewer: expected one training, got --seeds", "command line")
+    if args.jobs is not None and args.seeds is None:
+        raise ConfigError("--jobs: expected --seeds with it, as one training is one job", "command line")
     args.config, args.overrides = args.config if leading is None else Path(leading), overrides
     return args
 

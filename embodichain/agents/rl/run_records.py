@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from importlib import metadata
@@ -333,6 +333,17 @@ def read_group(folder: Path) -> dict[str, Any] | None:
         data = json.loads((folder / GROUP_FILE).read_text(encoding="utf-8"))
         return data if isinstance(data, dict) else None
     return None
+
+
+def format_seeds(seeds: Sequence[int]) -> str:
+    """Return seeds as the command line takes them: ``0..4,9``."""
+    parts: list[list[int]] = []
+    for seed in seeds:
+        if parts and seed == parts[-1][-1] + 1:
+            parts[-1].append(seed)
+        else:
+            parts.append([seed])
+    return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}..{part[-1]}" for part in parts)
 
 
 def program_command() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -26,6 +27,8 @@ _STYLE: dict[str, Any] = {
     "svg.hashsalt": "embodichain",
 }
 _WIDTH, _HEIGHT, _COLUMNS = 4.6, 2.7, 2
+_MARGINS, _LINE = (0.15, 0.3, 0.45), 0.22
+"""Inches at the right of a panel, above and below it; and for a line of the legend."""
 _MAX_POINTS = 300
 _MINUTES = 60.0
 _LEGEND_ENTRIES = 10
@@ -84,17 +87,24 @@ def timing(series: Sequence[Series], seconds: Sequence[dict[str, float]]) -> str
 
     def draw(axes: Axes) -> None:
         kinds = list(dict.fromkeys(kind for row in seconds for kind in row))
-        left = np.zeros(len(series))
+        left, labels = np.zeros(len(series)), [textwrap.fill(one.label, 44) for one in series]
         for index, kind in enumerate(kinds):
             values = np.array([row.get(kind, 0.0) for row in seconds])
-            axes.barh([one.label for one in series], values, left=left, label=kind, color=colour(index), height=0.6)
+            axes.barh(
+                labels,
+                values,
+                left=left,
+                label=kind,
+                color=colour(index),
+                height=0.6,
+            )
             left += values
         axes.invert_yaxis()
         axes.set_xlabel("seconds per run")
         axes.grid(axis="y", visible=False)
         axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=5, frameon=False)
 
-    return _panels([draw], width=2 * _WIDTH, height=0.9 + 0.38 * len(series), columns=1, legend=False)
+    return _panels([draw], width=2 * _WIDTH, height=0.95 + 0.38 * len(series), columns=1, legend=False, left=3.4)
 
 
 def trials(sweep: Sweep) -> str:
@@ -137,6 +147,7 @@ def _panels(
     height: float = _HEIGHT,
     columns: int = _COLUMNS,
     legend: bool = True,
+    left: float = 0.6,
 ) -> str:
     """Draw panels side by side, with one legend for all, and return the SVG element."""
     if not draws:
@@ -144,17 +155,37 @@ def _panels(
     columns = min(columns, len(draws))
     rows = math.ceil(len(draws) / columns)
     with matplotlib.rc_context(cast(Any, _STYLE)):  # its keys are spelled out in a type
-        figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+        figure = Figure()
         grid = figure.subplots(rows, columns, squeeze=False).flatten()
         for axes, draw in zip(grid, draws, strict=False):
             draw(axes)
         for axes in grid[len(draws) :]:
             axes.set_visible(False)
         handles, labels = grid[0].get_legend_handles_labels()
-        if legend and len(labels) > 1:
-            shown = slice(_LEGEND_ENTRIES)
-            figure.legend(handles[shown], labels[shown], loc="outside lower center", ncols=2, frameon=False)
+        shown = slice(_LEGEND_ENTRIES if legend and len(labels) > 1 else 0)
+        below = _LINE * math.ceil(len(labels[shown]) / _COLUMNS + 0.5) if labels[shown] else 0.0
+        _lay_out(figure, rows, columns, (width, height), left, below)
+        if labels[shown]:
+            figure.legend(handles[shown], labels[shown], loc="lower center", ncols=_COLUMNS, frameon=False)
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None})
     text = buffer.getvalue()
     return text[text.index("<svg") :]
+
+
+def _lay_out(figure: Figure, rows: int, columns: int, size: tuple[float, float], left: float, below: float) -> None:
+    """Place panels of a size, in inches, with room for labels at their left and below all of them.
+
+    Matplotlib's own layouts measure every label several times, which takes longer than all the drawing.
+    """
+    (width, height), (right, top, bottom) = size, _MARGINS
+    total = width * columns, height * rows + below
+    figure.set_size_inches(*total)
+    figure.subplots_adjust(
+        left=left / total[0],
+        right=1 - right / total[0],
+        top=1 - top / total[1],
+        bottom=(bottom + below) / total[1],
+        wspace=(left + right) / (width - left - right),
+        hspace=(top + bottom) / (height - top - bottom),
+    )

@@ -1,0 +1,233 @@
+"""Several seeds and sweeps: what the command line means, and that nothing is lost or done twice when it is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from embodichain.agents.rl.config import load_train_config
+from embodichain.agents.rl.run_records import RunInfo, format_seeds
+from embodichain.agents.rl.runs import read_metrics
+from embodichain.agents.rl.sweeps import group
+from embodichain.agents.rl.sweeps.group import parse_seeds
+from embodichain.agents.rl.sweeps.jobs import Launcher
+from embodichain.agents.rl.sweeps.space import Domain, current_values, parse_space
+from embodichain.agents.rl.train import train_from_config
+from embodichain.cli.main import main
+from embodichain.errors import ConfigError
+from tests.agents.rl.training_cases import write_config
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize(
+    ("text", "seeds"), [("0..4", [0, 1, 2, 3, 4]), ("7", [7]), ("0..1, 9,1", [0, 1, 9]), ("3..3", [3])]
+)
+def test_seeds_are_ranges_and_lists(text, seeds):
+    assert parse_seeds(text) == seeds
+    assert parse_seeds(format_seeds(seeds)) == seeds
+
+
+@pytest.mark.parametrize("text", ["", "4..0", "a", "-1", "0...4", "0..99999999", "1,,2"])
+def test_what_are_no_seeds_is_told(text):
+    with pytest.raises(ConfigError, match=r"expected seeds such as 0\.\.4"):
+        parse_seeds(text)
+
+
+@pytest.fixture
+def cfg(tmp_path):
+    return load_train_config(write_config(tmp_path / "c.json", tmp_path / "run"))
+
+
+def test_a_space_has_intervals_magnitudes_and_choices_of_fields_by_short_names(cfg):
+    text = "lr=log(1e-4,1e-2),ent=[0,0.01],n_epochs=[2,8],trainer.buffer_size=log(8,64),gamma={0.9,0.99}"
+    space = parse_space([text, "policy.actor.hidden_sizes={[16],[32,32]}"], cfg)
+    assert space == {
+        "lr": Domain("algorithm.cfg.learning_rate", 1e-4, 1e-2, log=True),
+        "ent": Domain("algorithm.cfg.ent_coef", 0.0, 0.01),
+        "n_epochs": Domain("algorithm.cfg.n_epochs", 2, 8, is_integer=True),
+        "trainer.buffer_size": Domain("trainer.buffer_size", 8, 64, log=True, is_integer=True),
+        "gamma": Domain("algorithm.cfg.gamma", choices=(0.9, 0.99)),
+        "policy.actor.hidden_sizes": Domain("policy.actor.hidden_sizes", choices=("[16]", "[32,32]")),
+    }
+    assert type(space["n_epochs"].low) is int
+    values = current_values({name: space[name] for name in ("lr", "n_epochs", "gamma")}, cfg)
+    assert values == {"lr": 1e-3, "n_epochs": 2, "gamma": 0.99}
+    assert current_values({"policy.actor.hidden_sizes": space["policy.actor.hidden_sizes"]}, cfg) == {
+        "policy.actor.hidden_sizes": "[16]"
+    }
+    assert current_values({"x": Domain("algorithm.cfg.learning_rate", 0.1, 0.2)}, cfg) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("lr=log(0,1)", "expected numbers above 0"),
+        ("learning_rat=[1,2]", "algorithm.cfg.learning_rate"),
+        ("leraning_rate=[1,2]", "unknown field. Did you mean --algorithm.cfg.learning_rate"),
+        ("lr=[2,1]", "the lower one first"),
+        ("lr", "expected a field and its values, such as 'lr=log"),
+        ("lr=log(1e-4,1e-2", "quotes keep the shell"),
+        ("n_epochs=[0.5,2]", "expected whole numbers, as algorithm.cfg.n_epochs is one"),
+        ("n_epochs=[0,2]", "algorithm.cfg.n_epochs: expected greater than or equal to 1, got 0"),
+        ("gamma={0.9,much}", "gamma"),
+        ("seed={1,2}", "--seeds"),
+        ("lr=[1,2],learning_rate=[1,2]", "expected every field once"),
+        ("hidden_sizes={[1],[2]}", "policy.actor.hidden_sizes or policy.critic.hidden_sizes"),
+        ("", "expected at least one field"),
+    ],
+)
+def test_what_is_wrong_with_a_space_is_told_before_anything_runs(cfg, text, told):
+    if told == "algorithm.cfg.learning_rate":  # the beginning of a name will do
+        assert parse_space([text], cfg)["learning_rat"].field == told
+        return
+    with pytest.raises(ConfigError) as caught:
+        parse_space([text], cfg)
+    assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["train", "CartPoleRL", "--jobs", "2"], "--jobs: expected --seeds"),
+        (["train", "--resume", "x", "--seeds", "0..1"], "--seeds: expected a config"),
+        (["train", "CartPoleRL", "--seeds", "0..1", "--trainer.seed", "3"], "either --seeds or --trainer.seed"),
+        (["train", "CartPoleRL", "--seeds", "0..1", "--jobs", "0"], "--jobs: expected at least 1"),
+        (["train", "CartPoleRL", "--seeds", "0..1", "--trainer.nope", "3"], "trainer.nope: unknown flag"),
+    ],
+)
+def test_mistakes_with_seeds_are_told_and_leave_nothing(tmp_path, monkeypatch, capsys, words, told):
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    assert told in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def weights(run: Path) -> dict:
+    return load_file(run / "checkpoints" / "latest" / "tensors.safetensors")
+
+
+def test_seeds_are_trained_together_and_a_killed_one_is_continued(tmp_path, monkeypatch, capsys):
+    """One of two runs is killed after its first evaluation; the same command continues it, and it alone, bit by bit."""
+    monkeypatch.chdir(tmp_path)
+    config = write_config(tmp_path / "c.json", tmp_path / "none", trainer={"run_dir": None, "iterations": 12})
+    words = ["train", str(config), "--seeds", "3,5", "--jobs", "2"]
+    start, killed = Launcher.start, []
+
+    def start_and_kill(self, job):
+        handle = start(self, job)
+        deadline = time.monotonic() + 60
+        while job.run_dir.name == "test_seed5" and not killed and time.monotonic() < deadline:
+            if any("eval/return" in line for line in read_metrics(job.run_dir / "metrics.jsonl")):
+                os.kill(handle._process.pid, signal.SIGKILL)
+                killed.append(job.run_dir)
+        return handle
+
+    monkeypatch.setattr(Launcher, "start", start_and_kill)
+    assert main(words) == 1
+    (folder,) = (tmp_path / "runs").iterdir()
+    said = capsys.readouterr().err
+    assert killed == [folder / "test_seed5"]
+    assert "seed 5: failed: its process was killed by SIGKILL" in said
+    assert "the same command" in said
+    assert RunInfo(killed[0]).state == "killed"
+    finished = RunInfo(folder / "test_seed3")
+    assert (finished.state, finished.record.seed) == ("finished", 3)
+    before = finished.lines
+    assert main(words) == 0
+    said = capsys.readouterr().err
+    assert "seed 3: finished before" in said
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == [folder.name]  # no other group was begun
+    assert RunInfo(folder / "test_seed3").lines == before
+    assert RunInfo(folder / "test_seed3").record.resumed == []
+    assert len(RunInfo(killed[0]).record.resumed) == 1
+    steps = [line["step"] for line in RunInfo(killed[0]).lines if "episode/count" in line]
+    assert steps == [128 * count for count in range(1, 13)]
+    returns = [RunInfo(folder / f"test_seed{seed}").mean_return for seed in (3, 5)]
+    assert f"mean return over 2 seeds: {sum(returns) / 2:.2f}" in said
+    train_from_config(config, ["--trainer.seed", "5", "--trainer.run_dir", str(tmp_path / "plain")])
+    plain, continued = weights(tmp_path / "plain"), weights(killed[0])
+    assert plain.keys() == continued.keys()
+    assert all(plain[name].equal(continued[name]) for name in plain if not name.startswith("env"))
+    capsys.readouterr()
+    assert main(["runs", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["seed"], row["state"], row["runs"]) == ("3,5", "finished", 2)
+    assert main([*words, "--trainer.run_dir", str(folder), "--algorithm.cfg.gamma", "0.9"]) == 2
+    assert "holds other runs" in capsys.readouterr().err
+
+
+def trials_in(folder: Path) -> dict[int, str]:
+    """Read the study's database without Optuna."""
+    with sqlite3.connect(f"file:{folder / 'study.db'}?mode=ro", uri=True) as database:
+        return dict(database.execute("select number, state from trials order by number").fetchall())
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.extra("sweep")
+def test_a_sweep_that_is_killed_loses_no_trial_and_runs_none_twice(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    trainer = {"run_dir": None, "iterations": 10, "eval_freq": 512, "save_freq": 256}
+    config = write_config(tmp_path / "c.json", tmp_path / "none", trainer=trainer)
+    space = "lr=log(1e-4,1e-2),ent=[0,0.01]"
+    words = ["sweep", str(config), "--space", space, "--seeds", "0,1", "--trials", "3", "--jobs", "2", "--no-prune"]
+    words += ["--trainer.run_dir", str(tmp_path / "sweep")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(group.__file__).parents[4])}
+    folder, deadline = tmp_path / "sweep", time.monotonic() + 100
+    with subprocess.Popen(
+        [sys.executable, "-m", "embodichain", *words], env=environment, stderr=subprocess.PIPE
+    ) as process:
+        while not (
+            (folder / "study.db").exists()
+            and "COMPLETE" in (states := list(trials_in(folder).values()))
+            and "RUNNING" in states
+        ):
+            assert process.poll() is None, process.stderr.read().decode()
+            assert time.monotonic() < deadline, "no trial is done"
+            time.sleep(0.02)
+        process.send_signal(signal.SIGKILL)
+    states = trials_in(folder)
+    over = [number for number, state in states.items() if state == "COMPLETE"]
+    assert 1 <= len(over) < 3
+    runs = {number: sorted(folder.glob(f"trial_{number:04d}/*")) for number in states}
+    logs = {run: (run / "metrics.jsonl").read_bytes() for number in over for run in runs[number]}
+    begun = {run: RunInfo(run).record.began for number in runs for run in runs[number] if (run / "run.json").exists()}
+    assert main(words) == 0
+    said = capsys.readouterr().err
+    assert set(trials_in(folder).items()) == {(number, "COMPLETE") for number in range(3)}
+    for number in range(3):
+        for seed in (0, 1):
+            run = RunInfo(folder / f"trial_{number:04d}" / f"test_seed{seed}")
+            assert run.state == "finished"
+            steps = [line["step"] for line in run.lines if "episode/count" in line]
+            assert steps == [128 * count for count in range(1, 11)]
+            assert begun.get(run.path, run.record.began) == run.record.began
+    assert all((run / "metrics.jsonl").read_bytes() == log for run, log in logs.items())
+    assert not any(f"trial {number}:" in said for number in over)
+    assert "continues" in said
+
+    told = json.loads((folder / "group.json").read_text())
+    values = {}
+    for trial in told["trials"]:
+        pair = [RunInfo(folder / trial["folder"] / f"test_seed{seed}").latest("eval/return") for seed in (0, 1)]
+        values[trial["number"]] = sum(pair) / 2
+        assert trial["value"] == pytest.approx(values[trial["number"]])
+    assert told["best"] == max(values, key=values.__getitem__)
+    assert told["trials"][0]["params"] == {"lr": 1e-3, "ent": 0.0}  # what the config has comes first
+    best = json.loads((folder / "best_config.json").read_text())
+    params = told["trials"][told["best"]]["params"]
+    assert best["algorithm"]["cfg"]["learning_rate"] == params["lr"]
+    assert best["algorithm"]["cfg"]["ent_coef"] == params["ent"]
+    assert best["trainer"]["run_dir"] is None
+    page = (folder / "report.html").read_text()
+    assert "eval/return by lr" in page
+    assert "best_config.json" in page
