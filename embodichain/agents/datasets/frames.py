@@ -162,6 +162,8 @@ class EpisodeSource(Protocol):
     layout: FrameLayout
     max_steps: int
     """No episode is longer."""
+    step_seconds: float | None
+    """Time between two frames; None if nobody knows."""
 
     def advance(self) -> list[Episode]:
         """Take one step and return the episodes that it finished, valid until the next call."""

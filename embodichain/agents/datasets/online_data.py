@@ -5,23 +5,28 @@ from __future__ import annotations
 import copy
 import copyreg
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase, pad_sequence
-from torch.utils.data import IterableDataset, default_convert, get_worker_info
+from torch.utils.data import IterableDataset, default_collate, default_convert, get_worker_info
 from torch.utils.data._utils.collate import default_collate_fn_map
+from torch.utils.data._utils.fetch import _IterableDatasetFetcher
 
 from embodichain.agents.datasets.sampler import ChunkSizeSampler, check_size
-from embodichain.errors import ChunkSizeError
+from embodichain.errors import ChunkSizeError, ConfigError
 
 if TYPE_CHECKING:
     from embodichain.agents.engine import OnlineDataEngine
+    from embodichain.agents.engine.offsets import Offsets
 
 Transform = Callable[[TensorDictBase], TensorDictBase]
 
+PADDED = "action_is_pad"
+"""The key that tells repeated frames beyond an episode's end (True) from others, as LeRobot calls it."""
 MASK = "mask"
 """The key that tells frames (True) from padding (False), ``[batch_size, chunk_size]``."""
 
@@ -50,6 +55,8 @@ def collate_chunks(batch: Sequence[TensorDictBase], **_: Any) -> TensorDictBase:
     if len({chunk.batch_size[:1] for chunk in batch}) > 1:
         masked = [chunk if MASK in chunk else with_mask(chunk) for chunk in batch]
         stacked = pad_sequence(masked, pad_dim=0, padding_value=0.0)
+        if PADDED in stacked.keys():  # noqa: SIM118 - it iterates over rows
+            stacked[PADDED] |= ~stacked[MASK]
     else:
         stacked = torch.stack(list(batch))
     return ready_to_send(copy.copy(stacked))
@@ -71,6 +78,18 @@ def with_mask(chunk: TensorDictBase) -> TensorDictBase:
     return chunk.copy().set(MASK, torch.ones(frames, dtype=torch.bool, device=chunk.device))
 
 
+def _check_loader(frame: FrameType, batch_size: int) -> None:
+    """Raise if a DataLoader, whose frame asks for a batch, would put several batches together to another one."""
+    fetcher = frame.f_locals.get("self")
+    if not isinstance(fetcher, _IterableDatasetFetcher) or not fetcher.auto_collation:
+        return
+    if fetcher.collate_fn in (default_collate, OnlineDataset.collate_fn):
+        raise ChunkSizeError(
+            f"the dataset makes batches of {batch_size} itself, but the DataLoader makes batches, too: give it "
+            "batch_size=None, as in DataLoader(dataset, batch_size=None)"
+        )
+
+
 class OnlineDataset(IterableDataset[TensorDictBase]):
     """Endless random chunks from the shared buffer of a running engine.
 
@@ -79,6 +98,16 @@ class OnlineDataset(IterableDataset[TensorDictBase]):
     * Batch mode (``batch_size=N``) yields ``[N, chunk_size]``, for ``DataLoader(dataset, batch_size=None)``: one gather
       per batch, and much faster.
 
+    What is drawn can be changed:
+
+    * ``pad=True``: a chunk may begin at any frame. Beyond the end of its episode the last frame is repeated, and
+      ``action_is_pad`` ``[batch_size, chunk_size]`` is True there.
+    * ``obs_horizon=n``: ``observation`` holds the last ``n`` frames up to the first action ``[batch_size, n, ...]``
+      instead of those of the chunk; before the beginning the first is repeated, see ``observation_is_pad``.
+    * ``delta_timestamps={"observation": [-0.04, 0.0], "action": [0.0, 0.02, 0.04]}`` in place of ``chunk_size``: by key
+      the frames at these seconds from a drawn one, as LeRobot has them, each with a ``NAME_is_pad``. Other keys are
+      those of the drawn frame. ``fps`` tells the frames per second where the engine does not know.
+
     ``torch.manual_seed`` (or the DataLoader's ``generator``) makes the draws reproducible; DataLoader workers draw
     different chunks. The stream does not end, so there is no ``__len__``.
     """
@@ -86,15 +115,28 @@ class OnlineDataset(IterableDataset[TensorDictBase]):
     def __init__(
         self,
         engine: OnlineDataEngine,
-        chunk_size: int | ChunkSizeSampler,
+        chunk_size: int | ChunkSizeSampler | None = None,
         batch_size: int | None = None,
         transform: Transform | None = None,
+        *,
+        pad: bool = False,
+        obs_horizon: int = 1,
+        delta_timestamps: Mapping[str, Sequence[float]] | None = None,
+        fps: float | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(chunk_size, ChunkSizeSampler):
+        if (chunk_size is None) == (delta_timestamps is None):
+            got = "neither" if chunk_size is None else "both"
+            raise ChunkSizeError(f"expected either chunk_size or delta_timestamps, got {got}")
+        if delta_timestamps is not None and (pad or obs_horizon != 1):
+            raise ChunkSizeError("delta_timestamps already say which frames there are: leave out pad and obs_horizon")
+        if chunk_size is not None and not isinstance(chunk_size, ChunkSizeSampler):
             check_size("chunk_size", chunk_size)
         if batch_size is not None:
             check_size("batch_size", batch_size)
+        check_size("obs_horizon", obs_horizon)
+        self.pad, self.obs_horizon = pad, obs_horizon
+        self.delta_timestamps, self.fps = delta_timestamps, fps
         self.engine = engine
         self.chunk_size = chunk_size
         self.batch_size = batch_size
@@ -103,7 +145,7 @@ class OnlineDataset(IterableDataset[TensorDictBase]):
     def _check_longest_chunk(self) -> None:
         """Raise ``ChunkSizeError`` if no stored episode is as long as the longest chunk that may be drawn."""
         size = self.chunk_size.max_size if isinstance(self.chunk_size, ChunkSizeSampler) else self.chunk_size
-        if size is not None:
+        if size is not None and not self.pad:
             try:
                 self.engine.check_chunk_size(size)
             except ChunkSizeError as error:
@@ -118,6 +160,8 @@ class OnlineDataset(IterableDataset[TensorDictBase]):
         seed = int(torch.empty((), dtype=torch.int64).random_() if worker is None else worker.seed & (2**63 - 1))
         generator = np.random.default_rng(seed)
         while True:
+            if self.batch_size is not None:
+                _check_loader(sys._getframe(1), self.batch_size)
             drawn = self._draw(generator)
             if isinstance(drawn, TensorDictBase):  # a transform may return anything
                 drawn = drawn if type(drawn) is TensorDict else drawn.to_tensordict()
@@ -132,14 +176,32 @@ class OnlineDataset(IterableDataset[TensorDictBase]):
         if self.batch_size is not None:
             # In a DataLoader worker the batch is copied to be sent, so its own memory can be used again at once.
             reuse = self.transform is None and get_worker_info() is not None
-            batch = self.engine.sample_batch(self.batch_size, size, generator=generator, reuse_outputs=reuse)
+            batch = self._sample(self.batch_size, size, generator, reuse)
             return ready_to_send(batch if self.transform is None else self.transform(batch))
-        chunk: TensorDictBase = self.engine.sample_batch(1, size, generator=generator)[0]
+        chunk: TensorDictBase = self._sample(1, size, generator)[0]
         if self.transform is not None:
             chunk = self.transform(chunk)
         # Every chunk of varying length says which frames are real, so that all batches have the same keys.
         varies = isinstance(self.chunk_size, ChunkSizeSampler) and isinstance(chunk, TensorDictBase)
         return with_mask(chunk) if varies else chunk
+
+    def _sample(
+        self, count: int, size: int | None, generator: np.random.Generator, reuse: bool = False
+    ) -> TensorDictBase:
+        """Draw chunks of this size, or what the timestamps say."""
+        if size is not None and not self.pad and self.obs_horizon == 1:
+            return self.engine.sample_batch(count, size, generator=generator, reuse_outputs=reuse)
+        return self.engine.sample_frames(count, self._offsets(size), generator=generator)
+
+    def _offsets(self, size: int | None) -> Offsets:
+        from embodichain.agents.engine.offsets import Offsets
+
+        if size is not None:
+            return Offsets.of_chunk(size, self.pad, self.obs_horizon)
+        fps = self.fps or self.engine.fps
+        if fps is None:
+            raise ConfigError("fps: the environment does not tell the time of a step; give fps=", "delta_timestamps")
+        return Offsets.of_timestamps(self.delta_timestamps or {}, fps)
 
     @staticmethod
     def collate_fn(batch: list[TensorDict]) -> TensorDictBase:

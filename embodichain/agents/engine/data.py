@@ -23,6 +23,7 @@ from torch import nn
 from embodichain.agents.datasets.frames import EpisodeInfo
 from embodichain.agents.engine.config import OnlineDataEngineCfg
 from embodichain.agents.engine.gpu_mirror import DeviceMirror
+from embodichain.agents.engine.offsets import Offsets
 from embodichain.agents.engine.reader import Generator, StreamReader
 from embodichain.agents.engine.shared_buffer import Control, Ints, Read, SharedBuffer, Work
 from embodichain.agents.engine.supervisor import Supervisor
@@ -172,6 +173,20 @@ class OnlineDataEngine:
         except EngineStateError as error:
             raise self._cause(error) from self._cause(error).__cause__
 
+    def sample_frames(self, batch_size: int, offsets: Offsets, *, generator: Generator | None = None) -> TensorDict:
+        """Draw ``batch_size`` frames, each with the frames at some offsets from it: a TensorDict ``[batch_size]``.
+
+        An episode that is long enough is drawn uniformly, then a frame in it. Beyond the episode's ends its first or
+        last frame is repeated, and ``NAME_is_pad`` marks these. Batches are copied from the shared memory, also where
+        the buffer is mirrored on a GPU.
+        """
+        try:
+            batch = self._sampling().sample_frames(batch_size, offsets, generator)
+        except EngineStateError as error:
+            raise self._cause(error) from self._cause(error).__cause__
+        mirrored = self._mirror is not None and os.getpid() == self._creator
+        return batch.to(self.device) if mirrored else batch
+
     def check_chunk_size(self, chunk_size: int) -> None:
         """Raise what ``sample_batch`` would raise for chunks of this size, without drawing any."""
         try:
@@ -208,6 +223,12 @@ class OnlineDataEngine:
     def is_init(self) -> bool:
         """Whether every row of the buffer has been written at least once."""
         return self._reader is not None and bool(self._reader.buffer.control[Control.READY])
+
+    @property
+    def fps(self) -> float | None:
+        """Frames per simulated second; None if the environment does not tell."""
+        nanoseconds = int(self._sampling().buffer.control[Control.STEP_NANOSECONDS])
+        return round(1e9 / nanoseconds, 6) if nanoseconds else None
 
     @property
     def shared_buffer(self) -> TensorDict:

@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDict
 
 from embodichain.agents.engine.config import OnlineDataEngineCfg
+from embodichain.agents.engine.offsets import Offsets, OffsetSampler
 from embodichain.agents.engine.sampling import OutputPool, OutputRing, WindowSampler
 from embodichain.agents.engine.shared_buffer import MAX_READERS, Control, Floats, Ints, Read, SharedBuffer, State
 from embodichain.agents.processes.failure import ENGINE, FailureReport
@@ -101,6 +102,7 @@ class _PerThread:
         self.sampler = WindowSampler(buffer, check_state)
         self.pool = OutputPool(buffer.layout)
         self.ring = OutputRing(OutputPool(buffer.layout).get)
+        self.offset_samplers: dict[str, OffsetSampler] = {}
         self.batches = 0
 
 
@@ -129,6 +131,18 @@ class StreamReader:
         windows, redrawn = own.sampler.draw(source, output, batch_size, chunk_size)
         self.count(batch_size, redrawn, lambda: windows // self.buffer.max_steps)
         return output.batch
+
+    def sample_frames(self, batch_size: int, offsets: Offsets, generator: Generator | None = None) -> TensorDict:
+        """Draw ``[batch_size]`` frames and those around them; see ``OnlineDataEngine.sample_frames``."""
+        self.prepare(batch_size, offsets.span)
+        own = self._own()
+        key = repr(offsets)
+        if key not in own.offset_samplers:
+            own.offset_samplers[key] = OffsetSampler(own.sampler, offsets)
+        source = own.generator if generator is None else self.generator(generator)
+        batch, drawn, redrawn = own.offset_samplers[key].draw(source, batch_size)
+        self.count(batch_size, redrawn, lambda: drawn // self.buffer.max_steps)
+        return batch
 
     def generator(self, given: Generator | None) -> np.random.Generator:
         """Return a numpy generator determined by the given one, or this thread's own."""

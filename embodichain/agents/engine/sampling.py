@@ -133,6 +133,10 @@ class Candidates:
         """The sequence numbers as numbers."""
         return np.frombuffer(self.stamp, np.int64)
 
+    def length_of(self, chosen: Ints) -> Ints:
+        """Return the lengths of the episodes in these of the rows."""
+        return np.frombuffer(self.lengths, np.int64)[self.rows[chosen]]
+
     @cached_property
     def is_busy(self) -> bool:
         """Whether any row was being written."""
@@ -156,7 +160,7 @@ class WindowSampler:
         index = torch.from_numpy(picks)
         for windows, target in zip(self._windows_of(chunk_size), out.tensors.values(), strict=True):
             torch.index_select(windows, 0, index, out=target)
-        changed = self._changed(known, chosen)
+        changed = self.changed(known, chosen)
         return picks, self._redraw(generator, out, picks, changed, chunk_size) if len(changed) else 0
 
     def _redraw(self, generator: np.random.Generator, out: Output, picks: Ints, changed: Ints, chunk_size: int) -> int:
@@ -169,9 +173,9 @@ class WindowSampler:
             for slot, window in zip(changed.tolist(), picks[changed].tolist(), strict=True):
                 for source, target in pairs:
                     target.select(0, slot).copy_(source.select(0, window))
-            again = self._changed(known, chosen)
+            again = self.changed(known, chosen)
             if len(again) == len(changed):
-                deadline = self._wait_for_writers(deadline)
+                deadline = self.wait_for_writers(deadline)
             changed = changed[again]
         return redrawn
 
@@ -193,7 +197,7 @@ class WindowSampler:
                     f"chunk_size is {chunk_size}, but the longest of the {int((length > 0).sum())} stored episodes has "
                     f"{longest} steps: use a chunk_size of at most {longest}"
                 )
-            deadline = self._wait_for_writers(deadline)
+            deadline = self.wait_for_writers(deadline)
 
     def _candidates(self, chunk_size: int) -> Candidates:
         """Look at all rows; what was found out last time is not worked out again where nothing has changed."""
@@ -211,7 +215,7 @@ class WindowSampler:
         self._known = Candidates(stamp, lengths, chunk_size, rows, first, starts)
         return self._known
 
-    def _changed(self, known: Candidates, chosen: Ints) -> Ints:
+    def changed(self, known: Candidates, chosen: Ints) -> Ints:
         """Return the indices into ``chosen`` whose row was being written at the time of ``known`` or has been since."""
         fence()
         now = self.buffer.sequence.tobytes()
@@ -232,7 +236,9 @@ class WindowSampler:
             ]
         return self._windows[chunk_size]
 
-    def _wait_for_writers(self, deadline: float) -> float:
+    def wait_for_writers(self, deadline: float) -> float:
+        """Wait a moment for rows that are being written; raise if that takes too long. ``deadline`` is 0 at first,
+        then what this returned."""
         self._check_state()
         now = time.monotonic()
         if deadline and now > deadline:

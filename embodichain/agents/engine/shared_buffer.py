@@ -45,6 +45,7 @@ class Control(enum.IntEnum):
     READY = 1
     RESTARTS = 2
     FAILURE_LENGTH = 3
+    STEP_NANOSECONDS = 4  # 0 if unknown
 
 
 class Work(enum.IntEnum):

@@ -29,6 +29,7 @@ from embodichain.extras import config_folders, import_trusted
 # Like the actors, these are entry points: only a worker that needs them imports all tasks, or the extra ``data``.
 _MAKE_ENV = "embodichain.envs.registration:make_to_watch"
 _LIST_ENVS = "embodichain.envs.registration:list_envs"
+_TASK_ENV, _STEP_SECONDS = "embodichain.envs.task_env:TaskEnv", "embodichain.envs.publishing:step_seconds"
 _RECORDED = "embodichain.agents.datasets.lerobot:RecordedEpisodes"
 _LONGEST = 1000  # steps of an episode that nothing ends
 
@@ -122,6 +123,7 @@ class SimulatedEpisodes:
         if env.max_episode_steps is None:
             raise EnvContractError("episodes of any length cannot be stored: give max_episode_steps")
         self.max_steps = env.max_episode_steps
+        self.step_seconds = _step_seconds(env)
         self._bounds = ActionBounds(env.action_space)
         self._generator = torch.Generator().manual_seed(seed)
         self._observation, info = env.reset(seed=seed)
@@ -206,6 +208,12 @@ class SimulatedEpisodes:
 
     def close(self) -> None:
         self.env.close()
+
+
+def _step_seconds(env: VecEnv) -> float | None:
+    """Return the simulated time of a step; None if the environment does not tell."""
+    seconds: float | None = resolve_name(_STEP_SECONDS)(env) if isinstance(env, resolve_name(_TASK_ENV)) else None
+    return seconds
 
 
 def _episode_seeds(info: dict[str, Any], num_envs: int) -> list[int]:

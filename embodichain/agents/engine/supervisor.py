@@ -140,7 +140,7 @@ class RayPool(ActorPool[ActorHandle]):
             elif kind == "episodes":
                 self._write(worker, content["batch"])
             elif kind == "layout":
-                yield worker, kind, {"layout": content["layout"], "max_steps": content["max_steps"]}
+                yield worker, kind, {name: content[name] for name in ("layout", "max_steps", "step_seconds")}
             elif kind == "failed":
                 yield worker, kind, content
 
@@ -319,13 +319,14 @@ class Supervisor(threading.Thread):
                 self._check_first_fill(self.buffer)
             self._check_refresh(self.buffer, was_ready)
 
-    def _admit(self, worker: WorkerHandle, layout: list[list[Any]], max_steps: int) -> None:
+    def _admit(self, worker: WorkerHandle, layout: list[list[Any]], max_steps: int, step_seconds: float | None) -> None:
         """Give a worker that has built its environment the buffer, made to measure for the first one."""
         frames = FrameLayout.from_json(layout)
         self._most_steps = max(self._most_steps, max_steps)
         if self.buffer is None:
             cfg = self._cfg
             self.buffer = SharedBuffer(frames, cfg.buffer_size, cfg.max_episode_steps or max_steps, cfg.num_workers)
+            self.buffer.control[Control.STEP_NANOSECONDS] = round(1e9 * (step_seconds or 0.0))
             self._last_look = time.monotonic()
             self.changed.set()
         elif frames != self.buffer.layout:

@@ -171,7 +171,7 @@ class RefillPolicy:
 
 def _describe(source: EpisodeSource) -> dict[str, Any]:
     """Return what the engine needs to know of a source."""
-    return {"layout": source.layout.to_json(), "max_steps": source.max_steps}
+    return {"layout": source.layout.to_json(), "max_steps": source.max_steps, "step_seconds": source.step_seconds}
 
 
 class StreamWorker:

@@ -59,6 +59,7 @@ class Frames:
 
     layout = LAYOUT
     max_steps = 12
+    step_seconds = None
 
     def __init__(self) -> None:
         self.count = 0

@@ -158,7 +158,7 @@ def test_waiting_for_a_writer_ends_when_the_engine_does(buffer: SharedBuffer, re
 
 def test_only_windows_whose_row_changed_are_drawn_again(buffer: SharedBuffer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Overwrite a row between the copy and the check: its windows are replaced, all others stay as they were."""
-    sampler, original = WindowSampler(buffer), WindowSampler._changed
+    sampler, original = WindowSampler(buffer), WindowSampler.changed
     drawn: list[Any] = []
 
     def overwrite_then_check(self: WindowSampler, known: Any, chosen: Any) -> Any:
@@ -167,7 +167,7 @@ def test_only_windows_whose_row_changed_are_drawn_again(buffer: SharedBuffer, mo
         drawn.append(known.rows[chosen])
         return original(self, known, chosen)
 
-    monkeypatch.setattr(WindowSampler, "_changed", overwrite_then_check)
+    monkeypatch.setattr(WindowSampler, "changed", overwrite_then_check)
     target = OutputPool(LAYOUT).get(200, 8)
     windows, redrawn = sampler.draw(np.random.default_rng(0), target, 200, 8)
     assert redrawn == int((drawn[0] == 3).sum()) > 0

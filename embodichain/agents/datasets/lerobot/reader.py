@@ -213,6 +213,7 @@ class RecordedEpisodes:
         self._order: list[int] = []
         self.layout = self.reader.layout
         self.max_steps = self.reader.max_steps
+        self.step_seconds = 1.0 / self.reader.fps
 
     def advance(self) -> list[Episode]:
         if not self._order:

@@ -1,0 +1,143 @@
+"""Frames around a drawn one, at offsets that differ by key: padded chunks, past observations, delta timestamps.
+
+``sampling.py`` copies whole windows and is faster. Here every frame is looked up by itself, so that a window may reach
+beyond its episode: there the nearest frame of the episode is repeated, and ``NAME_is_pad`` says so, as in LeRobot.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from embodichain.agents.datasets.frames import FrameLayout, Key, Leaf, unflatten
+from embodichain.agents.engine.sampling import WindowSampler
+from embodichain.agents.engine.shared_buffer import Ints
+from embodichain.errors import ConfigError, nearest
+
+_TOLERANCE = 1e-4
+"""Seconds by which a delta timestamp may differ from the time of a frame, as in LeRobot."""
+_SEPARATOR = re.compile(r"[./]")
+
+
+@dataclass(frozen=True)
+class Offsets:
+    """Which frames come with the drawn one: steps before (negative) and after it, by the names of keys.
+
+    A name is that of an array (``observation/robot/qpos``) or of a group (``observation``), with slashes or dots; the
+    longest that fits counts. Arrays that no name fits are those of the drawn frame alone, without an axis for time.
+    """
+
+    steps: Mapping[str, tuple[int, ...]]
+    span: int = 1
+    """How many steps from the drawn one on lie inside of its episode for sure."""
+    marked: tuple[str, ...] | None = None
+    """Names that get a ``NAME_is_pad``; None: all."""
+
+    @classmethod
+    def of_chunk(cls, chunk_size: int, pad: bool = False, obs_horizon: int = 1) -> Offsets:
+        """Return those of chunks: ``chunk_size`` steps from the drawn one on, and observations up to the drawn one."""
+        ahead, marked = tuple(range(chunk_size)), ["action"] if pad else []
+        steps = {"": ahead, "action": ahead}  # all, and the one that is marked
+        if obs_horizon > 1:
+            steps["observation"] = tuple(range(1 - obs_horizon, 1))
+            marked.append("observation")
+        return cls(steps, 1 if pad else chunk_size, tuple(marked))
+
+    @classmethod
+    def of_timestamps(cls, deltas: Mapping[str, Sequence[float]], fps: float) -> Offsets:
+        """Return those of LeRobot's ``delta_timestamps``: seconds before and after the drawn frame."""
+        problems, steps = [], {}
+        for name, seconds in deltas.items():
+            exact = [delta * fps for delta in seconds]
+            steps[name] = tuple(round(step) for step in exact)
+            off = [s for s, e, r in zip(seconds, exact, steps[name], strict=True) if abs(e - r) > _TOLERANCE * fps]
+            if off or not steps[name]:
+                got = f"{off[0]:g} s" if off else "none"
+                problems.append(f"{name}: expected multiples of {1 / fps:g} s (1/{fps:g}), got {got}")
+        if problems:
+            raise ConfigError(problems, "delta_timestamps")
+        return cls(steps)
+
+    def resolve(self, layout: FrameLayout) -> list[tuple[Leaf, str | None]]:
+        """Return every array of a frame with the name that fits it; ``ConfigError`` for names that fit none."""
+        fitting: list[tuple[Leaf, str | None]] = []
+        used = {""}
+        for leaf in layout.leaves:
+            names = [name for name in self.steps if _fits(name, leaf.key)]
+            fitting.append((leaf, max(names, key=len) if names else None))
+            used.update(names)
+        known = sorted({".".join(leaf.key[:depth]) for leaf in layout.leaves for depth in range(1, len(leaf.key) + 1)})
+        wrong = [name for name in self.steps if name not in used]
+        if wrong:
+            raise ConfigError([f"unknown key {name!r}.{nearest(name, known)}" for name in wrong], "delta_timestamps")
+        return fitting
+
+
+def _fits(name: str, key: Key) -> bool:
+    """Tell whether a name is that of an array, or of a group that it is in; LeRobot's names are understood."""
+    parts = tuple(_SEPARATOR.split(name)) if name else ()
+    if parts[:2] == ("observation", "images"):
+        parts = ("observation", "image", *parts[2:])
+    is_state = parts == ("observation", "state") and key == ("observation", "robot", "qpos")
+    return key[: len(parts)] == parts or is_state
+
+
+class OffsetSampler:
+    """Draws frames with those at some offsets from them; one per thread and choice of offsets."""
+
+    def __init__(self, windows: WindowSampler, offsets: Offsets) -> None:
+        self._windows, self._buffer, self._offsets = windows, windows.buffer, offsets
+        self._leaves = offsets.resolve(windows.buffer.layout)
+        self._steps = {name: torch.tensor(steps) for name, steps in offsets.steps.items()}
+        self._marked = tuple(offsets.steps) if offsets.marked is None else offsets.marked
+        sizes = {None if name is None else len(offsets.steps[name]) for _, name in self._leaves}
+        self._time_axis = [] if None in sizes or len(sizes) > 1 else [size for size in sizes if size is not None]
+
+    def draw(self, generator: np.random.Generator, batch_size: int) -> tuple[TensorDict, Ints, int]:
+        """Return a batch ``[batch_size]``, or chunks ``[batch_size, chunk_size]`` where all arrays have as many frames;
+        the drawn frames (``row * max_steps + step``); and how many were drawn again."""
+        known, chosen, picks = self._windows.pick(generator, batch_size, self._offsets.span)
+        values = self._copy(picks, known.length_of(chosen))
+        redrawn, changed = 0, self._windows.changed(known, chosen)
+        deadline = 0.0
+        while len(changed):  # rows that were overwritten meanwhile
+            redrawn += len(changed)
+            known, chosen, again = self._windows.pick(generator, len(changed), self._offsets.span)
+            picks[changed] = again
+            index = torch.from_numpy(changed)
+            for key, value in self._copy(again, known.length_of(chosen)).items():
+                values[key][index] = value
+            still = self._windows.changed(known, chosen)
+            if len(still) == len(changed):
+                deadline = self._windows.wait_for_writers(deadline)
+            changed = changed[still]
+        return TensorDict(unflatten(values), batch_size=[batch_size, *self._time_axis]), picks, redrawn
+
+    def _copy(self, picks: Ints, lengths: Ints) -> dict[Key, Tensor]:
+        """Return the frames around those that were picked, and which of them are repeated ones."""
+        buffer = self._buffer
+        drawn = torch.from_numpy(picks)
+        at, last = drawn % buffer.max_steps, torch.from_numpy(lengths) - 1
+        first = drawn - at
+        index: dict[str, Tensor] = {}
+        values: dict[Key, Tensor] = {}
+        for name, steps in self._steps.items():
+            wanted = at[:, None] + steps
+            there = torch.minimum(wanted.clamp_min(0), last[:, None])
+            index[name] = first[:, None] + there
+            if name in self._marked:
+                values[f"{name}_is_pad",] = there != wanted
+        for leaf, fitting in self._leaves:
+            frames = buffer.frames[leaf.key].flatten(0, 1)
+            if fitting is None:
+                values[leaf.key] = frames.index_select(0, drawn)
+            else:
+                flat = index[fitting]
+                values[leaf.key] = frames.index_select(0, flat.reshape(-1)).unflatten(0, flat.shape)
+        return values
