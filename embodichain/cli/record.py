@@ -61,14 +61,15 @@ def main(argv: Sequence[str]) -> int:
 
     check_counts({"--episodes": args.episodes})
     console = Console()
-    with closing(open_source(cfg)) as source:  # the episodes of the stream's first worker
+    with closing(open_source(cfg, numbered=False)) as source:  # the episodes of the stream's first worker
         scene = _keep_states(source) if args.states else None
         about = describe(source)
+        name = str(args.config if isinstance(cfg.gym_config, list) else cfg.gym_config.get("id", args.config))
         writer = LeRobotWriter(
             args.out,
             source.layout,
             args.fps or about.fps,
-            args.task or str(cfg.gym_config.get("id", args.config)),
+            args.task or name,
             args.robot_type or about.robot_type,
             args.quality,
             about.names,
@@ -113,14 +114,18 @@ class SourceDescription:
 def describe(source: EpisodeSource) -> SourceDescription:
     """Return the frame rate, the robot and the names of its joints, as far as the source knows them."""
     from embodichain.agents.datasets.lerobot import RecordedEpisodes
-    from embodichain.agents.engine.sources import SimulatedEpisodes
+    from embodichain.agents.engine.sources import MixedEpisodes, SimulatedEpisodes
+    from embodichain.envs.multi_task import TaskView
     from embodichain.envs.task_env import TaskEnv
 
     if isinstance(source, RecordedEpisodes):
         return SourceDescription(round(source.reader.fps), source.reader.info.robot_type, source.reader.names)
-    if not isinstance(source, SimulatedEpisodes) or not isinstance(source.env, TaskEnv):
+    if isinstance(source, MixedEpisodes):
+        source = source.sources[0]
+    env = source.env if isinstance(source, SimulatedEpisodes) else None
+    env = env.env if isinstance(env, TaskView) else env
+    if not isinstance(env, TaskEnv):
         return SourceDescription()
-    env = source.env
     fps = round(1.0 / (env.physics.model.opt.timestep * env.cfg.env.substeps))
     return SourceDescription(fps, robot_name(env), number_names(env))
 

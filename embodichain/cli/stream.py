@@ -102,6 +102,11 @@ def load_stream_config(source: str | os.PathLike[str]) -> OnlineDataEngineCfg:
     nested = data.get("gym_config")
     if isinstance(nested, str):
         data["gym_config"] = load_config(find_config(nested, path.parent))
+    elif isinstance(nested, list):
+        from embodichain.envs.multi_task import task_entries
+
+        entries = task_entries(nested, path.parent)
+        data["gym_config"] = [entry.gym_config | {"weight": entry.weight, "task": entry.words} for entry in entries]
     return OnlineDataEngineCfg.from_dict(data, source=str(source))
 
 
@@ -134,6 +139,8 @@ def parse_command(command: type[Args], prog: str, argv: Sequence[str]) -> tuple[
     if args is not None:
         import_trusted(args.trust, config_folders(args.config))
         loaded = load_stream_config(args.config)
+        if isinstance(loaded.gym_config, list):  # each task has settings of its own
+            schemas = {("action_config",): (ActionSourceCfg,)}
         cfg = parse_overrides(loaded.replace(trusted_modules=[]), flags, f"{prog} CONFIG", "", schemas)
         trusted = [*args.trust, *cfg.trusted_modules]  # on the command line; a file alone allows nothing
         check_trusted(loaded.trusted_modules, trusted, str(args.config))
@@ -170,6 +177,9 @@ def watch(engine: OnlineDataEngine, args: StreamArgs, console: Console) -> None:
             if args.tensorboard is not None:
                 write_scalars(log, history.last)
     console.print(view(history, args, None))
+    for name, task in engine.task_stats().items():
+        success = "" if task.success_rate is None else f", {task.success_rate:.1%} succeeded"
+        console.print(f"{name}: {task.episodes_written:,} episodes{success}", markup=False, highlight=False)
 
 
 def _draw(engine: OnlineDataEngine, args: StreamArgs, seconds: float) -> None:

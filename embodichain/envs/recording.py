@@ -201,13 +201,17 @@ class Summary:
             raise ValueError("expected at least one episode, got none")
         returns = torch.tensor([e.total_reward for e in episodes], dtype=torch.float64)
         known = [e.success for e in episodes if e.success is not None]
+        measured: dict[str, list[float]] = {}
+        for episode in episodes:
+            for name, value in episode.metrics.items():
+                measured.setdefault(name, []).append(value)
         return Summary(
             episodes=len(episodes),
             mean_return=float(returns.mean()),
             std_return=float(returns.std(correction=0)),
             mean_length=sum(e.length for e in episodes) / len(episodes),
             success_rate=sum(known) / len(known) if known else None,
-            metrics={name: sum(e.metrics[name] for e in episodes) / len(episodes) for name in episodes[0].metrics},
+            metrics={name: sum(values) / len(values) for name, values in measured.items()},
         )
 
 
@@ -235,6 +239,9 @@ def roll(env: VecEnv, act: ActionSource, episodes: int, seed: int | None = None)
             for env_id in torch.nonzero(done & (share > 0)).reshape(-1).tolist():
                 solved = None if success is None else bool(success[env_id] > 0.5)
                 last = {name: float(values[env_id]) for name, values in measures.items()}
+                last = {
+                    name: value for name, value in last.items() if not (name.startswith("task/") and math.isnan(value))
+                }
                 ended.append(EpisodeResult(env_id, float(total[env_id]), int(length[env_id]), solved, last))
         share -= done.to(share.dtype)
         total[done], length[done] = 0.0, 0

@@ -19,6 +19,7 @@ from embodichain.envs.env_cfg import EnvCfg, GymCfg
 from embodichain.envs.gl_backend import choose_backend
 from embodichain.envs.gymnasium_env import make_gymnasium
 from embodichain.envs.gymnasium_env.construct import resolve_spec
+from embodichain.envs.multi_task import MULTI_TASK, make_multi_task
 from embodichain.envs.physics.mujoco_cpu import MujocoCpuPhysics
 from embodichain.envs.publishing import publish_if_asked
 from embodichain.envs.randomization import EVENTS, spare_rows
@@ -119,7 +120,7 @@ def load_gym_config(config: GymCfg | Mapping[str, Any] | str | os.PathLike[str],
 
 def _unknown_id(name: str) -> str | None:
     """Return what is wrong with an id that nobody registered; those of modules that are to be imported may be right."""
-    if ":" in name or name in _TASKS or name in gym.registry:
+    if ":" in name or name in _TASKS or name in gym.registry or name == MULTI_TASK:
         return None
     names = [*_TASKS, *(name for name in gym.registry if not name.startswith(("phys2d/", "tabular/")))]
     close = nearest(name, names).split(" Valid:")[0]
@@ -195,6 +196,11 @@ def make(
 
 def _make(cfg: GymCfg, trusted_modules: Collection[str]) -> VecEnv:
     """Build the environment of a complete config."""
+    if cfg.id == MULTI_TASK:
+        common: dict[str, Any] = {"device": cfg.device, "num_threads": cfg.num_threads}
+        common |= {} if cfg.max_episode_steps is None else {"max_episode_steps": cfg.max_episode_steps}
+        common |= {"seed": cfg.seed, "env": {"curricula": cfg.env.curricula}}
+        return make_multi_task(cfg.kwargs, cfg.num_envs, lambda one: make(one, trusted_modules, **common))
     if is_simulated_here(cfg):
         task = _TASKS[cfg.id].task
         model = task.build_model(cfg)
@@ -249,9 +255,10 @@ def make_to_watch(
     import_trusted(trusted_modules, config_folders(config))
     cfg = load_gym_config(config, **overrides)
     cfg = cfg.replace(env=cfg.env.replace(curricula="final"))  # to watch is to judge
-    if not is_simulated_here(cfg) and (unknown := _unknown_id(cfg.id)):
+    is_foreign = not is_simulated_here(cfg) and cfg.id != MULTI_TASK
+    if is_foreign and (unknown := _unknown_id(cfg.id)):
         raise UnknownNameError(unknown)
-    env = _make_with_images(cfg, trusted_modules) if video and not is_simulated_here(cfg) else None
+    env = _make_with_images(cfg, trusted_modules) if video and is_foreign else None
     env = make(cfg, trusted_modules) if env is None else env
     if env.max_episode_steps is not None:
         return env

@@ -13,7 +13,8 @@
   entry is always there and always ``[num_envs]``; rows of envs that are not done equal ``obs`` (on a CPU it *is*
   ``obs`` when none is done), so the value of the next state is the value of ``final_observation``, whatever happened.
 * ``info["rewards"]`` and ``info["metrics"]`` map names to ``[num_envs]`` tensors: the weighted parts of the reward, and
-  measures of the state reached such as ``success``. ``info["episode_seed"]`` (int64 ``[num_envs]``) names the episode
+  measures of the state reached such as ``success``; ``task/<name>/<measure>``, of one task of several, is NaN in the
+  envs of others. ``info["episode_seed"]`` (int64 ``[num_envs]``) names the episode
   each env is in after the step; ``reset(seed=that_tensor)`` begins the same episodes again.
 * Spaces are those of one env, without the batch dimension.
 * Env ``i`` of seed ``s`` behaves the same whatever ``num_envs`` and the number of threads are.

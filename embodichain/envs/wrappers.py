@@ -185,6 +185,9 @@ class GroupedEnv(VecEnv):
     from the common one. Groups that simulate elsewhere make a ``RemoteGroups``, whose groups are stepped side by side.
     """
 
+    is_divisible: bool = True
+    """Whether its groups can be wrapped one by one, and joined again."""
+
     def __new__(cls, groups: Sequence[VecEnv]) -> Self:
         """Return one of the kind that the groups allow."""
         apart = cls is GroupedEnv and groups and all(isinstance(group, StepsInHalves) for group in groups)

@@ -141,6 +141,8 @@ class Episode:
     policy_version: int = -1
     task: str | None = None
     """What was to be done, in words; None if that is not known."""
+    task_index: int = 0
+    """Which task of several it was."""
 
     def check_finite(self) -> None:
         """Raise if any number of the episode is NaN or infinite."""
@@ -189,3 +191,5 @@ class EpisodeInfo:
     success: bool | None
     time: float
     """Unix time at which the episode was written."""
+    task_index: int = 0
+    """Which of the engine's ``tasks`` it is an episode of."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from embodichain.agents.processes.ray_backend import PlacementCfg
-from embodichain.config import Config, Count, Field, Fraction, NotNegative, Positive, Shorthand, configclass
+from embodichain.config import Config, Count, Field, Fraction, NotNegative, Positive, Shorthand, configclass, merge
+from embodichain.envs.multi_task import MULTI_TASK, TaskEntry, shared_out, task_entries
 from embodichain.errors import ConfigError, nearest
 
 ActorFactory = Callable[..., Any]
@@ -124,8 +126,12 @@ class OnlineDataEngineCfg(Config):
     """Expected size of the robot state (``robot/qpos``, or ``state``); None takes the environment's."""
     buffer_device: str = "cpu"
     """Where batches come from: ``cpu``, or ``cuda`` to mirror the buffer on the GPU."""
-    gym_config: dict[str, Any] = {}
-    """The environment: the parsed ``gym_config.json`` of a task, or ``id``, ``num_envs``, ``kwargs`` of any other."""
+    gym_config: dict[str, Any] | list[Any] = {}
+    """The environment: the parsed ``gym_config.json`` of a task, or ``id``, ``num_envs``, ``kwargs`` of any other. Or
+    several in a list, each with a ``weight``, and a ``task`` in words: see :func:`task_entries`."""
+    task_observations: Literal["same", "common", "padded"] = "same"
+    """With several tasks: whether they have to observe the same, or only what all of them do is kept, or zeros fill up
+    what is missing or shorter, in observations and actions."""
     action_config: dict[str, Any] = {}
     """Where episodes come from; see :class:`ActionSourceCfg`."""
     refill_threshold: Count = 50
@@ -158,12 +164,39 @@ class OnlineDataEngineCfg(Config):
     progress: bool = True
     """Whether ``start`` shows a progress bar (in a terminal only)."""
 
+    def tasks(self) -> list[TaskEntry]:
+        """Return the tasks of a list, or of the environment ``MultiTask``; nothing where there is one environment."""
+        given = self.gym_config
+        if isinstance(given, list):
+            return task_entries(given) if given else []
+        if given.get("id") != MULTI_TASK:
+            return []
+        common = {name: value for name, value in given.items() if name not in ("id", "num_envs", "kwargs")}
+        entries, _ = shared_out(given.get("kwargs", {}), int(given.get("num_envs", 1)))
+        return [replace(entry, gym_config=merge(entry.gym_config, common)) for entry in entries]
+
+    @property
+    def agreement(self) -> Literal["same", "common", "padded"]:
+        """What is observed of tasks that differ."""
+        if isinstance(self.gym_config, list) or self.gym_config.get("id") != MULTI_TASK:
+            return self.task_observations
+        return self.gym_config.get("kwargs", {}).get("observations", self.task_observations)
+
     def check(self) -> ActionSourceCfg:
         """Raise ConfigError for settings that contradict each other; return the checked ``action_config``."""
         action = ActionSourceCfg.of(self.action_config, self.trusted_modules)
         problems = []
         if not self.gym_config and action.source != "dataset":
-            problems.append("gym_config: expected the config of an environment, got {}")
+            problems.append(f"gym_config: expected the config of an environment, got {self.gym_config}")
+        entries = []
+        try:
+            entries = self.tasks()
+        except ConfigError as error:
+            problems += error.problems
+        rows, workers = self.buffer_size, self.num_workers if self.workers == "local" else 1
+        if len(entries) > 1 and rows < len(entries) * workers:
+            needed = f"at least one row per task and worker ({len(entries)} x {workers})"
+            problems.append(f"buffer_size: expected {needed}, got {rows}")
         if self.workers == "local":
             cluster = {"address": (self.address, None), "placement": (self.placement, PlacementCfg())}
             for name, (given, default) in cluster.items():

@@ -53,6 +53,8 @@ class OnlineDataEngine:
         if kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
             expected = "expected 'cpu', or 'cuda' on a machine with a CUDA device and torch"
             raise ConfigError(f"buffer_device: {expected}, got {cfg.buffer_device!r}", "OnlineDataEngineCfg")
+        self.tasks = [entry.name for entry in cfg.tasks()]
+        """Names of the tasks of a list, which ``task_index`` in batches counts; empty for one environment."""
         self.device = torch.device(cfg.buffer_device)
         """Where batches come from in this process; in others they always come from the shared memory."""
         self._creator: int | None = os.getpid()
@@ -208,6 +210,11 @@ class OnlineDataEngine:
         """Return what is going on; rates are since the last call in this process."""
         return self._counter().stream()
 
+    def task_stats(self) -> dict[str, TaskStats]:
+        """Return what was done of each of several tasks, by name."""
+        records = self._sampling().buffer.tasks.sum(axis=0)
+        return {name: TaskStats.of(record) for name, record in zip(self.tasks, records, strict=False)}
+
     def worker_stats(self) -> list[WorkerStats]:
         """Return what each worker does; rates are since the last call. For the process that started them."""
         self._check_creator("watch")
@@ -283,6 +290,21 @@ class StreamStats:
     """Chunks that were drawn again because their row was overwritten while they were copied."""
     frames: int
     """Simulated environment steps, in episodes that were finished."""
+
+
+@dataclass(frozen=True)
+class TaskStats:
+    """What was done of one of several tasks since the start."""
+
+    episodes_written: int
+    success_rate: float | None
+    """Of all finished episodes, stored or not (with Ray: of those stored); None if the environment does not say."""
+
+    @classmethod
+    def of(cls, record: Ints) -> TaskStats:
+        """Read a record."""
+        judged = int(record[Work.JUDGED])
+        return cls(int(record[Work.WRITTEN]), int(record[Work.SUCCEEDED]) / judged if judged else None)
 
 
 WorkerState = Literal["waiting", "building", "running", "unreachable"]

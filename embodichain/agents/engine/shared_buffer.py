@@ -17,8 +17,10 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from embodichain.agents.datasets.frames import Episode, EpisodeInfo, FrameLayout, Key, unflatten
+from embodichain.agents.engine.config import OnlineDataEngineCfg
 from embodichain.agents.processes.failure import REPORT_BYTES
 from embodichain.agents.processes.shared_memory import Segment, fence
+from embodichain.envs.multi_task import shares_of
 from embodichain.errors import StreamStalledError
 from embodichain.utils.tensor_tree import BlockLayout
 
@@ -78,13 +80,34 @@ class Read(enum.IntEnum):
     STREAMS = 5
 
 
+def count_finished(episode: Episode, record: Ints) -> None:
+    """Count a finished episode in a record."""
+    record[Work.FINISHED] += 1
+    record[Work.FRAMES] += episode.length
+    if episode.success is not None:
+        record[Work.JUDGED] += 1
+        record[Work.SUCCEEDED] += int(episode.success)
+
+
+def task_weights(cfg: OnlineDataEngineCfg) -> tuple[float, ...]:
+    """Return the weights of the tasks of a stream; one where there is one task."""
+    return tuple(entry.weight for entry in cfg.tasks()) or (1.0,)
+
+
 class SharedBuffer:
     """All shared state of one engine; pickle it (or fork) to attach in another process."""
 
     def __init__(
-        self, layout: FrameLayout, num_rows: int, max_steps: int, num_workers: int, segment: Segment | None = None
+        self,
+        layout: FrameLayout,
+        num_rows: int,
+        max_steps: int,
+        num_workers: int,
+        segment: Segment | None = None,
+        weights: tuple[float, ...] = (1.0,),
     ) -> None:
-        """Map the memory of a buffer, or allocate an empty one; SharedMemoryError if it does not fit."""
+        """Map the memory of a buffer, or allocate an empty one; SharedMemoryError if it does not fit.
+        Tasks share the rows of every worker by their ``weights``."""
         arrays: dict[str | Key, tuple[torch.dtype, tuple[int, ...]]] = {
             "control": (torch.int64, (8,)),
             "failure": (torch.uint8, (REPORT_BYTES,)),
@@ -94,14 +117,15 @@ class SharedBuffer:
             "sequence": (torch.int64, (num_rows,)),
             "length": (torch.int64, (num_rows,)),
             "stamps": (torch.float64, (num_rows, 2)),
-            "origins": (torch.int64, (num_rows, 4)),
+            "origins": (torch.int64, (num_rows, 5)),
+            "tasks": (torch.int64, (num_workers, len(weights), WORK_WORDS)),
         }
         arrays |= {leaf.key: (leaf.dtype, (num_rows, max_steps, *leaf.shape)) for leaf in layout.leaves}
         block = BlockLayout((name, dtype, shape) for name, (dtype, shape) in arrays.items())
         if segment is None:
             what = f"a buffer of {num_rows} episodes x {max_steps} steps x {layout.nbytes} bytes"
             segment = Segment.create(block.nbytes, what)
-        self.segment, self.layout = segment, layout
+        self.segment, self.layout, self.weights = segment, layout, weights
         self.num_rows, self.max_steps, self.num_workers = num_rows, max_steps, num_workers
         views = block.views(segment.bytes)
         self.control: Ints = views["control"].numpy()
@@ -114,17 +138,27 @@ class SharedBuffer:
         self.stamps: Floats = views["stamps"].numpy()
         """Per row: the Unix time of the write, and how many episodes the engine had written by then."""
         self.origins: Ints = views["origins"].numpy()
-        """Per row: worker, episode seed, policy version, success (-1 unknown)."""
+        """Per row: worker, episode seed, policy version, success (-1 unknown), task."""
+        self.tasks: Ints = views["tasks"].numpy()
+        """Of every worker, a record for each of several tasks; its own record has the sums."""
         self.frames: dict[Key, Tensor] = {leaf.key: views[leaf.key] for leaf in layout.leaves}
         nested = TensorDict(unflatten(self.frames), batch_size=[num_rows, max_steps])
         self.tensordict = nested.share_memory_()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return SharedBuffer, (self.layout, self.num_rows, self.max_steps, self.num_workers, self.segment)
+        sizes = (self.num_rows, self.max_steps, self.num_workers)
+        return SharedBuffer, (self.layout, *sizes, self.segment, self.weights)
 
     def rows_of(self, worker: int) -> range:
         """Return the rows that belong to a worker: as even a split as there is."""
         return range(*(index * self.num_rows // self.num_workers for index in (worker, worker + 1)))
+
+    def rows_of_task(self, worker: int, task: int) -> range:
+        """Return the rows of a worker that belong to one of several tasks."""
+        rows, ends = self.rows_of(worker), [0]
+        for share in shares_of(self.weights, len(rows)):
+            ends.append(ends[-1] + share)
+        return rows[ends[task] : ends[task + 1]]
 
     def write(self, row: int, worker: int, episode: Episode) -> None:
         """Replace the episode in a row; readers that are copying from it notice and draw again."""
@@ -139,7 +173,7 @@ class SharedBuffer:
                 start += len(piece)
         success = -1 if episode.success is None else int(episode.success)
         self.length[row] = episode.length
-        self.origins[row] = (worker, episode.seed, episode.policy_version, success)
+        self.origins[row] = (worker, episode.seed, episode.policy_version, success, episode.task_index)
         self.stamps[row] = (time.time(), self.episodes_written)
         fence()
         self.sequence[row] = busy + 1
@@ -153,9 +187,9 @@ class SharedBuffer:
             length, stamp, origin = int(self.length[row]), float(self.stamps[row, 0]), self.origins[row].tolist()
             fence()
             if sequence % 2 == 0 and sequence == int(self.sequence[row]):
-                worker, seed, version, success = origin if length else (-1, -1, -1, -1)
+                worker, seed, version, success, task = origin if length else (-1, -1, -1, -1, 0)
                 known = None if success < 0 else bool(success)
-                return EpisodeInfo(row, length, sequence, worker, seed, version, known, stamp)
+                return EpisodeInfo(row, length, sequence, worker, seed, version, known, stamp, task)
             time.sleep(0.001)
         raise StreamStalledError(f"row {row} has been half-written for {_FENCED_READ_SECONDS:.0f} s")
 

@@ -1,5 +1,6 @@
 """Sources of episodes: a simulation in which an actor chooses the actions, or a folder of recorded episodes."""
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from pkgutil import resolve_name
@@ -22,6 +23,7 @@ from embodichain.agents.datasets.frames import (
 )
 from embodichain.agents.engine.config import ACTORS, ActionSourceCfg, OnlineDataEngineCfg
 from embodichain.agents.processes.channel import PublishedWeights
+from embodichain.envs.multi_task import TaskView, open_views
 from embodichain.envs.vec_env import ActionBounds, HasExpert, VecEnv, random_actions
 from embodichain.errors import ConfigError, EnvContractError, nearest
 from embodichain.extras import config_folders, import_trusted
@@ -118,8 +120,9 @@ class SimulatedEpisodes:
     episode of env ``i`` is a part of column ``i``, or two parts across the end of the ring.
     """
 
-    def __init__(self, env: VecEnv, actor: Actor, seed: int, noise_std: float = 0.0) -> None:
-        self.env, self.actor, self._noise_std = env, actor, noise_std
+    def __init__(self, env: VecEnv, actor: Actor, seed: int, noise_std: float = 0.0, task_index: int = 0) -> None:
+        self.env, self.actor, self._noise_std, self._task_index = env, actor, noise_std, task_index
+        self.num_envs = env.num_envs
         if env.max_episode_steps is None:
             raise EnvContractError("episodes of any length cannot be stored: give max_episode_steps")
         self.max_steps = env.max_episode_steps
@@ -194,7 +197,8 @@ class SimulatedEpisodes:
             frames = {key: self._column(ring, index, length) for key, ring in self._ring.items()}
             known = None if solved is None else bool(solved[index])
             words = words_of(frames[INSTRUCTION][0][0]) if INSTRUCTION in frames else None
-            episodes.append(Episode(frames, length, self._seeds[index], known, self.actor.version, words))
+            about = (self._seeds[index], known, self.actor.version, words, self._task_index)
+            episodes.append(Episode(frames, length, *about))
             self._begin[index] = self._step
             self._seeds[index] = next_seeds[index]
         self.actor.reset(ended)
@@ -212,8 +216,53 @@ class SimulatedEpisodes:
 
 def _step_seconds(env: VecEnv) -> float | None:
     """Return the simulated time of a step; None if the environment does not tell."""
+    env = env.env if isinstance(env, TaskView) else env
     seconds: float | None = resolve_name(_STEP_SECONDS)(env) if isinstance(env, resolve_name(_TASK_ENV)) else None
     return seconds
+
+
+class MixedEpisodes:
+    """Several tasks, each in an environment of its own; one of them is stepped at a time.
+
+    Which one, the caller says; else the one that lags behind its weight. With ``numbered``, every frame has its
+    ``task_index``.
+    """
+
+    def __init__(self, sources: Sequence[SimulatedEpisodes], weights: Sequence[float], numbered: bool) -> None:
+        self.sources, self._weights = list(sources), list(weights)
+        for index, source in enumerate(self.sources if numbered else ()):
+            number = torch.full((source.env.num_envs,), index, dtype=torch.int64)
+            source.also_keep(functools.partial(dict, [(("task_index",), number)]))
+        self.layout, self.max_steps = self.sources[0].layout, max(source.max_steps for source in self.sources)
+        seconds = {source.step_seconds for source in self.sources}
+        self.step_seconds = seconds.pop() if len(seconds) == 1 else None
+        self.num_envs = round(sum(source.num_envs for source in self.sources) / len(self.sources))
+        """Envs that are stepped at a time, on average."""
+        self.kept = [0] * len(self.sources)
+        """Episodes of each task that were delivered and, where only successes count, succeeded."""
+        self.only_success = False
+
+    def advance(self, task: int | None = None) -> list[Episode]:
+        """Take one step in the envs of one task, and return the episodes that it finished."""
+        if task is None:
+            task = min(range(len(self.kept)), key=lambda i: self.kept[i] / self._weights[i])
+        episodes = self.sources[task].advance()
+        self.kept[task] += sum(not self.only_success or bool(episode.success) for episode in episodes)
+        return episodes
+
+    def adopt(self, weights: PublishedWeights) -> None:
+        """Let all actors act by weights that a learner published."""
+        for source in self.sources:
+            source.adopt(weights)
+
+    def resume(self, steps: int, episodes: int) -> None:
+        """Continue what depends on the steps of all envs, and their episodes, where another worker was."""
+        for source in self.sources:
+            source.resume(steps, episodes)
+
+    def close(self) -> None:
+        for source in self.sources:
+            source.close()
 
 
 def _episode_seeds(info: dict[str, Any], num_envs: int) -> list[int]:
@@ -222,9 +271,12 @@ def _episode_seeds(info: dict[str, Any], num_envs: int) -> list[int]:
     return [-1] * num_envs if seeds is None else [int(seed) for seed in seeds.tolist()]
 
 
-def open_source(cfg: OnlineDataEngineCfg, worker: int = 0, incarnation: int = 0) -> EpisodeSource:
-    """Open the source of one worker; a worker's replacement (the next incarnation) draws other episodes."""
-    source = _open(cfg, stream_seed(cfg.seed, worker, incarnation))
+def open_source(
+    cfg: OnlineDataEngineCfg, worker: int = 0, incarnation: int = 0, numbered: bool = True
+) -> EpisodeSource:
+    """Open the source of one worker; a worker's replacement (the next incarnation) draws other episodes.
+    Of several tasks, every frame has its ``task_index``, unless it is not to be ``numbered``."""
+    source = _open(cfg, stream_seed(cfg.seed, worker, incarnation), numbered)
     try:
         check_layout(cfg, source.layout, source.max_steps)
     except ConfigError:
@@ -233,31 +285,55 @@ def open_source(cfg: OnlineDataEngineCfg, worker: int = 0, incarnation: int = 0)
     return source
 
 
-def _open(cfg: OnlineDataEngineCfg, seed: int) -> EpisodeSource:
+def _open(cfg: OnlineDataEngineCfg, seed: int, numbered: bool) -> EpisodeSource:
     action = cfg.check()
     if action.source == "dataset":
         recorded: EpisodeSource = resolve_name(_RECORDED)(str(action.path), seed)
         return recorded
     import_trusted(cfg.trusted_modules, config_folders())
-    overrides: dict[str, Any] = {}
-    labelled = action.source in ("expert", "dagger")
-    ends = False if labelled and action.terminate_on_success is None else action.terminate_on_success
-    if ends is not None and _is_task(cfg.gym_config.get("id")):
-        overrides["env"] = {"terminate_on_success": ends}
-    elif action.terminate_on_success is not None:
-        raise ConfigError(
-            f"terminate_on_success: only tasks let this be chosen, {cfg.gym_config.get('id')} does not", "action_config"
-        )
-    if cfg.num_workers > 1 and "num_threads" not in cfg.gym_config:
-        overrides["num_threads"] = max(1, len(os.sched_getaffinity(0)) // cfg.num_workers)
-    longest = cfg.max_episode_steps or _LONGEST
-    env: VecEnv = resolve_name(_MAKE_ENV)(cfg.gym_config, cfg.trusted_modules, longest=longest, **overrides)
+    entries = cfg.tasks()
+    if not entries:
+        return _simulated(cfg, action, _make_env(cfg, action, dict(cfg.gym_config)), seed)
+    views = open_views(entries, cfg.agreement, lambda e: _make_env(cfg, action, e.gym_config), "task_observations")
+    try:
+        sources = [_simulated(cfg, action, view, seed + 2 * number, number) for number, view in enumerate(views)]
+    except BaseException:
+        for view in views:
+            view.close()
+        raise
+    mixed = MixedEpisodes(sources, [entry.weight for entry in entries], numbered)
+    mixed.only_success = action.only_success
+    return mixed
+
+
+def _simulated(
+    cfg: OnlineDataEngineCfg, action: ActionSourceCfg, env: VecEnv, seed: int, task_index: int = 0
+) -> SimulatedEpisodes:
+    """Return the episodes of an environment in which the config's actor acts."""
     try:
         actor = make_actor(action, env, seed + 1, cfg.trusted_modules, cfg.num_workers)
-        return SimulatedEpisodes(env, actor, seed, action.noise_std)
+        return SimulatedEpisodes(env, actor, seed, action.noise_std, task_index)
     except BaseException:  # an environment may hold processes and windows
         env.close()
         raise
+
+
+def _make_env(cfg: OnlineDataEngineCfg, action: ActionSourceCfg, gym_config: dict[str, Any]) -> VecEnv:
+    """Make an environment with what the source of actions and the number of workers ask for."""
+    overrides: dict[str, Any] = {}
+    labelled = action.source in ("expert", "dagger")
+    ends = False if labelled and action.terminate_on_success is None else action.terminate_on_success
+    if ends is not None and _is_task(gym_config.get("id")):
+        overrides["env"] = {"terminate_on_success": ends}
+    elif action.terminate_on_success is not None:
+        raise ConfigError(
+            f"terminate_on_success: only tasks let this be chosen, {gym_config.get('id')} does not", "action_config"
+        )
+    if cfg.num_workers > 1 and "num_threads" not in gym_config:
+        overrides["num_threads"] = max(1, len(os.sched_getaffinity(0)) // cfg.num_workers)
+    longest = cfg.max_episode_steps or _LONGEST
+    env: VecEnv = resolve_name(_MAKE_ENV)(gym_config, cfg.trusted_modules, longest=longest, **overrides)
+    return env
 
 
 def _is_task(name: object) -> bool:

@@ -15,7 +15,16 @@ import numpy as np
 
 from embodichain.agents.datasets.frames import FrameLayout
 from embodichain.agents.engine.config import OnlineDataEngineCfg
-from embodichain.agents.engine.shared_buffer import WORK_WORDS, Control, Ints, SharedBuffer, State, Work
+from embodichain.agents.engine.shared_buffer import (
+    WORK_WORDS,
+    Control,
+    Ints,
+    SharedBuffer,
+    State,
+    Work,
+    count_finished,
+    task_weights,
+)
 from embodichain.agents.processes.channel import PublishedWeights
 from embodichain.agents.processes.failure import ENGINE, FailureReport, drop_locals
 from embodichain.agents.processes.pool import Restarts, WorkerHandle, WorkerPool, WorkerProcess
@@ -93,7 +102,10 @@ class RayPool(ActorPool[ActorHandle]):
         self._settings = cfg.to_dict()
         if cfg.gym_config:  # a simulator has as many threads as its worker has cores
             threads = max(1, math.floor(cfg.placement.num_cpus))
-            self._settings["gym_config"] = {"num_threads": threads, **cfg.gym_config}
+            tasks = [entry.gym_config | {"weight": entry.weight, "task": entry.words} for entry in cfg.tasks()]
+            given = [{"num_threads": threads, **task} for task in tasks]
+            self._settings["gym_config"] = given or {"num_threads": threads, **dict(cfg.gym_config)}
+            self._settings["task_observations"] = cfg.agreement
         self._make_refill = functools.partial(RefillPolicy, cfg)
         self._refill: RefillPolicy | None = None
         self._row = 0
@@ -186,6 +198,8 @@ class RayPool(ActorPool[ActorHandle]):
         worker.heartbeat.beat()
         for episode in batch.episodes(buffer.layout):
             buffer.write(self._row, worker.index, episode)
+            count_finished(episode, buffer.tasks[worker.index, episode.task_index])
+            buffer.tasks[worker.index, episode.task_index, Work.WRITTEN] += 1
             self._row = (self._row + 1) % buffer.num_rows
             record[Work.WRITTEN] += 1
             refill.record[Work.WRITTEN] += 1
@@ -325,7 +339,8 @@ class Supervisor(threading.Thread):
         self._most_steps = max(self._most_steps, max_steps)
         if self.buffer is None:
             cfg = self._cfg
-            self.buffer = SharedBuffer(frames, cfg.buffer_size, cfg.max_episode_steps or max_steps, cfg.num_workers)
+            sizes = (cfg.buffer_size, cfg.max_episode_steps or max_steps, cfg.num_workers)
+            self.buffer = SharedBuffer(frames, *sizes, weights=task_weights(cfg))
             self.buffer.control[Control.STEP_NANOSECONDS] = round(1e9 * (step_seconds or 0.0))
             self._last_look = time.monotonic()
             self.changed.set()

@@ -15,8 +15,17 @@ from torch import Tensor
 
 from embodichain.agents.datasets.frames import Episode, EpisodeSource, FrameLayout, Key
 from embodichain.agents.engine.config import OnlineDataEngineCfg
-from embodichain.agents.engine.shared_buffer import WORK_WORDS, Control, Ints, SharedBuffer, State, Work
-from embodichain.agents.engine.sources import SimulatedEpisodes, open_source
+from embodichain.agents.engine.shared_buffer import (
+    WORK_WORDS,
+    Control,
+    Ints,
+    SharedBuffer,
+    State,
+    Work,
+    count_finished,
+    task_weights,
+)
+from embodichain.agents.engine.sources import MixedEpisodes, SimulatedEpisodes, open_source
 from embodichain.agents.processes.channel import Channel, PublishedWeights
 from embodichain.agents.processes.failure import FailureReport
 from embodichain.agents.processes.pool import Heartbeat
@@ -42,7 +51,7 @@ def simulate(channel: Channel, heartbeat: Heartbeat, settings: dict[str, Any], w
         while (segment := inbox.receive(None)) is None:
             continue
         length = cfg.max_episode_steps or source.max_steps
-        buffer = SharedBuffer(source.layout, cfg.buffer_size, length, cfg.num_workers, segment)
+        buffer = SharedBuffer(source.layout, cfg.buffer_size, length, cfg.num_workers, segment, task_weights(cfg))
         Worker(cfg, worker, source, buffer).loop(heartbeat, inbox)
     finally:
         source.close()
@@ -79,14 +88,14 @@ class Inbox:
 
 def adopt(source: EpisodeSource, weights: PublishedWeights) -> None:
     """Let who acts in a simulation do so by these weights."""
-    if isinstance(source, SimulatedEpisodes):
+    if isinstance(source, SimulatedEpisodes | MixedEpisodes):
         source.adopt(weights)
 
 
 def resume(source: EpisodeSource, record: Ints) -> None:
     """Let a source continue where the worker of this record, which it replaces, was."""
-    if isinstance(source, SimulatedEpisodes):
-        source.resume(int(record[Work.STEPS]) * source.env.num_envs, int(record[Work.FINISHED]))
+    if isinstance(source, SimulatedEpisodes | MixedEpisodes):
+        source.resume(int(record[Work.STEPS]) * source.num_envs, int(record[Work.FINISHED]))
 
 
 class Worker:
@@ -100,6 +109,10 @@ class Worker:
         self._record: Ints = buffer.workers[worker]
         self._only_success = cfg.check().only_success
         self._refill = RefillPolicy(cfg, buffer, worker)
+        self._mixed = source if isinstance(source, MixedEpisodes) else None
+        tasks = range(len(buffer.weights) if self._mixed is not None else 0)
+        self._task_rows = [buffer.rows_of_task(worker, task) for task in tasks]
+        self._task_refills = [RefillPolicy(cfg, buffer, worker, task) for task in tasks]
         resume(source, self._record)
 
     def loop(self, heartbeat: Heartbeat, inbox: Inbox) -> None:
@@ -107,32 +120,41 @@ class Worker:
         while self._buffer.control[Control.STATE] in (State.STARTING, State.RUNNING):
             heartbeat.beat()
             inbox.read_all()
-            wanted = self._refill.episodes_due() > 0
+            wanted, task = self._due()
             self._record[Work.IDLE] = not wanted
             if not wanted:
                 time.sleep(_IDLE_SECONDS)
                 continue
-            for episode in self._source.advance():
+            for episode in self._source.advance() if self._mixed is None else self._mixed.advance(task):
                 self.take(episode)
             self._record[Work.STEPS] += 1
 
+    def _due(self) -> tuple[bool, int]:
+        """Tell whether episodes are wanted, and of which of several tasks most, as a share of its rows."""
+        if self._mixed is None:
+            return self._refill.episodes_due() > 0, 0
+        shares = [r.episodes_due() / len(rows) for r, rows in zip(self._task_refills, self._task_rows, strict=True)]
+        return max(shares) > 0, shares.index(max(shares))
+
     def take(self, episode: Episode) -> None:
         """Count a finished episode and store it if it is wanted."""
+        rows, own = self._rows, None
+        if self._mixed is not None:
+            rows, own = self._task_rows[episode.task_index], self._task_refills[episode.task_index].record
+            count_finished(episode, own)
         if is_wanted(episode, self._only_success, self._record):
-            row = self._rows[int(self._record[Work.WRITTEN]) % len(self._rows)]
-            self._buffer.write(row, self._index, episode)
+            written = int((self._record if own is None else own)[Work.WRITTEN])
+            self._buffer.write(rows[written % len(rows)], self._index, episode)
             self._record[Work.WRITTEN] += 1
+            if own is not None:
+                own[Work.WRITTEN] += 1
 
 
 def is_wanted(episode: Episode, only_success: bool, record: Ints) -> bool:
     """Count a finished episode, after a look at its numbers; tell whether it is to be stored."""
     episode.check_finite()
-    record[Work.FINISHED] += 1
-    record[Work.FRAMES] += episode.length
-    if episode.success is not None:
-        record[Work.JUDGED] += 1
-        record[Work.SUCCEEDED] += int(episode.success)
-    elif only_success:
+    count_finished(episode, record)
+    if episode.success is None and only_success:
         raise ConfigError("only_success: the episodes do not say whether they succeeded", "action_config")
     return not only_success or bool(episode.success)
 
@@ -146,11 +168,16 @@ class RefillPolicy:
     worker's record keeps the decisions: a worker that replaces another continues from there.
     """
 
-    def __init__(self, cfg: OnlineDataEngineCfg, buffer: SharedBuffer, worker: int | None) -> None:
+    def __init__(
+        self, cfg: OnlineDataEngineCfg, buffer: SharedBuffer, worker: int | None, task: int | None = None
+    ) -> None:
+        """``task`` names the one of several tasks whose rows of the worker are meant; None: all of its rows."""
         self.buffer, self._is_continuous = buffer, cfg.refill == "continuous"
         self._rows = buffer.num_rows if worker is None else len(buffer.rows_of(worker))
         self._samples_per_fill = cfg.refill_threshold * cfg.buffer_size
         self.record: Ints = np.zeros(WORK_WORDS, np.int64) if worker is None else buffer.workers[worker]
+        if worker is not None and task is not None:
+            self._rows, self.record = len(buffer.rows_of_task(worker, task)), buffer.tasks[worker, task]
         """Where ``Work.WRITTEN`` is counted, and where the policy keeps what it decided."""
         if self.record[Work.TARGET] == 0:
             self.record[Work.TARGET] = self._rows
@@ -240,7 +267,7 @@ class EpisodeBatch:
     """Episodes of one worker, and what it has done meanwhile."""
 
     headers: Ints
-    """``[num_episodes, 5]``: where an episode begins in ``data``, its length, seed, policy version, and success."""
+    """``[num_episodes, 6]``: where an episode begins in ``data``, its length, seed, policy version, success, task."""
     data: NDArray[np.uint8]
     """The frames: each episode in one piece, its arrays one after the other in the order of the layout."""
     counts: Ints
@@ -249,10 +276,11 @@ class EpisodeBatch:
     def episodes(self, layout: FrameLayout) -> Iterator[Episode]:
         """Return the episodes; their frames lie in ``data``, which is not copied."""
         memory = tensor_of(self.data)
-        for offset, length, seed, version, success in self.headers.tolist():
+        for offset, length, seed, version, success, task in self.headers.tolist():
             views = _block(layout, length).views(memory[offset:])
             frames: dict[Key, tuple[Tensor, ...]] = {key: (view,) for key, view in views.items()}
-            yield Episode(frames, length, seed, None if success < 0 else bool(success), version)
+            known = None if success < 0 else bool(success)
+            yield Episode(frames, length, seed, known, version, task_index=task)
 
 
 class BatchWriter:
@@ -280,12 +308,13 @@ class BatchWriter:
         for key, view in block.views(torch.from_numpy(self._data[offset : offset + size])).items():
             torch.cat(episode.frames[key], out=view)
         success = -1 if episode.success is None else int(episode.success)
-        self._headers.append((offset, episode.length, episode.seed, episode.policy_version, success))
+        header = (offset, episode.length, episode.seed, episode.policy_version, success, episode.task_index)
+        self._headers.append(header)
         self.nbytes = offset + size
 
     def take(self) -> EpisodeBatch:
         """Return the batch, and begin the next one."""
-        headers = np.array(self._headers, np.int64).reshape(len(self._headers), 5)
+        headers = np.array(self._headers, np.int64).reshape(len(self._headers), 6)
         batch = EpisodeBatch(headers, self._data[: self.nbytes], self.counts.copy())
         self._headers, self.nbytes = [], 0
         self.counts[:] = 0

@@ -384,7 +384,7 @@ def make_eval_env(cfg: RunConfig, trusted_modules: Collection[str] = (), **chang
 
 def in_chunks(env: VecEnv, chunk_size: int) -> VecEnv:
     """Return environments that take chunks of actions."""
-    if isinstance(env, GroupedEnv):
+    if isinstance(env, GroupedEnv) and env.is_divisible:
         return GroupedEnv([in_chunks(group, chunk_size) for group in env.groups]) if chunk_size > 1 else env
     return env.in_chunks(chunk_size) if isinstance(env, RemoteEnv) else chunked(env, chunk_size)
 

@@ -229,6 +229,9 @@ class InfoAverages:
             if name.startswith("curriculum/"):  # how far ranges have come, which is no property of an episode
                 means[name] = measured.sum() / count
                 continue
+            if name.startswith("task/"):  # of one task of several: NaN in the envs of others
+                means[f"episode/{name}"] = torch.where(end, measured, torch.nan).nanmean()
+                continue
             means[f"metrics/{name}"] = measured.sum() / count
             means[f"episode/{name}"] = torch.where(end, measured, 0).sum() / episodes
         return means
