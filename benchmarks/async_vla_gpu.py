@@ -12,7 +12,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tensordict import TensorDict
@@ -30,7 +30,7 @@ from embodichain.agents.rl.models.vla.loading import freeze_but
 from embodichain.config import load_config
 from embodichain.envs.vec_env import VecEnv
 
-TRAINED = ["to_action", "to_value"]
+TRAINED = {"gaussian": ["to_action", "to_value"], "flow": ["action_head", "to_value"]}
 _MODEL = {"chunk_size": CHUNK, "num_points": 4, "init_log_std": -1.8, "value_shapes_perception": False}
 
 
@@ -46,8 +46,10 @@ class CameraVLA:
         sizes: Sizes | None = None,
         rollouts: int | None = None,
         start: Path | None = None,
+        head: Literal["gaussian", "flow"] = "gaussian",
     ) -> None:
         """Prepare the policy that all runs start from; it is kept in ``start``, or taken from there."""
+        self.head = head
         self.scale, self.device = scale, torch.device(scale.device)
         self.sizes = sizes or replace(self.scale.sizes, rollouts=rollouts or self.scale.sizes.rollouts)
         self.make_env, self.processes = partial(make_chunked, scale), scale.processes
@@ -91,8 +93,8 @@ class CameraVLA:
         every, trained = sum(n for n, _ in sizes), sum(n for n, is_trained in sizes if is_trained)
         pixels = self.scale.pixels
         return [
-            f"a VLA of {every:.1f} M parameters on {self.device}, of which reinforcement trains {trained:.1f} M (the "
-            "heads); gradient steps with TF32 products, no CUDA graphs",
+            f"a VLA of {every:.1f} M parameters ({self.head}) on {self.device}, of which reinforcement trains "
+            f"{trained:.1f} M (the heads); gradient steps with TF32 products, no CUDA graphs",
             f"simulation on {cores()} cores, pictures of {pixels}x{pixels} drawn there, too: a thread for each group, "
             f"or, apart, {self.processes} processes",
             f"it imitated the expert first: {self.start_success:.0%} of episodes succeed before any reinforcement "
@@ -104,7 +106,9 @@ class CameraVLA:
     def _cfg(self) -> PPOCfg:
         recipe = load_config(CONFIGS / "train_config_vla.json")["algorithm"]["cfg"]
         batch = self.sizes.num_envs * self.sizes.num_steps // 2
-        own = {"batch_size": batch, "n_epochs": self.sizes.epochs, "device": str(self.device)}
+        own: dict[str, Any] = {"batch_size": batch, "n_epochs": self.sizes.epochs, "device": str(self.device)}
+        if self.head == "flow":
+            own["log_prob_per"] = "chunk"  # the likelihood of the whole chain
         return PPOCfg.from_dict({**recipe, **own, "mixed_precision": "tf32", "cuda_graphs": False})
 
     def _success(self, policy: Policy) -> float:
@@ -114,7 +118,9 @@ class CameraVLA:
         """Return the policy that all runs start from."""
         torch.manual_seed(0)
         made = start is not None and (start / "config.json").exists()
-        settings: dict[str, Any] = {"model_path": str(start)} if made else {"model_config": _MODEL | self.scale.model}
+        settings: dict[str, Any] = (
+            {"model_path": str(start)} if made else {"model_config": _MODEL | self.scale.model | {"head": self.head}}
+        )
         spaces = self._eval_env.observation_space, self._eval_env.action_space
         block = {"name": "vla", "vla_config": {"model_class": "tiny_vla", **settings}}
         policy = build_policy(block, *spaces, str(self.device))
@@ -129,7 +135,7 @@ class CameraVLA:
             env.close()
             if start is not None:
                 save_vla_model(policy.model, start)
-        freeze_but(policy.model, TRAINED)
+        freeze_but(policy.model, TRAINED[self.head])
         return policy
 
     def _imitate(self, policy: VLAPolicy) -> None:

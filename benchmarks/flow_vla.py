@@ -1,0 +1,163 @@
+"""A vision-language-action model with a flow head on a GPU: asynchronous against synchronous PPO, and one of a billion.
+
+::
+
+    python -m benchmarks.flow_vla                          # both parts, on a GPU; about five minutes
+    python -m benchmarks.flow_vla --parts billion
+    python -m benchmarks.flow_vla --small                  # in small and on the CPU, to see that it runs
+
+``async``: ``PushCubeLanguageRL`` from camera pictures, as in ``benchmarks.async_vla``, with a flow head on 129 M
+parameters. It imitates the expert; then PPO trains the head and the value, with the same simulation processes for both
+ways, seed by seed. Bars: 1.3 times the synchronous rate, and a final success within the spread of the synchronous runs.
+``billion``: a model of the transformers library with more than a billion parameters (random, bfloat16, frozen) and a
+flow head: how long one iteration takes, rollout and update, and how much memory it needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.async_vla_gpu import CameraVLA
+from benchmarks.async_vla_runs import run
+from benchmarks.async_vla_task import CHUNK, LARGE, SMALL, Scale, make_chunked
+from benchmarks.timing import machine
+from embodichain.agents.rl.algo import PPO, PPOCfg
+from embodichain.agents.rl.collector import SyncCollector
+from embodichain.agents.rl.models import build_policy
+
+RESULTS = Path(__file__).parent / "results"
+SYNC, ASYNC = "sync, apart", "async, pipelined, apart"
+BAR = 1.3
+VISION = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
+TEXT = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
+FEW = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--parts", nargs="+", choices=["async", "billion"], default=["async", "billion"])
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds")
+    parser.add_argument("--rollouts", type=int, help="rollouts per run")
+    parser.add_argument("--small", action="store_true", help="in small, on the CPU; nothing is judged")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; the exit code is 1 if a bar is missed."""
+    args = parse_args(argv)
+    scale = SMALL if args.small else LARGE
+    path = args.output / f"flow_vla{'_small' if args.small else ''}.json"
+    content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    name = torch.cuda.get_device_name() if scale.device == "cuda" else "none"
+    content["machine"] = machine(("torch", "mujoco", "tensordict")) | {"gpu": name}
+    holds = True
+    for part in args.parts:
+        if part == "async":
+            content[part] = compare(scale, args.seeds, args.rollouts)
+            holds = holds and (args.small or content[part]["holds"])
+        else:
+            content[part] = billion(scale, args.small)
+        path.write_text(json.dumps(content, indent=1) + "\n")
+    return 0 if holds else 1
+
+
+def compare(scale: Scale, seeds: int, rollouts: int | None) -> dict[str, Any]:
+    """Train with both ways from the same policy, seed by seed; return the runs and what follows."""
+    case = CameraVLA(scale, rollouts=rollouts, head="flow")
+    for line in case.words():
+        print(line, flush=True)
+    runs: dict[str, list[dict[str, Any]]] = {SYNC: [], ASYNC: []}
+    for seed in range(seeds):
+        for way in runs:
+            outcome = run(case, way, seed)
+            print(f"  seed {seed}, {way}: {outcome.line()}", flush=True)
+            runs[way].append(outcome.to_dict())
+    ratios = [a["seconds"] / b["seconds"] for a, b in zip(runs[SYNC], runs[ASYNC], strict=True)]
+    finals = {way: [one["final"] for one in made] for way, made in runs.items()}
+    means = {way: statistics.mean(values) for way, values in finals.items()}
+    spread = max(statistics.pstdev(finals[SYNC]), 0.02)  # as many episodes differ by chance
+    holds = statistics.mean(ratios) >= BAR and means[ASYNC] >= means[SYNC] - 2.0 * spread
+    print(
+        f"asynchronous: {statistics.mean(ratios):.2f} times the rate (bar {BAR}), seeds {[round(r, 2) for r in ratios]}"
+    )
+    print(f"final success: {SYNC} {means[SYNC]:.1%}, {ASYNC} {means[ASYNC]:.1%}; before: {case.start_success:.0%}")
+    return {
+        "what": case.words(),
+        "ratios": ratios,
+        "final": finals,
+        "start": case.start_success,
+        "holds": holds,
+        "runs": runs,
+    }
+
+
+def billion(scale: Scale, small: bool) -> dict[str, Any]:
+    """Time one iteration of PPO with a frozen backbone of a billion parameters."""
+    env = make_chunked(scale, scale.sizes.num_envs)
+    is_cuda = scale.device == "cuda"
+    backbone = {
+        "model_type": "smolvlm",
+        "scale_factor": 2,
+        "image_token_id": 257,
+        "vision_config": {**(FEW if small else VISION), "image_size": scale.pixels, "patch_size": 8 if small else 16},
+        "text_config": {
+            "model_type": "llama",
+            **(FEW if small else TEXT),
+            "num_key_value_heads": 2 if small else 8,
+            "vocab_size": 512,
+            "pad_token_id": 0,
+            "bos_token_id": 256,
+            "eos_token_id": 258,
+        },
+    }
+    settings = {"chunk_size": CHUNK, "head": "flow", "freeze": ["vision", "language"], "dtype": "bfloat16"}
+    block = {"name": "vla", "vla_config": {"model_class": "hf_vlm", "model_config": {**settings, "backbone": backbone}}}
+    began = time.monotonic()
+    policy = build_policy(block, env.observation_space, env.action_space, scale.device)
+    made = time.monotonic() - began
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in policy.parameters()]
+    steps = scale.sizes.num_steps
+    batch = max(1, scale.sizes.num_envs * steps // 8)
+    cfg = PPOCfg(batch_size=batch, n_epochs=1, learning_rate=1e-4, device=scale.device, cuda_graphs=False)
+    learner, collector = PPO(cfg, policy), SyncCollector(env, policy, scale.device)
+    collector.reset(seed=0)
+    rows = []
+    for _ in range(2):  # the first one warms up
+        marks = [_now(is_cuda)]
+        rollout = collector.collect(steps)
+        marks.append(_now(is_cuda))
+        losses = learner.update(rollout)
+        marks.append(_now(is_cuda))
+        rows.append({"rollout_seconds": marks[1] - marks[0], "update_seconds": marks[2] - marks[1]})
+    env.close()
+    peak = torch.cuda.max_memory_allocated() / 2**30 if is_cuda else None
+    every, trained = sum(n for n, _ in sizes), sum(n for n, is_trained in sizes if is_trained)
+    last = rows[-1]
+    print(
+        f"{every / 1e6:.0f} M parameters, {trained / 1e6:.0f} M trained, made in {made:.0f} s: a rollout of "
+        f"{scale.sizes.num_envs} x {steps} decisions {last['rollout_seconds']:.1f} s, its update "
+        f"{last['update_seconds']:.1f} s" + (f", {peak:.1f} GiB at most" if peak is not None else "")
+    )
+    finite = all(torch.isfinite(torch.tensor(value)) for value in losses.values())
+    return {"parameters": every, "trained": trained, "iterations": rows, "peak_gib": peak, "finite": finite}
+
+
+def _now(is_cuda: bool) -> float:
+    if is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
