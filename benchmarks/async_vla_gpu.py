@@ -31,6 +31,10 @@ from embodichain.config import load_config
 from embodichain.envs.vec_env import VecEnv
 
 TRAINED = {"gaussian": ["to_action", "to_value"], "flow": ["action_head", "to_value"]}
+HEADS: dict[str, dict[str, Any]] = {
+    "gaussian": {"head": "gaussian"},
+    "flow": {"head": "flow", "flow": {"imitation_samples": 8}},
+}
 _MODEL = {"chunk_size": CHUNK, "num_points": 4, "init_log_std": -1.8, "value_shapes_perception": False}
 
 
@@ -119,7 +123,7 @@ class CameraVLA:
         torch.manual_seed(0)
         made = start is not None and (start / "config.json").exists()
         settings: dict[str, Any] = (
-            {"model_path": str(start)} if made else {"model_config": _MODEL | self.scale.model | {"head": self.head}}
+            {"model_path": str(start)} if made else {"model_config": _MODEL | self.scale.model | HEADS[self.head]}
         )
         spaces = self._eval_env.observation_space, self._eval_env.action_space
         block = {"name": "vla", "vla_config": {"model_class": "tiny_vla", **settings}}
@@ -143,8 +147,9 @@ class CameraVLA:
         began = time.monotonic()
         obs, action, points = (part.to(self.device) for part in demonstrations(scale))
         print(f"{len(points)} demonstrated decisions in {time.monotonic() - began:.0f} s", flush=True)
-        steps, batch_size = scale.imitation_steps, scale.imitation_batch
-        cfg = ImitationCfg(learning_rate=3e-4, total_steps=steps, warmup_steps=max(1, steps // 10))
+        is_flow = self.head == "flow"  # it learns a whole field of velocities, for which it takes longer
+        steps, batch_size = scale.imitation_steps * (3 if is_flow else 1), scale.imitation_batch
+        cfg = ImitationCfg(learning_rate=5e-4 if is_flow else 3e-4, total_steps=steps, warmup_steps=max(1, steps // 10))
         imitation = Imitation(cfg, policy)
         for step in range(steps):
             if step % 100 == 0:

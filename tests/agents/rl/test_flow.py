@@ -178,6 +178,17 @@ def test_times_of_imitation_are_those_of_pi0():
     assert float((1.0 - times[0] / 0.999).mean()) == pytest.approx(0.6, abs=0.005)
 
 
+def test_several_samples_of_a_chunk_are_as_many_chunks():
+    """The loss of three samples per chunk is the mean of the losses of three copies of the chunks, each with one."""
+    head, features = linear_head(), torch.randn(5, WIDTH)
+    actions, valid = torch.randn(5, CHUNK, DIM), torch.tensor([[True, False]] * 3 + [[True, True]] * 2)
+    torch.manual_seed(0)
+    copies = head.imitation_loss(*(x.repeat_interleave(3, dim=0) for x in (features, actions, valid)))
+    head.cfg = head.cfg.replace(imitation_samples=3)
+    torch.manual_seed(0)
+    torch.testing.assert_close(head.imitation_loss(features, actions, valid), copies.view(5, 3).mean(1))
+
+
 def test_actions_that_do_not_count_do_not_teach():
     head, features = linear_head(), torch.randn(8, WIDTH)
     actions, valid = torch.randn(8, CHUNK, DIM), torch.tensor([[True, False]] * 8)

@@ -52,6 +52,9 @@ class FlowCfg(Config):
     demonstrations go several ways, one and the same noise may choose another way at every turn."""
     timestep_alpha: Positive = 1.5
     """Imitation draws times of density ``alpha (1 - tau)^(alpha - 1)``: above 1, more often early, noisy ones."""
+    imitation_samples: Annotated[int, Field(ge=1, le=256)] = 1
+    """Times and noises that imitation draws for each chunk. Several make the gradient less noisy, and share what costs
+    most in a large model: the features of the observation."""
 
     def __post_init__(self) -> None:
         if self.std_range[0] > self.std_range[1]:
@@ -185,12 +188,18 @@ class FlowHead(nn.Module):
         target[:, :length] = actions
         counts = torch.zeros(batch, self.shape[0], device=actions.device)
         counts[:, :length] = 1.0 if valid is None else valid.float()
-        drawn = torch.rand(batch, device=actions.device, generator=generator)
+        samples = () if self.cfg.imitation_samples == 1 else (self.cfg.imitation_samples,)
+        if samples:
+            features = self.each_step(features, *samples)
+            target = target.unsqueeze(1).expand(batch, *samples, *self.shape)
+            counts = counts.unsqueeze(1)
+        drawn = torch.rand(batch, *samples, device=actions.device, generator=generator)
         time = LATEST * (1.0 - drawn.pow(1.0 / self.cfg.timestep_alpha))
         noise = normal_like(target, generator)
-        tau = time.view(-1, 1, 1)
+        tau = time[..., None, None]
         error = self.velocity(features, tau * target + (1.0 - tau) * noise, time) - (target - noise)
-        return (error.square().mean(-1) * counts).sum(-1) / counts.sum(-1).clamp(min=1.0)
+        loss = (error.square().mean(-1) * counts).sum(-1) / counts.sum(-1).clamp(min=1.0)
+        return loss.mean(1) if samples else loss
 
 
 def log_density(x: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
