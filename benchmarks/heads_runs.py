@@ -62,7 +62,7 @@ class Cloning:
 
 
 TWO_WAY = Cloning("PushAroundRL", 4, 1000, 0.1, 10_000, evaluations=5)
-WEAK = Cloning("PushCubeRL", 4, 16, 0.1, 1000, eval_episodes=256)
+WEAK = Cloning("PushCubeRL", 2, 10, 0.1, 600, eval_episodes=256)
 """A few demonstrations: enough to begin with, not to succeed."""
 
 

@@ -47,9 +47,9 @@ class FlowCfg(Config):
     """For noise: bounds of its learned standard deviation."""
     sde_level: Positive = 0.5
     """For sde: factor on the noise of the stochastic equation."""
-    start: Literal["kept", "drawn"] = "kept"
-    """The noise that deterministic chunks begin with: one draw, kept with the weights, or a new one for each. Where
-    demonstrations go several ways, one and the same noise may choose another way at every turn."""
+    start: Literal["zero", "drawn"] = "zero"
+    """The noise that deterministic chunks begin with: zero, which is likeliest, or a new draw for each. Where
+    demonstrations go several ways, zero lies between them."""
     timestep_alpha: Positive = 1.5
     """Imitation draws times of density ``alpha (1 - tau)^(alpha - 1)``: above 1, more often early, noisy ones."""
     imitation_samples: Annotated[int, Field(ge=1, le=256)] = 1
@@ -69,7 +69,7 @@ class FlowHead(nn.Module):
     """
 
     start: Tensor
-    """The noise that deterministic chunks begin with where it is kept, ``[chunk_size, action_dim]``."""
+    """The noise that deterministic chunks begin with where it is not drawn, ``[chunk_size, action_dim]``: zeros."""
 
     def __init__(self, velocity: nn.Module, width: int, chunk_size: int, action_dim: int, cfg: FlowCfg) -> None:
         """``velocity`` maps ``velocity_inputs(width, ...)`` numbers, ``[..., n]``, to ``chunk_size * action_dim``."""
@@ -82,7 +82,7 @@ class FlowHead(nn.Module):
             nn.init.zeros_(last.weight)
             nn.init.zeros_(last.bias)
             self.std_net = nn.Sequential(nn.Linear(width + 2 * TIME_WAVES, 64), nn.Tanh(), last)
-        self.register_buffer("start", torch.randn(self.shape))
+        self.register_buffer("start", torch.zeros(self.shape))
 
     @staticmethod
     def velocity_inputs(width: int, chunk_size: int, action_dim: int) -> int:
@@ -124,7 +124,7 @@ class FlowHead(nn.Module):
         """Return ``(chunk, log_prob [batch, 1, factors], decision)``; without noise on the way if ``deterministic``."""
         cfg, batch = self.cfg, features.shape[0]
         first = self.start.expand(batch, *self.shape)
-        x = first if deterministic and cfg.start == "kept" else normal_like(first, generator)
+        x = first if deterministic and cfg.start == "zero" else normal_like(first, generator)
         one: Tensor | None = None
         if cfg.noise_at == "one":
             if deterministic:  # nothing is drawn, and no step is noisy
