@@ -61,7 +61,7 @@ class Cloning:
     eval_episodes: int = 200
 
 
-TWO_WAY = Cloning("PushAroundRL", 4, 1000, 0.1, 10_000, evaluations=5)
+TWO_WAY = Cloning("PushAroundRL", 4, 1000, 0.1, 12_000, batch_size=128, evaluations=4)
 WEAK = Cloning("PushCubeRL", 2, 10, 0.1, 600, eval_episodes=256)
 """A few demonstrations: enough to begin with, not to succeed."""
 
