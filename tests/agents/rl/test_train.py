@@ -261,7 +261,8 @@ def test_shipped_configs_train(tmp_path, path):
         train_from_config(path.with_name("train_config.json"), [*words, "--trainer.run_dir", str(tmp_path / "teacher")])
         words += ["--algorithm.cfg.teacher", str(tmp_path / "teacher")]
     result = train_from_config(path, [*words, "--trainer.run_dir", str(tmp_path / "run")])
-    model = load_config(path)["policy"].get("vla_config", {}).get("model_config", {})
+    policy = load_config(path)["policy"]
+    model = policy.get("vla_config", {}).get("model_config", policy)
     assert result.global_step == 64 * model.get("chunk_size", 1)
 
 
