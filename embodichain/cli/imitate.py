@@ -6,6 +6,7 @@ from functools import partial
 
 from embodichain.agents.rl.arguments import parse_args
 from embodichain.config.files import find_shipped, load_config
+from embodichain.errors import ConfigError
 
 USAGE = """usage: embodichain imitate CONFIG [--trainer.total_steps 20000 ...] [--trust MODULE ...]
        embodichain imitate --resume RUN [--trainer.total_steps 40000 ...] [--trust MODULE ...]
@@ -26,6 +27,8 @@ Let a policy imitate demonstrations as an imitate_config.json (or .yaml) says, o
 def main(argv: Sequence[str]) -> Callable[[], int]:
     """Return the imitation, ready to be called; the first line is printed before what takes seconds to import."""
     args = parse_args(argv, USAGE)
+    if args.seeds is not None:
+        raise ConfigError("--seeds: expected --trainer.seed, as embodichain imitate makes one run", "command line")
     if args.config is not None and args.config.suffix in (".json", ".yaml", ".yml"):
         load_config(find_shipped(args.config))  # what is no config is told at once
     if "torch" not in sys.modules and not {"-h", "--help"} & set(args.overrides):

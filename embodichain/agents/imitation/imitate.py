@@ -80,7 +80,7 @@ def imitate_from_config(
         cfg = load_imitate_config(config, trusted_modules, given_environment(overrides))
     cfg = override(cfg, list(overrides), trusted_modules)
     given = "" if isinstance(config, ImitateCfg) else os.fspath(config)
-    origin = RunOrigin(given, tuple(overrides), tuple(trusted_modules))
+    origin = RunOrigin(given, tuple(overrides), tuple(trusted_modules), "imitate")
     with opened_imitation(cfg, None, None, trusted_modules, console, origin) as trainer:
         return trainer.train()
 

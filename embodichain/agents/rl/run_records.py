@@ -47,12 +47,14 @@ class RunOrigin:
     """Flags that changed the config."""
     trusted_modules: tuple[str, ...] = ()
     """Modules that had to be allowed."""
+    program: str = "train"
+    """The command that makes such runs."""
 
     @property
     def command(self) -> str:
         """The command line that starts such a run."""
         trust = [word for module in self.trusted_modules for word in ("--trust", module)]
-        return shlex.join(["embodichain", "train", self.config, *self.overrides, *trust]) if self.config else ""
+        return shlex.join(["embodichain", self.program, self.config, *self.overrides, *trust]) if self.config else ""
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -15,15 +16,16 @@ import pytest
 from safetensors.torch import load_file
 
 from embodichain.agents.rl.config import load_train_config
-from embodichain.agents.rl.run_records import RunInfo, format_seeds
+from embodichain.agents.rl.run_records import RunInfo, RunRecord, format_seeds
 from embodichain.agents.rl.runs import read_metrics
-from embodichain.agents.rl.sweeps import group
+from embodichain.agents.rl.sweeps import group, study
 from embodichain.agents.rl.sweeps.group import parse_seeds
-from embodichain.agents.rl.sweeps.jobs import Launcher
+from embodichain.agents.rl.sweeps.jobs import JobHandle, Launcher
 from embodichain.agents.rl.sweeps.space import Domain, current_values, parse_space
 from embodichain.agents.rl.train import train_from_config
 from embodichain.cli.main import main
 from embodichain.errors import ConfigError
+from embodichain.utils.console import MessageConsole
 from tests.agents.rl.training_cases import write_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -231,3 +233,75 @@ def test_a_sweep_that_is_killed_loses_no_trial_and_runs_none_twice(tmp_path, mon
     page = (folder / "report.html").read_text()
     assert "eval/return by lr" in page
     assert "best_config.json" in page
+
+
+@pytest.mark.extra("sweep")
+def test_trials_that_fall_behind_are_pruned_and_failed_ones_are_told(tmp_path, monkeypatch):
+    """Runs are written by hand: the seventh trial is worse than the others, the third fails."""
+    monkeypatch.setattr(study, "_LOOK_SECONDS", 0.0)
+    config = write_config(tmp_path / "c.json", tmp_path / "sweep")
+    request = group.GroupRequest.of(config, [], [], "0", 1)
+    settings = study.SweepSettings(("lr=log(1e-4,1e-2)",), trials=8, metric="eval/success", score="mean")
+    started: list[int] = []
+
+    class Written(JobHandle):
+        """Writes one evaluation each time it is looked at; those of trial 6 are poor."""
+
+        def __init__(self, job):
+            self.run, self.values = job.run_dir, [0.2, 0.1, 0.1, 0.1] if "trial_0006" in str(job.run_dir) else [0.5] * 4
+            self.is_killed = False
+            started.append(int(job.run_dir.parent.name.removeprefix("trial_")))
+            self.run.mkdir(parents=True)
+            (self.run / "train_config.json").write_text("{}")
+            RunRecord(seed=0).write(self.run)
+            if started[-1] == 2:
+                self.problem, self.values = "RuntimeError: out of luck", []
+
+        def is_over(self):
+            if self.values:
+                with (self.run / "metrics.jsonl").open("a") as file:
+                    file.write(
+                        json.dumps({"step": 10 * (5 - len(self.values)), "eval/success": self.values.pop(0)}) + "\n"
+                    )
+                return False
+            RunRecord.end(self.run, "iterations" if self.problem is None else "failed")
+            return True
+
+        def stop(self): ...
+
+        def kill(self):
+            self.is_killed = True
+
+    monkeypatch.setattr(Launcher, "start", lambda self, job: Written(job))
+    output = io.StringIO()
+    assert study.sweep(request, settings, console=MessageConsole(file=output)) == 0
+    assert started == list(range(8))
+    states = trials_in(tmp_path / "sweep")
+    assert {number for number, state in states.items() if state != "COMPLETE"} == {2, 6}
+    assert (states[2], states[6]) == ("FAIL", "PRUNED")
+    said = output.getvalue()
+    assert "trial 2 failed: RuntimeError: out of luck (see " in said
+    assert "trial 6: pruned after 2 evaluations" in said
+    told = json.loads((tmp_path / "sweep" / "group.json").read_text())
+    assert [trial["value"] for trial in told["trials"]][:2] == [0.5, 0.5]
+    assert told["trials"][2]["value"] is None
+    assert RunInfo(tmp_path / "sweep" / "trial_0006" / "test_seed0").state == "pruned"
+    with sqlite3.connect(tmp_path / "sweep" / "study.db") as database:
+        values = "select step, intermediate_value from trial_intermediate_values v join trials t using (trial_id) "
+        rows = database.execute(f"{values} where number = 6 order by step").fetchall()
+    assert rows[:2] == [(1, 0.2), (2, pytest.approx(0.15))]  # the mean of what there is so far
+
+
+@pytest.mark.extra("sweep", "ray")
+@pytest.mark.timeout(300)
+def test_trials_are_trained_in_a_cluster(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    trainer = {"run_dir": None, "iterations": 2, "num_eval_envs": 4}
+    config = write_config(tmp_path / "c.json", tmp_path / "none", trainer=trainer)
+    words = ["sweep", str(config), "--space", "lr=log(1e-4,1e-2)", "--trials", "1", "--worker", "ray"]
+    assert main([*words, "--num-cpus", "0.5"]) == 0
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert set(trials_in(folder).values()) == {"COMPLETE"}
+    run = RunInfo(folder / "trial_0000" / "test_seed0")
+    assert (run.state, run.step) == ("finished", 256)
+    assert "embodichain train" in capsys.readouterr().err

@@ -12,7 +12,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter
+from matplotlib.ticker import EngFormatter, MaxNLocator, NullFormatter
 
 from embodichain.agents.rl.reports.series import Series, Sweep, curve, curves_of, mean_and_band
 
@@ -118,10 +118,12 @@ def trials(sweep: Sweep) -> str:
         axes.plot([t["number"] for t in pruned], [t["value"] for t in pruned], "x", color="0.6", ms=4, label="pruned")
         axes.plot([t["number"] for t in done], [t["value"] for t in done], "o", ms=4, color=colour(0), label="complete")
         if done:
-            best = np.maximum.accumulate([trial["value"] for trial in done])
+            accumulate = np.maximum.accumulate if sweep.is_maximized else np.minimum.accumulate
+            best = accumulate([trial["value"] for trial in done])
             axes.step([trial["number"] for trial in done], best, where="post", color=colour(1), lw=1.4, label="best")
         axes.set_title(f"{metric} of trials", fontsize=9, loc="left")
         axes.set_xlabel("trial")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.legend(frameon=False)
 
     def over(name: str) -> Callable[[Axes], None]:
@@ -134,6 +136,7 @@ def trials(sweep: Sweep) -> str:
                 axes.scatter(x, [trial["value"] for trial in given], s=16, marker=marker, color=shade)
             if space.get(name, {}).get("log"):
                 axes.set_xscale("log")
+                axes.xaxis.set_minor_formatter(NullFormatter())
             axes.set_title(f"{metric} by {name}", fontsize=9, loc="left")
 
         return draw

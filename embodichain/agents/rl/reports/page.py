@@ -66,7 +66,7 @@ def render(selection: Selection, max_videos: int, title: str) -> str:
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
-    environment.filters |= {"number": _number, "value": _value}
+    environment.filters |= {"number": _number, "value": _value, "drawn": _drawn}
     template = environment.from_string(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
     series = selection.series
     colours = [figures.colour(index) for index in range(len(series))]
@@ -217,6 +217,11 @@ def _number(value: float | None) -> str:
     if value is None:
         return "–"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _drawn(value: Any) -> str:
+    """Return a setting of a trial in a table; its config has all digits."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _value(value: Any) -> str:

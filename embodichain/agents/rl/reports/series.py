@@ -110,7 +110,12 @@ class Sweep:
     def finished(self) -> list[dict[str, Any]]:
         """Trials with a value, best first."""
         known = [trial for trial in self.trials if trial["value"] is not None and trial["state"] == "complete"]
-        return sorted(known, key=lambda trial: -trial["value"])
+        return sorted(known, key=lambda trial: trial["value"], reverse=self.is_maximized)
+
+    @property
+    def is_maximized(self) -> bool:
+        """Whether more is better."""
+        return bool(self.group.get("direction", "maximize") == "maximize")
 
 
 @dataclass
@@ -137,7 +142,7 @@ def select(paths: Sequence[Path]) -> Selection:
         if sweep is not None:
             sweeps.append(sweep)
             chosen = {path / trial["folder"]: trial["number"] for trial in sweep.finished[:BEST_TRIALS]}
-            numbers = {run: number for run in runs for folder, number in chosen.items() if folder in run.parents}
+            numbers = {run: number for folder, number in chosen.items() for run in runs if folder in run.parents}
             left_out += len(sweep.trials) - len(chosen)
             trials |= numbers
             runs = [run for run in runs if run in numbers]
@@ -169,7 +174,8 @@ def _in_series(runs: Sequence[RunInfo], trials: Mapping[Path, int]) -> list[Seri
         if one.label in used:
             one.label = f"{one.label} ({one.runs[0].path.name})"
         used.add(one.label)
-    return sorted(series, key=lambda one: (0, *one.trials) if one.trials else (1,))
+    ranks = {number: rank for rank, number in enumerate(dict.fromkeys(trials.values()))}
+    return sorted(series, key=lambda one: min((ranks[number] for number in one.trials), default=len(ranks)))
 
 
 def _short(value: Any) -> str:

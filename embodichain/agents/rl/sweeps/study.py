@@ -35,8 +35,8 @@ from embodichain.extras import require
 from embodichain.utils.console import MessageConsole, check_counts, shown_messages
 
 BEST_CONFIG, DATABASE, REPORT = "best_config.json", "study.db", "report.html"
-_STARTUP_TRIALS = 5
-"""Trials before any is pruned."""
+_STARTUP_TRIALS, _WARMUP_EVALUATIONS = 5, 2
+"""Trials that are complete before any is pruned, and evaluations that every one has."""
 _LOOK_SECONDS = 1.0
 """How often the logs of runs are read for new evaluations."""
 
@@ -89,11 +89,12 @@ class Sweep:
         self._optuna.logging.set_verbosity(self._optuna.logging.ERROR)
         self.request, self.settings, self.space, self.group, self.runner = request, settings, space, group, runner
         pruners = self._optuna.pruners
+        median = pruners.MedianPruner(_STARTUP_TRIALS, _WARMUP_EVALUATIONS)
         self.study = self._optuna.create_study(
             storage=f"sqlite:///{(group.path / DATABASE).absolute()}",
             study_name="sweep",
             direction=settings.direction,
-            pruner=pruners.MedianPruner(_STARTUP_TRIALS, 1) if settings.prune else pruners.NopPruner(),
+            pruner=median if settings.prune else pruners.NopPruner(),
             load_if_exists=True,
         )
         states = self._optuna.trial.TrialState
