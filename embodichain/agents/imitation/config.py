@@ -29,6 +29,7 @@ from embodichain.agents.rl.run_config import (
 from embodichain.config import Config, Count, Positive, configclass, load_config, merge, parse_overrides
 from embodichain.config.files import find_beside, find_shipped
 from embodichain.envs.env_cfg import GymCfg
+from embodichain.envs.registration import list_envs
 from embodichain.errors import ConfigError, EmbodiChainError
 from embodichain.extras import check_trusted, config_folders, import_trusted
 
@@ -103,7 +104,7 @@ class SourceCfg(PartCfg):
         for i, part in enumerate(self.parts()):
             name = f"source.mixture.{i}" if self.mixture else "source"
             if (part.stream is None) == (part.dataset is None):
-                got = "neither" if part.stream is None else "both"
+                got = "both" if part.stream is not None else f"neither; --{name}.dataset FOLDER imitates a recording"
                 others = "" if self.mixture else ", or a mixture"
                 found.append(f"{name}: expected either a stream or a dataset{others}, got {got}")
             if part.keys and part.dataset is None:
@@ -165,7 +166,8 @@ def config_of_environment(name: str) -> tuple[dict[str, Any], Path]:
     short = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
     policy = {"name": "actor_critic", "actor": _NETWORK, "critic": _NETWORK, "normalize_obs": True}
     trainer = {"exp_name": f"{short}_imitate", "gym_config": {"id": name}, "num_eval_episodes": 64}
-    source = {"stream": {"action_config": _EXPERT}}
+    has_expert = any(spec.id == name and spec.task.has_expert() for spec in list_envs())
+    source = {"stream": {"action_config": _EXPERT}} if has_expert else {}
     return {"trainer": trainer, "policy": policy, "source": source}, Path(name)
 
 

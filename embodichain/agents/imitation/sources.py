@@ -143,6 +143,7 @@ class StreamSource:
         self._is_corrected = cfg.check().source == "dagger"
         self._by_expert = 1.0
         """Share of the steps of the last chunks in which the expert acted."""
+        _LOG.info("the stream fills its buffer of %d episodes", cfg.buffer_size)
         self.engine.start()
         try:
             buffer = self.engine.shared_buffer

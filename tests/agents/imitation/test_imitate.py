@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import gymnasium as gym
 import pytest
@@ -143,6 +144,39 @@ def test_a_stream_is_imitated_evaluated_continued_and_reinforced(tmp_path, capsy
         resume_imitation(tmp_path / "tuned")
 
 
+def test_what_was_learned_stays_when_the_buffer_is_replaced(tmp_path):
+    """The buffer is replaced as a whole; chunks of the first one, which are not seen again, are still imitated."""
+    stream = {"buffer_size": 8, "refill": "threshold", "refill_threshold": 320, "action_config": EXPERT}
+    data = config(
+        tmp_path / "run", {"stream": stream | {"progress": False}}, POLICIES["actor_critic"], enable_eval=False
+    )
+    data["algorithm"]["cfg"] = {"learning_rate": 3e-3, "total_steps": 10**6}
+    with opened_imitation(override(complete(ImitateCfg.from_dict(data)), [])) as trainer:
+        source, learner = trainer.source, trainer.learner
+        kept = source.sample(64)
+
+        def error():
+            with torch.no_grad():
+                return float(trainer.policy.imitation_loss(kept["observation"][:, 0], kept["action"]).mean())
+
+        at_first = error()
+        for _ in range(80):
+            learner.update(source.sample(32))
+        learned, deadline = error(), time.monotonic() + 60
+        while source.engine.stats().refills < 1.0:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        for _ in range(70):
+            learner.update(source.sample(32))
+        later = error()
+        for _ in range(40):  # what forgetting would look like
+            chunks = source.sample(32)
+            learner.update(chunks.set("action", -chunks["action"]))
+        assert learned < 0.7 * at_first
+        assert later < 1.2 * learned
+        assert error() > 2.0 * later
+
+
 SPACE = gym.spaces.Dict({"robot": gym.spaces.Dict({"qpos": box(4)})})
 
 
@@ -232,6 +266,8 @@ def test_ids_have_shipped_configs_or_defaults():
         cfg = override(load_imitate_config(name), ["--trainer.seed", "3"])
         assert (cfg.policy["name"], cfg.trainer.environment["id"]) == (policy, name)
         assert cfg.source.stream["action_config"]["source"] == "expert"
+    with pytest.raises(ConfigError, match=r"got neither; --source\.dataset FOLDER imitates a recording"):
+        override(load_imitate_config("CartPole-v1"), [])  # nobody shows how it is done
     cfg = override(load_imitate_config("ReachRL"), ["--source.dataset", "somewhere", "--policy.name", "tokens"])
     assert (cfg.source.stream, cfg.policy["name"]) == (None, "tokens")
     assert cfg.source.dataset.endswith("/somewhere")
