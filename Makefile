@@ -33,9 +33,10 @@ test: $(STAMP)  ## Run the test suite
 test-extras: $(EXTRAS_STAMP)  ## Run the tests that need optional packages: Ray, LeRobot, ONNX, transformers, peers, robots, viewer, sweeps
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "extra and not gpu" --all-extras $(ARGS)
 
-test-lerobot: $(EXTRAS_STAMP) $(LEROBOT_STAMP)  ## Open recordings in the real lerobot, which has a Python of its own, and read its
+test-lerobot: $(EXTRAS_STAMP) $(LEROBOT_STAMP)  ## Compare with the real lerobot, in a Python of its own: recordings, policies
 	@OMP_NUM_THREADS=1 LEROBOT_PYTHON=$(CURDIR)/$(LEROBOT_VENV)/bin/python \
-	  $(BIN)/python -m pytest tests/agents/datasets/test_real_lerobot.py $(ARGS)
+	  $(BIN)/python -m pytest tests/agents/datasets/test_real_lerobot.py \
+	  tests/agents/rl/test_smolvla.py::test_the_real_lerobot_agrees tests/agents/rl/test_openvla.py::test_the_real_libraries_agree $(ARGS)
 
 check: $(STAMP)  ## Check format, lint and types
 	@$(BIN)/ruff format --check .

@@ -1,6 +1,6 @@
 """Builds a small random SmolVLA with LeRobot itself, saves it, and writes what LeRobot does with it.
 
-``python smolvla_peer.py FOLDER [VARIANT]``, with a Python that has lerobot, torch and transformers. It imports
+``python smolvla_peer.py FOLDER VARIANT ...``, with a Python that has lerobot, torch and transformers. It imports
 nothing of this project. ``fixtures/smolvla`` is what it wrote with lerobot 0.4.4 and transformers 4.57.6.
 """
 
@@ -153,4 +153,5 @@ def main(folder: Path, variant: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "plain")
+    for chosen in sys.argv[2:]:
+        main(Path(sys.argv[1]) / chosen, chosen)
