@@ -64,7 +64,7 @@ def test_it_chooses_what_timm_and_transformers_choose():
 
 
 @pytest.mark.skipif("LEROBOT_PYTHON" not in os.environ, reason="needs timm, in an environment of its own")
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_the_real_libraries_agree(tmp_path):
     script = Path(__file__).with_name("openvla_peer.py")
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}

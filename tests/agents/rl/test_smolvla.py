@@ -79,7 +79,7 @@ def test_it_chooses_the_actions_that_lerobot_chooses():
 
 
 @pytest.mark.skipif("LEROBOT_PYTHON" not in os.environ, reason="needs lerobot, in an environment of its own")
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_the_real_lerobot_agrees(tmp_path):
     variants = ["plain", "special", "shallow", "selves"]
     command = [os.environ["LEROBOT_PYTHON"], str(Path(__file__).with_name("smolvla_peer.py")), str(tmp_path), *variants]
@@ -258,8 +258,25 @@ def test_a_folder_that_does_not_fit_is_one_message(damage, message, tmp_path):
 def test_policies_it_cannot_reproduce_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match="adapt_to_pi_aloha"):
         load_vla_model(copy(tmp_path, adapt_to_pi_aloha=True))
+    with pytest.raises(
+        ConfigError, match=r"model_class: .*holds a policy of type 'smolvla', got 'tiny_vla'; leave it out"
+    ):
+        load_vla_model(FOLDER, "tiny_vla")
     with pytest.raises(ConfigError, match=r"head[\s\S]*flow"):
         load_vla_model(FOLDER, "smolvla", {**settings_of(FOLDER), "head": "gaussian"})
+
+
+def test_a_backbone_in_half_precision_chooses_nearly_the_same():
+    expected = load_file(FOLDER / "expected.safetensors")
+    chosen = []
+    for dtype in ("float32", "bfloat16"):
+        model = load_vla_model(FOLDER, "smolvla", {**settings_of(FOLDER), "dtype": dtype})
+        model.action_head.start.copy_(expected["noise"][0, :3])
+        with torch.no_grad():
+            chosen.append(model(observation(expected), deterministic=True)[0])
+    assert model.vlm.text_model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
+    assert chosen[1].dtype == torch.float32
+    torch.testing.assert_close(chosen[1], chosen[0], rtol=0.1, atol=0.1)
 
 
 def test_statistics_of_older_releases_lie_among_the_weights(tmp_path):

@@ -11,7 +11,14 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from embodichain.agents.rl.models.policy import Evaluation, Policy
-from embodichain.agents.rl.models.vla.loading import LoRACfg, apply_lora, freeze_but, load_vla_model, saved_config
+from embodichain.agents.rl.models.vla.loading import (
+    LoRACfg,
+    apply_lora,
+    class_name,
+    freeze_but,
+    load_vla_model,
+    saved_config,
+)
 from embodichain.agents.rl.models.vla.model import VLAModel, get_vla_model_class
 from embodichain.agents.rl.utils.tensordicts import Observation
 from embodichain.config.classes import Config, Size, configclass
@@ -132,7 +139,7 @@ class VLAPolicy(Policy):
         checked = VLAPolicyCfg.from_dict(cfg, source="policy")
         vla = checked.vla_config
         saved = saved_config(vla.model_path)
-        name = vla.model_class or saved.get("model_class") or "tiny_vla"
+        name = class_name(vla.model_class, saved, vla.model_path) or "tiny_vla"
         settings = {**saved.get("model_config", {}), **vla.model_config}
         if issubclass(model_cls := get_vla_model_class(name), VLAModel):
             settings = model_cls.complete_config(settings, obs_space, action_space)

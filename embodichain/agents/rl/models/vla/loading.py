@@ -57,7 +57,7 @@ def load_vla_model(
     default to what a folder's ``config.json`` says. Without a ``model_path`` the weights are random.
     """
     saved = saved_config(model_path)
-    name = model_class if model_class is not None else saved.get("model_class")
+    name = class_name(model_class, saved, model_path)
     if name is None:
         where = "" if model_path is None else f", and {model_path} does not say it"
         raise ConfigError(f"model_class: expected the name of a model class{where}", "load_vla_model")
@@ -201,6 +201,16 @@ def _foreign_config(content: dict[str, Any], file: Path) -> dict[str, Any]:
         is_a = "no config of a model saved by save_vla_model" if kind is None else f"the config of a {kind!r}"
         raise CheckpointError(f"{file} is {is_a}; of other libraries' policies, those of type {read} are read")
     return {"model_class": kind, "model_config": model_cls.read_config(file.parent, content), "foreign": True}
+
+
+def class_name(given: str | None, saved: Mapping[str, Any], model_path: PathLike | None) -> str | None:
+    """Return the model class that was given, or the one that the folder says; another library's policy has its own."""
+    own = saved.get("model_class")
+    if given is not None and saved.get("foreign") and given != own:
+        raise ConfigError(
+            f"model_class: {model_path} holds a policy of type {own!r}, got {given!r}; leave it out", "policy"
+        )
+    return own if given is None else given
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:

@@ -152,7 +152,7 @@ def _match_cameras(
             name = next(iter(images))  # one image without a name of its own
         if name not in images:
             there = ", ".join(images) or "none"
-            how = f"; set inputs.{key} to one of them" if images else ""
+            how = f"; set inputs.{key} to one of them" if images else "; add it to env.observations.cameras"
             problems.append(f"{key}: there is no camera {name!r} among image: {there}{how}")
         elif images[name].shape[-1] != 3:
             problems.append(f"{key}: expected image/{name} [height, width, 3], got {list(images[name].shape)}")
