@@ -31,7 +31,7 @@ def summarize(part: str, outcomes: Sequence[Outcome], seeds: int) -> dict[str, A
         entry: dict[str, Any] = {"final": final, "final_mean": round(float(np.mean(final)), 4)}
         entry |= {"seconds": [run.seconds[-1] for run in own], "cpu_seconds": [run.cpu_seconds for run in own]}
         if part == "two_way":
-            entry |= {key: [run.measures[key][-1] for run in own] for key in ("likely", "sampled", "left")}
+            entry |= {key: [run.measures[key][-1] for run in own] for key in ("sampled", "left")}
             mean = entry["final_mean"]
             entry["holds"] = mean <= AT_MOST if name == "gaussian" else mean >= AT_LEAST
             entry["holds_for_every_seed"] = max(final) <= AT_MOST if name == "gaussian" else min(final) >= AT_LEAST

@@ -154,9 +154,8 @@ def clone(policy: Policy, shown: Demonstrations, cloning: Cloning, evaluated: Ca
 def run_two_way(head: str, seed: int, share: float) -> Outcome:
     """Clone an expert that goes either way round an obstacle.
 
-    Success is that of chunks drawn from what was cloned; of the Gaussian, whose spread imitation leaves as it was, that
-    of its mean. ``sampled`` draws from the Gaussian, too, and lets the flow explore; ``likely`` are the mean, the flow
-    without exploration and the likeliest tokens.
+    Success is that of an evaluation: of the Gaussian's mean, of the flow without exploration, of the likeliest tokens.
+    ``sampled`` is that of all of them as they explore.
     """
     cloning, outcome, began = _shortened(TWO_WAY, share), Outcome("two_way", head, seed), time.monotonic()
     torch.manual_seed(seed)
@@ -167,9 +166,8 @@ def run_two_way(head: str, seed: int, share: float) -> Outcome:
         def evaluated(step: int) -> None:
             likely = evaluate(policy, env, cloning.eval_episodes, EVAL_SEED).scalars()
             drawn = evaluate(policy, env, cloning.eval_episodes, EVAL_SEED, deterministic=False).scalars()
-            used = drawn if head == "tokens" else likely
-            measures = {"likely": likely["eval/success"], "sampled": drawn["eval/success"], "left": used["eval/left"]}
-            outcome.add(step, used["eval/success"], time.monotonic() - began, **measures)
+            success, sampled, left = likely["eval/success"], drawn["eval/success"], likely["eval/left"]
+            outcome.add(step, success, time.monotonic() - began, sampled=sampled, left=left)
 
         clone(policy, shown, cloning, evaluated)
     return outcome
