@@ -129,6 +129,8 @@ class RobotActionManager(ActionManager):
         self.term: Term = next(iter(self.arms.values())).term
         dims = [arm.dim for arm in self.arms.values()]
         self._dims = dims
+        self.segment: Tensor | None = None
+        """What the expert's last action is part of, numbers of ``SEGMENTS`` ``[n]``, if it says so."""
         super().__init__(name, gym.spaces.Box(-1.0, 1.0, (sum(dims),), np.float32), num_envs, device)
 
     def unwrap(self, action: Action, step: Tensor | int | None = None) -> Tensor:

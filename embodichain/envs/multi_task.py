@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from embodichain.config import Config, Positive, configclass, load_config, merge
 from embodichain.config.files import find_config, find_shipped
-from embodichain.envs.vec_env import Action, ActionManager, EnvIds, HasExpert, StepResult, VecEnv
+from embodichain.envs.vec_env import Action, ActionManager, EnvIds, HasExpert, MarksSegments, StepResult, VecEnv
 from embodichain.envs.wrappers import GroupedEnv
 from embodichain.errors import ConfigError, EnvContractError
 
@@ -285,6 +285,12 @@ class TaskView(VecEnv):
         if not isinstance(self.env, HasExpert):
             raise EnvContractError(f"{self.name} has no expert")
         return self._filled(self.env.expert_action())
+
+    def expert_segment(self) -> Tensor:
+        """Return what the expert's last action is part of, numbers of ``SEGMENTS``; 0 where it does not say so."""
+        if isinstance(self.env, MarksSegments):
+            return self.env.expert_segment()
+        return torch.zeros(self.num_envs, dtype=torch.int64, device=self.device)
 
     def create_demo_action_list(self) -> list[Tensor]:
         """Return the actions that solve the task from the present state, which is left as it was."""

@@ -9,6 +9,9 @@ function of what is measured now and remembers nothing, so an expert answers in 
         carry = move(tool, scene["goal"], speed=0.03)
         return tool.act(actions, sequence(grasp(tool, scene["cube_pos"], DOWN, scene["held"] > 0), carry))
 
+Every stage is part of a segment of the task (``reach``, ``grasp``, ``move``, ``place`` and others of ``SEGMENTS``),
+which streams can store and samplers weigh; :func:`part` says which.
+
 All is batched torch without branches on values: rows do not depend on each other, and CUDA graphs can record it.
 """
 
@@ -22,6 +25,8 @@ from torch import Tensor
 from embodichain.envs.actions import RobotActionManager, chain_of
 from embodichain.envs.kinematics import SerialChain, dot, length, rotation_error
 from embodichain.envs.robots import Robot
+from embodichain.envs.vec_env import SEGMENTS
+from embodichain.errors import ConfigError, nearest
 
 Direction: TypeAlias = Sequence[float] | Tensor
 """A unit vector in the world, ``(x, y, z)`` for all envs or ``[n, 3]``."""
@@ -46,6 +51,8 @@ class Stage(NamedTuple):
     """Its fingers, ``[n, 1]``: 1 open, -1 closed."""
     speed: Tensor
     """Metres that are asked for in one step at most, ``[n, 1]``."""
+    segment: Tensor
+    """What it is part of, numbers of ``SEGMENTS``, int64 ``[n]``."""
 
 
 @dataclass(frozen=True)
@@ -71,15 +78,21 @@ class Tool:
         grip: float | Tensor = CLOSED,
         speed: float = 0.03,
         rotation: Tensor | None = None,
+        segment: str = "move",
     ) -> Stage:
         """Return a stage of this tool; ``grip`` is a number or ``[n]``, ``rotation`` ``[3, 3]`` or ``[n, 3, 3]``."""
         column = torch.ones_like(self.pos[:, :1])
         fingers = grip.to(column.dtype).unsqueeze(1) if isinstance(grip, Tensor) else grip * column
         turned = self.home if rotation is None else rotation
-        return Stage(until, pos, turned.expand_as(self.rotation), fingers, speed * column)
+        number = torch.full_like(until, _number(segment), dtype=torch.int64)
+        return Stage(until, pos, turned.expand_as(self.rotation), fingers, speed * column, number)
 
     def act(self, actions: RobotActionManager, stage: Stage) -> Tensor:
-        """Return the action that carries out a stage, ``[n, action_dim]``; of several arms, this one's part of it."""
+        """Return the action that carries out a stage, ``[n, action_dim]``; of several arms, this one's part of it.
+
+        It is marked by the stage's segment; of several arms, by that of the first.
+        """
+        actions.segment = stage.segment if actions.segment is None else actions.segment
         return actions.encode(self.qpos, self.twist(stage), stage.grip, self.arm)
 
     def twist(self, stage: Stage) -> Tensor:
@@ -126,6 +139,17 @@ def either(condition: Tensor, one: Stage, other: Stage) -> Stage:
     return Stage(*parts)
 
 
+def part(segment: str, stage: Stage) -> Stage:
+    """Return a stage that is part of a segment, one of ``SEGMENTS``."""
+    return stage._replace(segment=torch.full_like(stage.segment, _number(segment)))
+
+
+def _number(segment: str) -> int:
+    if segment not in SEGMENTS:
+        raise ConfigError(f"segment: unknown name {segment!r}.{nearest(segment, SEGMENTS)}")
+    return SEGMENTS.index(segment)
+
+
 def unless(condition: Tensor, stage: Stage) -> Stage:
     """Return a stage that also counts as done where ``condition`` ``[n]`` holds, such as a grasp of what is placed."""
     return stage._replace(until=stage.until | condition)
@@ -160,10 +184,10 @@ def grasp(
     near = (length(at - tool.pos) < min(tolerance, 0.012)) | held
     back = tool.pos + (ahead - clearance).unsqueeze(1) * direction
     return sequence(
-        tool.stage(far, back, OPEN, speed, rotation),
-        tool.stage(aligned, at - clearance * direction, OPEN, speed, rotation),
-        tool.stage(near, at, OPEN, 0.6 * speed, rotation),
-        tool.stage(held, at, CLOSED, 0.6 * speed, rotation),
+        tool.stage(far, back, OPEN, speed, rotation, "reach"),
+        tool.stage(aligned, at - clearance * direction, OPEN, speed, rotation, "reach"),
+        tool.stage(near, at, OPEN, 0.6 * speed, rotation, "reach"),
+        tool.stage(held, at, CLOSED, 0.6 * speed, rotation, "grasp"),
     )
 
 
@@ -189,9 +213,9 @@ def place(
     leave = tool.pos - clearance * direction
     return sequence(
         tool.stage((length(aside) < tolerance) | placed, tool.pos + over - what, CLOSED, speed, rotation),
-        tool.stage(placed, tool.pos + to - what, CLOSED, 0.5 * speed, rotation),
-        tool.stage(released | left, tool.pos, OPEN, speed, rotation),
-        tool.stage(placed & left, leave, OPEN, speed, rotation),
+        tool.stage(placed, tool.pos + to - what, CLOSED, 0.5 * speed, rotation, "place"),
+        tool.stage(released | left, tool.pos, OPEN, speed, rotation, "place"),
+        tool.stage(placed & left, leave, OPEN, speed, rotation, "leave"),
     )
 
 
@@ -225,11 +249,11 @@ def push(
     sink = ready | (length(behind - tip) < 0.015) | (clear & (along < 0.0))
     at = lambda xy, z: torch.cat((xy, torch.full_like(xy[:, :1], z)), dim=1)  # noqa: E731
     return sequence(
-        tool.stage(sink | clear | (height > high - 0.03) | done, at(tip, high), CLOSED, speed),
-        tool.stage(sink | done, at(behind, high), CLOSED, speed),
-        tool.stage((ready & (height < low + 0.02)) | done, at(behind, low), CLOSED, speed),
-        tool.stage(done, at(tip + push_speed * direction - 0.5 * aside, low), CLOSED, speed),
-        tool.stage(done, at(tip, high), CLOSED, speed),
+        tool.stage(sink | clear | (height > high - 0.03) | done, at(tip, high), CLOSED, speed, segment="reach"),
+        tool.stage(sink | done, at(behind, high), CLOSED, speed, segment="reach"),
+        tool.stage((ready & (height < low + 0.02)) | done, at(behind, low), CLOSED, speed, segment="reach"),
+        tool.stage(done, at(tip + push_speed * direction - 0.5 * aside, low), CLOSED, speed, segment="push"),
+        tool.stage(done, at(tip, high), CLOSED, speed, segment="leave"),
     )
 
 
@@ -249,9 +273,9 @@ def press(
     far = (ahead > 0.5 * clearance) | aligned
     back = tool.pos + (ahead - clearance).unsqueeze(1) * direction
     return sequence(
-        tool.stage(far, back, CLOSED, speed, rotation),
-        tool.stage(aligned, at - clearance * direction, CLOSED, speed, rotation),
-        pull(tool, until, at, along, CLOSED, speed, rotation),
+        tool.stage(far, back, CLOSED, speed, rotation, "reach"),
+        tool.stage(aligned, at - clearance * direction, CLOSED, speed, rotation, "reach"),
+        part("press", pull(tool, until, at, along, CLOSED, speed, rotation)),
     )
 
 
@@ -264,7 +288,7 @@ def pull(
     The tool goes on and on, whether or not the point follows, and stays on the line through it.
     """
     _, aside, direction = _split(at - tool.pos, along)
-    return tool.stage(until, tool.pos + aside + speed * direction, grip, speed, rotation)
+    return tool.stage(until, tool.pos + aside + speed * direction, grip, speed, rotation, "pull")
 
 
 def pull_arc(
@@ -314,8 +338,8 @@ def insert(
     further = tool.pos + 0.5 * aside + 0.2 * speed * direction
     return sequence(
         tool.stage(~away, over, CLOSED, speed, rotation),
-        tool.stage(aligned, funnel, CLOSED, 0.3 * speed, rotation),
-        tool.stage(until, further, CLOSED, 0.3 * speed, rotation),
+        tool.stage(aligned, funnel, CLOSED, 0.3 * speed, rotation, "insert"),
+        tool.stage(until, further, CLOSED, 0.3 * speed, rotation, "insert"),
     )
 
 
@@ -344,9 +368,9 @@ def hand_over(
         grasp(giver, at, along[0], given | taken, clearance, speed=speed),
         # Half of the way: what is held by one end swings, and would be swung the more.
         giver.stage(arrived, giver.pos + 0.5 * (meet - there), CLOSED, speed),
-        giver.stage(taken, giver.pos, CLOSED, speed),
-        giver.stage(~given, giver.pos, OPEN, speed),
-        giver.stage(away, back, OPEN, speed),
+        giver.stage(taken, giver.pos, CLOSED, speed, segment="hand_over"),
+        giver.stage(~given, giver.pos, OPEN, speed, segment="hand_over"),
+        giver.stage(away, back, OPEN, speed, segment="leave"),
     )
     wait = meet - clearance * _direction(along[1], taker.pos)
     taking = sequence(

@@ -318,7 +318,14 @@ class TaskEnv(VecEnv):
 
     def expert_action(self) -> Tensor:
         actions: Any = self.action_manager  # of a robot, where there is an expert
+        actions.segment = None
         return self.task.expert_action(self._measurements(), actions)
+
+    def expert_segment(self) -> Tensor:
+        """Return what the expert's last action is part of: numbers of ``SEGMENTS``, int64 ``[num_envs]``."""
+        actions: Any = self.action_manager
+        marked: Tensor | None = actions.segment
+        return torch.zeros(self.num_envs, dtype=torch.int64, device=self.device) if marked is None else marked
 
     def create_demo_action_list(self) -> list[Tensor]:
         """Return the expert's actions from the present state until every env has ended once; the state is kept."""

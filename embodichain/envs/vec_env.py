@@ -303,6 +303,18 @@ class StepsInHalves(VecEnv):
         """Replace what simulates wherever it failed; ``reset`` has to follow."""
 
 
+SEGMENTS = ("other", "reach", "grasp", "move", "place", "push", "press", "pull", "insert", "hand_over", "leave")
+"""What an expert may be doing; the number of a segment is its place here."""
+
+
+@runtime_checkable
+class MarksSegments(Protocol):
+    """An environment whose expert tells what its actions are part of."""
+
+    def expert_segment(self) -> Tensor:
+        """Return numbers of ``SEGMENTS``, int64 ``[num_envs]``, of what ``expert_action`` returned last."""
+
+
 @runtime_checkable
 class HasExpert(Protocol):
     """An environment that can demonstrate its own task."""

@@ -107,6 +107,8 @@ class OnlineDataset(IterableDataset[TensorDictBase]):
     * ``delta_timestamps={"observation": [-0.04, 0.0], "action": [0.0, 0.02, 0.04]}`` in place of ``chunk_size``: by key
       the frames at these seconds from a drawn one, as LeRobot has them, each with a ``NAME_is_pad``. Other keys are
       those of the drawn frame. ``fps`` tells the frames per second where the engine does not know.
+    * ``segment_weights={"grasp": 4.0}``: within an episode, a chunk begins four times as often where the expert grasps.
+      The stream has to store segments: ``"segments": true`` in its ``action_config``.
 
     ``torch.manual_seed`` (or the DataLoader's ``generator``) makes the draws reproducible; DataLoader workers draw
     different chunks. The stream does not end, so there is no ``__len__``.
@@ -123,6 +125,7 @@ class OnlineDataset(IterableDataset[TensorDictBase]):
         obs_horizon: int = 1,
         delta_timestamps: Mapping[str, Sequence[float]] | None = None,
         fps: float | None = None,
+        segment_weights: Mapping[str, float] | None = None,
     ) -> None:
         super().__init__()
         if (chunk_size is None) == (delta_timestamps is None):
@@ -137,6 +140,7 @@ class OnlineDataset(IterableDataset[TensorDictBase]):
         check_size("obs_horizon", obs_horizon)
         self.pad, self.obs_horizon = pad, obs_horizon
         self.delta_timestamps, self.fps = delta_timestamps, fps
+        self.segment_weights = segment_weights
         self.engine = engine
         self.chunk_size = chunk_size
         self.batch_size = batch_size
@@ -189,7 +193,7 @@ class OnlineDataset(IterableDataset[TensorDictBase]):
         self, count: int, size: int | None, generator: np.random.Generator, reuse: bool = False
     ) -> TensorDictBase:
         """Draw chunks of this size, or what the timestamps say."""
-        if size is not None and not self.pad and self.obs_horizon == 1:
+        if size is not None and not self.pad and self.obs_horizon == 1 and self.segment_weights is None:
             return self.engine.sample_batch(count, size, generator=generator, reuse_outputs=reuse)
         return self.engine.sample_frames(count, self._offsets(size), generator=generator)
 
@@ -197,11 +201,13 @@ class OnlineDataset(IterableDataset[TensorDictBase]):
         from embodichain.agents.engine.offsets import Offsets
 
         if size is not None:
-            return Offsets.of_chunk(size, self.pad, self.obs_horizon)
+            chunk = Offsets.of_chunk(size, self.pad, self.obs_horizon)
+            return chunk if self.segment_weights is None else chunk.weighted(self.segment_weights)
         fps = self.fps or self.engine.fps
         if fps is None:
             raise ConfigError("fps: the environment does not tell the time of a step; give fps=", "delta_timestamps")
-        return Offsets.of_timestamps(self.delta_timestamps or {}, fps)
+        frames = Offsets.of_timestamps(self.delta_timestamps or {}, fps)
+        return frames if self.segment_weights is None else frames.weighted(self.segment_weights)
 
     @staticmethod
     def collate_fn(batch: list[TensorDict]) -> TensorDictBase:

@@ -77,6 +77,9 @@ class ActionSourceCfg(Config):
     episodes then show how to recover."""
     deterministic: bool = False
     """Whether a policy acts by its mean instead of a sample."""
+    segments: bool = False
+    """With ``expert`` and ``dagger``: store what the expert's actions are part of (reach, grasp, move, place ...) as
+    ``segment``, which datasets can weigh."""
     policy: str | None = None
     """With ``dagger``: the run or checkpoint of the policy that acts at first. None: the expert acts alone until
     ``engine.publish(policy)``."""
@@ -106,6 +109,8 @@ class ActionSourceCfg(Config):
             usual = cls()
             given = [n for n in ("policy", "expert_share", "expert_acts_for") if getattr(cfg, n) != getattr(usual, n)]
             problems += [f"{name}: only source 'dagger' has it, got source {cfg.source!r}" for name in given]
+        if cfg.segments and cfg.source not in ("expert", "dagger"):
+            problems.append(f"segments: only experts mark them, got source {cfg.source!r}")
         if cfg.source == "dataset" and cfg.noise_std:
             problems.append("noise_std: recorded episodes are stored as they are; expected 0")
         if problems:

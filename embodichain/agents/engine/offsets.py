@@ -6,9 +6,10 @@ beyond its episode: there the nearest frame of the episode is repeated, and ``NA
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,12 +17,14 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from embodichain.agents.datasets.frames import FrameLayout, Key, Leaf, unflatten
-from embodichain.agents.engine.sampling import WindowSampler
+from embodichain.agents.engine.sampling import Candidates, WindowSampler
 from embodichain.agents.engine.shared_buffer import Ints
+from embodichain.envs.vec_env import SEGMENTS
 from embodichain.errors import ConfigError, nearest
 
 _TOLERANCE = 1e-4
 """Seconds by which a delta timestamp may differ from the time of a frame, as in LeRobot."""
+_SEGMENT: Key = ("segment",)
 _SEPARATOR = re.compile(r"[./]")
 
 
@@ -38,6 +41,8 @@ class Offsets:
     """How many steps from the drawn one on lie inside of its episode for sure."""
     marked: tuple[str, ...] | None = None
     """Names that get a ``NAME_is_pad``; None: all."""
+    weights: tuple[float, ...] | None = None
+    """How often frames of each segment (see ``SEGMENTS``) are drawn within an episode, in proportion; None: equally."""
 
     @classmethod
     def of_chunk(cls, chunk_size: int, pad: bool = False, obs_horizon: int = 1) -> Offsets:
@@ -63,6 +68,15 @@ class Offsets:
         if problems:
             raise ConfigError(problems, "delta_timestamps")
         return cls(steps)
+
+    def weighted(self, weights: Mapping[str, float]) -> Offsets:
+        """Return these with weights of segments, by name; of those without, it is 1."""
+        problems = [f"unknown name {name!r}.{nearest(name, SEGMENTS)}" for name in weights if name not in SEGMENTS]
+        bad = [name for name, weight in weights.items() if not (math.isfinite(weight) and weight >= 0.0)]
+        problems += [f"{name}: expected a number of at least 0, got {weights[name]!r}" for name in bad]
+        if problems:
+            raise ConfigError(problems, "segment_weights")
+        return replace(self, weights=tuple(float(weights.get(name, 1.0)) for name in SEGMENTS))
 
     def resolve(self, layout: FrameLayout) -> list[tuple[Leaf, str | None]]:
         """Return every array of a frame with the name that fits it; ``ConfigError`` for names that fit none."""
@@ -96,19 +110,23 @@ class OffsetSampler:
         self._leaves = offsets.resolve(windows.buffer.layout)
         self._steps = {name: torch.tensor(steps) for name, steps in offsets.steps.items()}
         self._marked = tuple(offsets.steps) if offsets.marked is None else offsets.marked
+        self._weights = None if offsets.weights is None else np.array(offsets.weights)
+        if self._weights is not None and _SEGMENT not in self._buffer.frames:
+            problem = 'the stream does not store segments; set "segments": true in its action_config'
+            raise ConfigError(problem, "segment_weights")
         sizes = {None if name is None else len(offsets.steps[name]) for _, name in self._leaves}
         self._time_axis = [] if None in sizes or len(sizes) > 1 else [size for size in sizes if size is not None]
 
     def draw(self, generator: np.random.Generator, batch_size: int) -> tuple[TensorDict, Ints, int]:
         """Return a batch ``[batch_size]``, or chunks ``[batch_size, chunk_size]`` where all arrays have as many frames;
         the drawn frames (``row * max_steps + step``); and how many were drawn again."""
-        known, chosen, picks = self._windows.pick(generator, batch_size, self._offsets.span)
+        known, chosen, picks = self._pick(generator, batch_size)
         values = self._copy(picks, known.length_of(chosen))
         redrawn, changed = 0, self._windows.changed(known, chosen)
         deadline = 0.0
         while len(changed):  # rows that were overwritten meanwhile
             redrawn += len(changed)
-            known, chosen, again = self._windows.pick(generator, len(changed), self._offsets.span)
+            known, chosen, again = self._pick(generator, len(changed))
             picks[changed] = again
             index = torch.from_numpy(changed)
             for key, value in self._copy(again, known.length_of(chosen)).items():
@@ -118,6 +136,23 @@ class OffsetSampler:
                 deadline = self._windows.wait_for_writers(deadline)
             changed = changed[still]
         return TensorDict(unflatten(values), batch_size=[batch_size, *self._time_axis]), picks, redrawn
+
+    def _pick(self, generator: np.random.Generator, count: int) -> tuple[Candidates, Ints, Ints]:
+        """Choose frames: an episode uniformly, then one of its frames, by the weights of segments if there are."""
+        span = self._offsets.span
+        known, chosen, picks = self._windows.pick(generator, count, span)
+        if self._weights is not None:
+            rows, starts = known.rows[chosen], known.length_of(chosen) - (span - 1)
+            segments = self._buffer.frames[_SEGMENT][torch.from_numpy(rows)].numpy()
+            # A row that is being written may hold anything; its windows are drawn again.
+            weights = self._weights[segments.clip(0, len(SEGMENTS) - 1)]
+            weights[np.arange(self._buffer.max_steps) >= starts[:, None]] = 0.0
+            total = weights.cumsum(axis=1)
+            drawn = generator.random(count) * total[:, -1]
+            at = (total <= drawn[:, None]).sum(axis=1)
+            weighed = total[:, -1] > 0.0  # else all of the episode's frames weigh nothing: any of them
+            picks = np.where(weighed, rows * self._buffer.max_steps + at, picks)
+        return known, chosen, picks
 
     def _copy(self, picks: Ints, lengths: Ints) -> dict[Key, Tensor]:
         """Return the frames around those that were picked, and which of them are repeated ones."""

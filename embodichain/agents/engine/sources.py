@@ -24,7 +24,7 @@ from embodichain.agents.datasets.frames import (
 from embodichain.agents.engine.config import ACTORS, ActionSourceCfg, OnlineDataEngineCfg
 from embodichain.agents.processes.channel import PublishedWeights
 from embodichain.envs.multi_task import TaskView, open_views
-from embodichain.envs.vec_env import ActionBounds, HasExpert, VecEnv, random_actions
+from embodichain.envs.vec_env import ActionBounds, HasExpert, MarksSegments, VecEnv, random_actions
 from embodichain.errors import ConfigError, EnvContractError, nearest
 from embodichain.extras import config_folders, import_trusted
 
@@ -139,14 +139,14 @@ class SimulatedEpisodes:
         self._ring = self.layout.empty(self.max_steps, env.num_envs)
         self._begin = [0] * env.num_envs
         self._step = 0
-        self._measure: Callable[[], Frames] | None = None
+        self._measures: list[Callable[[], Frames]] = []
 
     def also_keep(self, measure: Callable[[], Frames]) -> None:
         """Keep more of every step: what ``measure`` returns before it, ``[num_envs, ...]`` by keys of its own."""
         leaves = [Leaf(key, value.dtype, tuple(value.shape[1:])) for key, value in measure().items()]
         self._ring |= FrameLayout(tuple(leaves)).empty(self.max_steps, self.env.num_envs)
         self.layout = FrameLayout((*self.layout.leaves, *leaves))
-        self._measure = measure
+        self._measures.append(measure)
 
     def resume(self, steps: int, episodes: int) -> None:
         """Continue what depends on the steps of all envs, and their episodes, where another worker was."""
@@ -164,8 +164,9 @@ class SimulatedEpisodes:
         for key, value in flatten(self._observation).items():
             self._ring[("observation", *key)][at] = value
         self._ring[("action",)][at] = action
-        for key, value in self._measure().items() if self._measure is not None else ():
-            self._ring[key][at] = value
+        for measure in self._measures:
+            for key, value in measure().items():
+                self._ring[key][at] = value
         if self._labelling is not None:
             action = self._labelling.extra[("executed_action",)]
         if self._noise_std and action.is_floating_point():
@@ -312,7 +313,13 @@ def _simulated(
     """Return the episodes of an environment in which the config's actor acts."""
     try:
         actor = make_actor(action, env, seed + 1, cfg.trusted_modules, cfg.num_workers)
-        return SimulatedEpisodes(env, actor, seed, action.noise_std, task_index)
+        source = SimulatedEpisodes(env, actor, seed, action.noise_std, task_index)
+        if action.segments:
+            if not isinstance(env, MarksSegments):
+                raise ConfigError(f"segments: the expert of {env.name} does not mark any", "action_config")
+            marking: MarksSegments = env
+            source.also_keep(lambda: {("segment",): marking.expert_segment()})
+        return source
     except BaseException:  # an environment may hold processes and windows
         env.close()
         raise

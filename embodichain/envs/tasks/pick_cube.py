@@ -12,10 +12,12 @@ from embodichain.envs.physics import Physics
 from embodichain.envs.robots import Robot
 from embodichain.envs.task import Scene
 from embodichain.envs.tasks.arm import HALF_CUBE, ArmTask, arm_cfg, shorten
+from embodichain.envs.vec_env import SEGMENTS
 from embodichain.errors import ConfigError
 
 _ABOVE = 0.1  # height over the cube from which the expert comes down
 _MAX_STEP = 0.03  # metres the expert asks for in one step
+_REACHING, _GRASPING, _MOVING = (SEGMENTS.index(name) for name in ("reach", "grasp", "move"))
 _STILL = 0.25  # speed in m/s below which the cube counts as held still at the goal
 
 
@@ -85,6 +87,7 @@ class PickCube(ArmTask):
         approach = torch.cat((to_cube[:, :2], (to_cube[:, 2] + climb).unsqueeze(1)), dim=1)
         by = torch.where(held.unsqueeze(1), scene["to_goal"], approach)
         close = held | (aligned & low)
+        actions.segment = torch.where(held, _MOVING, torch.where(close, _GRASPING, _REACHING))
         grip = torch.where(close, -torch.ones_like(scene["held"]), torch.ones_like(scene["held"])).unsqueeze(1)
         return self.move_tool(scene, actions, shorten(by, _MAX_STEP), self._heading(scene), grip)
 

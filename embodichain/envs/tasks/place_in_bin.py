@@ -11,7 +11,7 @@ from embodichain.envs.env_cfg import GymCfg, LanguageCfg, ObjectCfg, PoseRangeCf
 from embodichain.envs.fixtures import BinCfg, turn
 from embodichain.envs.kinematics import length, mean_square
 from embodichain.envs.physics import Physics
-from embodichain.envs.primitives import DOWN, OPEN, grasp, move, sequence, unless
+from embodichain.envs.primitives import DOWN, OPEN, grasp, move, part, sequence, unless
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.robots import Robot
 from embodichain.envs.task import ResetState, Scene
@@ -111,7 +111,7 @@ class PlaceInBin(KitTask):
         take = unless(done, grasp(tool, scene["cube_pos"], DOWN, held, tolerance=0.006))
         lift = tool.stage(done | (scene["to_drop"][:, 2] < 0.05), raised(tool.pos, _OVER), speed=0.03)
         carry = tool.stage(done | let_go, tool.pos + scene["to_drop"], speed=0.03)
-        drop = move(tool, scene["drop_pos"], grip=OPEN)
+        drop = part("place", move(tool, scene["drop_pos"], grip=OPEN))
         return tool.act(actions, sequence(take, lift, carry, drop))
 
 

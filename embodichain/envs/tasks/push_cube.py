@@ -15,12 +15,14 @@ from embodichain.envs.random import RandomStreams
 from embodichain.envs.robots import Robot
 from embodichain.envs.task import ResetState, Scene
 from embodichain.envs.tasks.arm import ArmTask, arm_cfg, shorten
+from embodichain.envs.vec_env import SEGMENTS
 from embodichain.errors import ConfigError
 
 _REACH = 0.05  # distance from the cube's centre at which the tool's centre touches or nearly touches it
 _LOW, _HIGH = 0.03, 0.1  # heights of the tool's tip for pushing and for passing over the cube
 _MAX_STEP = 0.04  # metres the expert asks for in one step on its way
 _PUSH_STEP = 0.012  # and while it pushes, so that the cube slides along with the tool
+_REACHING, _PUSHING, _LEAVING = (SEGMENTS.index(name) for name in ("reach", "push", "leave"))
 _APART = 2.5  # least distance of two goals, in success thresholds: no cube lies on two of them
 
 
@@ -85,7 +87,10 @@ class PushCube(ArmTask):
         over[:, :2] = torch.where(must_rise.unsqueeze(1), torch.zeros_like(over[:, :2]), over[:, :2])
         by = torch.where((ready & low).unsqueeze(1), push, over)
         rise = torch.cat((torch.zeros_like(over[:, :2]), _HIGH - tip[:, 2:]), dim=1)
-        by = torch.where(self.success(scene).unsqueeze(1), rise, by)
+        solved = self.success(scene)
+        by = torch.where(solved.unsqueeze(1), rise, by)
+        doing = torch.where(ready & low, _PUSHING, _REACHING)
+        actions.segment = torch.where(solved, _LEAVING, doing)
         return self.move_tool(scene, actions, shorten(by, _MAX_STEP))
 
     def markers(self) -> dict[str, Tensor]:

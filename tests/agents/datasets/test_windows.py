@@ -21,6 +21,7 @@ from embodichain.agents.engine import OnlineDataEngine, OnlineDataEngineCfg
 from embodichain.agents.engine.offsets import Offsets, OffsetSampler
 from embodichain.agents.engine.sampling import WindowSampler
 from embodichain.agents.engine.shared_buffer import SharedBuffer
+from embodichain.envs.vec_env import SEGMENTS
 from embodichain.errors import ChunkSizeError, ConfigError
 
 
@@ -187,3 +188,36 @@ def test_the_rate_of_a_task_is_known_where_the_stream_is_sampled() -> None:
         assert names["diffusion"]["observation", "robot", "qpos"].shape[:2] == (64, 2)
         assert names["lerobot"]["observation", "robot", "qpos"].shape[:2] == (64, 2)
         assert names["lerobot"]["action"].shape[:2] == (64, 16)
+
+
+def test_experts_mark_segments_and_datasets_weigh_them() -> None:
+    """Of a cube that is stacked: segments come in their order, say what happens, and are drawn by their weights."""
+    task = {"id": "StackCubeRL", "num_envs": 4, "num_threads": 1}
+    action = {"source": "expert", "segments": True, "terminate_on_success": True}
+    cfg = OnlineDataEngineCfg(buffer_size=4, gym_config=task, action_config=action, progress=False)
+    with OnlineDataEngine(cfg) as engine:
+        rows = [engine.shared_buffer[row, : engine.episode_info(row).length] for row in range(4)]
+        shares = []
+        for row in rows:
+            names = [SEGMENTS[number] for number in row["segment"].tolist()]
+            order = [name for name, _ in itertools.groupby(names)]
+            assert order[:4] == ["reach", "grasp", "move", "place"], order
+            held = row["observation", "task", "held"].flatten() > 0
+            assert not held[[name in ("reach", "grasp") for name in names]].any()
+            assert held[[name == "move" for name in names]].float().mean() > 0.9
+            weights = torch.tensor([{"grasp": 8.0, "reach": 0.0}.get(name, 1.0) for name in names])
+            shares.append(float(weights[[name == "grasp" for name in names]].sum() / weights.sum()))
+        batch = next(iter(OnlineDataset(engine, 1, 8000, segment_weights={"grasp": 8.0, "reach": 0.0})))
+        drawn = batch["segment"].flatten()
+        assert not (drawn == SEGMENTS.index("reach")).any()
+        grasped = (drawn == SEGMENTS.index("grasp")).float().mean().item()
+        assert grasped == pytest.approx(float(np.mean(shares)), abs=0.03)
+        with pytest.raises(ConfigError, match=r"unknown name 'grap'.*grasp"):
+            next(iter(OnlineDataset(engine, 1, 8, segment_weights={"grap": 8.0})))
+
+
+def test_weights_need_a_stream_that_stores_segments(engine: OnlineDataEngine) -> None:
+    with pytest.raises(ConfigError, match='"segments": true'):
+        next(iter(OnlineDataset(engine, 1, 8, segment_weights={"grasp": 8.0})))
+    with pytest.raises(ConfigError, match="only experts mark them"):
+        OnlineDataEngineCfg(gym_config={"id": "ReachRL"}, action_config={"source": "random", "segments": True}).check()
