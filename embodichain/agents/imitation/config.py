@@ -29,6 +29,7 @@ from embodichain.agents.rl.run_config import (
 from embodichain.config import Config, Count, Positive, configclass, load_config, merge, parse_overrides
 from embodichain.config.files import find_beside, find_shipped
 from embodichain.envs.env_cfg import GymCfg
+from embodichain.envs.multi_task import task_entries
 from embodichain.envs.registration import list_envs
 from embodichain.errors import ConfigError, EmbodiChainError
 from embodichain.extras import check_trusted, config_folders, import_trusted
@@ -66,7 +67,7 @@ class PartCfg(Config):
 
     stream: dict[str, Any] | None = None
     """Settings of a live stream, those of ``OnlineDataEngineCfg``. Without a ``gym_config`` of its own it simulates
-    that of the trainer, and one without an ``id`` changes it."""
+    that of the trainer, and one without an ``id`` changes it. A list of several is a stream of several tasks."""
     dataset: str | None = None
     """Folder of a LeRobotDataset, relative to the config's folder or to the working directory."""
     keys: dict[str, str] = {}
@@ -200,10 +201,14 @@ def _located(source: SourceCfg, folder: Path, errors: list[EmbodiChainError]) ->
         changes: dict[str, Any] = {}
         if part.dataset is not None:
             changes["dataset"] = find_beside(part.dataset, folder)
-        if part.stream is not None and isinstance(given := part.stream.get("gym_config"), str):
+        given = (part.stream or {}).get("gym_config")
+        settings: Any = None
+        if isinstance(given, str):
             settings = attempt(errors, lambda: environment_settings(given, folder))
-            changes["stream"] = part.stream | {"gym_config": settings}
-        return changes
+        elif isinstance(given, list):  # several tasks in one stream
+            entries = attempt(errors, lambda: task_entries(given, folder, "source.stream.gym_config")) or []
+            settings = [entry.gym_config | {"weight": entry.weight, "task": entry.words} for entry in entries]
+        return changes if settings is None else changes | {"stream": (part.stream or {}) | {"gym_config": settings}}
 
     return source.replace(**locate(source), mixture=[part.replace(**locate(part)) for part in source.mixture])
 

@@ -142,6 +142,11 @@ class ImitationTrainer(RunLoop):
             "smaller --algorithm.cfg.learning_rate, or fewer outliers in the demonstrations, may help"
         )
 
+    def evaluate(self) -> None:
+        """Evaluate the policy; the log has a line for all steps before it."""
+        self._write_log()
+        super().evaluate()
+
     def save_checkpoint(self, best: bool = False) -> None:
         """Write a checkpoint of everything the next step depends on; the log has a line for all steps before it."""
         self._write_log()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from embodichain.agents.imitation.config import ImitateCfg, complete, load_imitate_config, override
+from embodichain.agents.imitation.config import ImitateCfg, complete, load_imitate_config, override, stream_settings
 from embodichain.agents.imitation.imitate import imitate_from_config, opened_imitation, resume_imitation
 from embodichain.agents.rl.algo.imitation import Imitation, ImitationCfg
 from embodichain.agents.rl.checkpoint import find_checkpoint, load_checkpoint, load_policy
@@ -253,6 +253,15 @@ def test_a_wrong_config_is_one_message(tmp_path, change, message):
     with pytest.raises(ConfigError, match=message):
         override(complete(ImitateCfg.from_dict(data | change)), [])
     assert not (tmp_path / "run").exists()
+
+
+def test_a_stream_may_have_several_tasks(tmp_path):
+    (tmp_path / "other.json").write_text(json.dumps(REACH))
+    stream = STREAM["stream"] | {"gym_config": [{"id": "ReachRL", "weight": 3.0}, "other.json"]}
+    cfg = complete(ImitateCfg.from_dict(config(tmp_path / "run", {"stream": stream})), folder=tmp_path)
+    tasks = stream_settings(cfg, cfg.source.parts()[0]).tasks()
+    assert [(task.gym_config["id"], task.weight) for task in tasks] == [("ReachRL", 3.0), ("ReachRL", 1.0)]
+    assert tasks[1].gym_config["max_episode_steps"] == 10
 
 
 def test_ids_have_shipped_configs_or_defaults():
