@@ -32,6 +32,7 @@ from tests.agents.rl.vla_cases import CAMERA, language_env
 pytestmark = [pytest.mark.extra("vla"), pytest.mark.usefixtures("one_thread")]
 
 FOLDER = Path(__file__).parent / "fixtures" / "smolvla"
+TINY_SETTINGS = {"cameras": {"front": (16, 16, 3)}, "proprio": {}, "instruction_length": 8, "action_dim": 3}
 TASKS = ["push the red cube", "go", "push the cube to the blue goal\n"]
 
 
@@ -187,6 +188,12 @@ def test_it_is_matched_by_name_and_all_that_is_missing_is_listed():
     model = build_policy(block(inputs=inputs, instruction="go"), fitting, gym.spaces.Box(-1, 1, (3,)), "cpu").model
     assert list(model.cfg.cameras) == ["hand", "top"]
     assert dict(model.cfg.proprio) == {"arm/grip": 2, "arm/angles": 4}
+    inputs["observation.images.wrist"] = None  # as LeRobot, it does without an image
+    one = build_policy(block(inputs=inputs, instruction="go"), fitting, gym.spaces.Box(-1, 1, (3,)), "cpu").model
+    assert list(one.cfg.cameras) == ["hand"]
+    none = dict.fromkeys(("observation.images.front", "observation.images.wrist"))
+    with pytest.raises(ConfigError, match="every image is left out"):
+        build_policy(block(inputs={**inputs, **none}), fitting, gym.spaces.Box(-1, 1, (3,)), "cpu")
     images = {name: torch.randint(0, 256, (2, 8, 8, 3), dtype=torch.uint8) for name in ("top", "hand")}
     seen = TensorDict({"image": images, "arm": {"angles": torch.randn(2, 4), "grip": torch.randn(2, 2)}}, [2])
     with torch.no_grad():
@@ -257,7 +264,13 @@ def test_a_folder_that_does_not_fit_is_one_message(damage, message, tmp_path):
 
 def test_policies_it_cannot_reproduce_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match="adapt_to_pi_aloha"):
-        load_vla_model(copy(tmp_path, adapt_to_pi_aloha=True))
+        load_vla_model(copy(tmp_path / "aloha", adapt_to_pi_aloha=True))
+    with pytest.raises(CheckpointError, match="policies whose images are normalised are not read"):
+        load_vla_model(copy(tmp_path / "images", normalization_mapping={"VISUAL": "MEAN_STD"}))
+    (tmp_path / "run").mkdir()
+    shutil.copytree(FOLDER, tmp_path / "run" / "pretrained_model")
+    with pytest.raises(CheckpointError, match=r"Did you mean .*run/pretrained_model\?"):
+        load_vla_model(tmp_path / "run", "tiny_vla", TINY_SETTINGS)
     with pytest.raises(
         ConfigError, match=r"model_class: .*holds a policy of type 'smolvla', got 'tiny_vla'; leave it out"
     ):

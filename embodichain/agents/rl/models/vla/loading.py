@@ -218,7 +218,9 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     path = _settled(path)
     file = path / WEIGHTS_FILE if path.is_dir() else path
     if not file.is_file():
-        raise CheckpointError(f"{path}: there is no checkpoint; expected a folder with {WEIGHTS_FILE}, or a file")
+        inner = path / "pretrained_model"  # where LeRobot's runs keep a policy
+        hint = f". Did you mean {inner}?" if inner.is_dir() else ""
+        raise CheckpointError(f"{path}: there is no checkpoint; expected a folder with {WEIGHTS_FILE}, or a file{hint}")
     if file.suffix not in _SUFFIXES:
         raise CheckpointError(f"{file}: expected a checkpoint with one of the endings {', '.join(_SUFFIXES)}")
     try:

@@ -36,9 +36,9 @@ class PretrainedVLACfg(VLAModelCfg):
     """Images that it expects, by its own names."""
     state_dim: Annotated[int, Field(ge=0, le=16_384)] = 0
     """Numbers of its state; 0 if it sees none."""
-    inputs: dict[str, str | tuple[str, ...]] = {}
+    inputs: dict[str, str | tuple[str, ...] | None] = {}
     """Where they are in the observation: ``{"observation.images.top": "image/front", "observation.state":
-    ["robot/qpos"]}``; the default is what has the same name."""
+    ["robot/qpos"]}``; the default is what has the same name. ``null`` leaves an image out."""
     instruction: str | None = None
     """What a task without an instruction tells it."""
     max_chunk_size: Size = 1
@@ -87,7 +87,7 @@ class PretrainedVLA(VLAModel):
     def _unmatched(settings: Mapping[str, Any]) -> dict[str, Any]:
         """Return inputs for a model that is built without an environment: those it expects, by their own names."""
         keys, given = settings.get("image_keys", ()), settings.get("inputs", {})
-        cameras = {_camera(key, given): (1, 1, 3) for key in keys}
+        cameras = {_camera(key, given): (1, 1, 3) for key in keys if not _left_out(key, given)}
         state = settings.get("state_dim", 0)
         return {"cameras": cameras, "proprio": {_STATES[-1]: state} if state else {}, "instruction_length": 256}
 
@@ -137,6 +137,10 @@ def _misplaced(given: Mapping[str, Any]) -> Iterator[str]:
             yield f"inputs.{key}: the policy does not expect it.{nearest(key, expected)}"
 
 
+def _left_out(key: str, inputs: Mapping[str, Any]) -> bool:
+    return key in inputs and inputs[key] is None
+
+
 def _camera(key: str, inputs: Mapping[str, Any]) -> str:
     """Return the name of the camera for an image of the policy."""
     return str(inputs.get(key, key.removeprefix(IMAGE))).removeprefix("image/")
@@ -146,13 +150,21 @@ def _match_cameras(
     keys: Collection[str], inputs: Mapping[str, Any], images: Mapping[str, ObservationEntry], problems: list[str]
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
     taken = dict[str, str]()
+    if keys and all(_left_out(key, inputs) for key in keys):
+        problems.append("inputs: every image is left out; the policy needs at least one")
     for key in keys:
+        if _left_out(key, inputs):
+            continue
         name = _camera(key, inputs)
         if key not in inputs and len(keys) == len(images) == 1 and not key.startswith(IMAGE):
             name = next(iter(images))  # one image without a name of its own
         if name not in images:
             there = ", ".join(images) or "none"
-            how = f"; set inputs.{key} to one of them" if images else "; add it to env.observations.cameras"
+            how = (
+                f"; set inputs.{key} to one of them, or to null to leave it out"
+                if images
+                else "; add it to env.observations.cameras"
+            )
             problems.append(f"{key}: there is no camera {name!r} among image: {there}{how}")
         elif images[name].shape[-1] != 3:
             problems.append(f"{key}: expected image/{name} [height, width, 3], got {list(images[name].shape)}")

@@ -110,7 +110,7 @@ class SmolVLACfg(PretrainedVLACfg):
     network: SmolVLANetworkCfg = SmolVLANetworkCfg()
     """What shapes the network."""
     normalization: Annotated[dict[str, str], Field(max_length=8)] = {}
-    """How state and action are normalised, by LeRobot's names; what it does to images is not supported."""
+    """How state and action are normalised, by LeRobot's names."""
 
 
 class ActionExpert(nn.Module):
@@ -354,6 +354,9 @@ class SmolVLA(PretrainedVLA):
             )
         network = {name: content[name] for name in vars(SmolVLANetworkCfg()) if name in content}
         normalization = setting(content, "normalization_mapping", dict, file, {})
+        if normalization.get("VISUAL", "IDENTITY") != "IDENTITY":
+            problem = f"normalization_mapping.VISUAL: expected IDENTITY, got {normalization['VISUAL']!r}"
+            raise CheckpointError(f"{file}: {problem}: policies whose images are normalised are not read")
         only_expert = bool(content.get("train_expert_only", True))
         frozen = [
             part for part, is_so in (("vision", content.get("freeze_vision_encoder", True) or only_expert),) if is_so
