@@ -26,7 +26,7 @@ class SweepArgs:
     evaluations, and stopped early if most others were better. The same command continues a sweep that was interrupted
     or killed. Any field of the config is a flag as well, as in embodichain train."""
 
-    config: Annotated[Path, tyro.conf.Positional]
+    config: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG")]
     """The config's file, or the name of a task or of any Gymnasium environment."""
     space: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="FIELD=VALUES,...")] = ()
     """What is searched, such as 'lr=log(1e-4,1e-2),ent=[0,0.01],n_epochs={3,5,10}': magnitudes, an interval, a choice.

@@ -213,16 +213,25 @@ def test_a_report_holds_everything_and_refers_to_nothing(tmp_path, capsys):
 def test_runs_of_another_shape_and_damaged_ones_are_reported(tmp_path):
     """A run of imitation logs losses; whatever is broken is left out."""
     run = make_run(tmp_path / "i", 0, [])
-    lines = [{"step": step, "train/loss": 1.0 / step, "val/loss": 2.0 / step} for step in (1, 2, 3)]
+    lines = [
+        {"step": step, "update/action_loss": 1.0 / step, "time/sample_seconds": 0.5, "time/total_seconds": 1.0 * step}
+        for step in (10, 20, 40)
+    ]
     (run / "metrics.jsonl").write_text("not json\n[1]\n" + "".join(json.dumps(line) + "\n" for line in lines))
     (run / "run.json").write_text("{")
     (run / "train_config.json").write_text("[]")
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "train_config.json").write_text("{}")  # a config is no run
     make_run(tmp_path / "empty", 1, [])
     (tmp_path / "empty" / "metrics.jsonl").unlink()
     assert main(["report", str(tmp_path)]) == 0
     text = (tmp_path / "report.html").read_text()
-    assert "train/loss" in text
+    assert "update/action_loss by time" in text
     assert "Not recorded" in text
+    plain = re.sub(r"\s+", " ", re.sub("<[^>]*>", " ", text))
+    assert re.search(
+        "seconds per run sample checkpoints, other .* i 20 20 ", plain
+    )  # a sample's time is that of a step
 
 
 def test_a_training_records_itself(tmp_path, capsys, monkeypatch):

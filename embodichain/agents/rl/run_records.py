@@ -173,8 +173,9 @@ def command_of(config: Mapping[str, Any]) -> str:
 
 
 def is_run(folder: Path) -> bool:
-    """Tell whether a folder is that of a run."""
-    return os.path.isfile(folder / CONFIG_FILE)
+    """Tell whether a folder is that of a run: a config alone is none."""
+    files = (LOCK_FILE, RECORD_FILE, METRICS_FILE)
+    return os.path.isfile(folder / CONFIG_FILE) and any(os.path.isfile(folder / name) for name in files)
 
 
 class RunInfo:

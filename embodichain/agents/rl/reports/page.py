@@ -17,15 +17,23 @@ from markupsafe import Markup
 
 from embodichain import __version__
 from embodichain.agents.rl.reports import figures
-from embodichain.agents.rl.reports.series import Selection, Series, Sweep, differences, select
+from embodichain.agents.rl.reports.series import ABSENT, Selection, Series, Sweep, differences, select
 from embodichain.agents.rl.run_records import CONFIG_FILE, RunInfo, command_of
 from embodichain.errors import writing
 
-_MAIN = ("eval/return", "eval/success", "episode/return", "episode/length")
-"""What is drawn first; a run of imitation has losses instead."""
-_LOSSES = ("train/loss", "val/loss", "loss", "eval/loss")
+_MAIN = (
+    "eval/return",
+    "eval/success",
+    "episode/return",
+    "episode/length",
+    "update/action_loss",
+    "update/imitation_loss",
+)
+"""What is drawn first; the losses are those of imitation."""
 _KINDS = {"videos": (".mp4", "video/mp4"), "plots": (".png", "image/png")}
 _TOTAL, _SUFFIX = "time/total_seconds", "_seconds"
+_PER_STEP = ("sample",)
+"""Times that are logged as the average of a step, not as the sum since the last line."""
 _PANELS = 24
 """Most panels of one group of further curves."""
 
@@ -71,7 +79,7 @@ def render(selection: Selection, max_videos: int, title: str) -> str:
     series = selection.series
     colours = [figures.colour(index) for index in range(len(series))]
     logged = list(dict.fromkeys(name for one in series for name in one.names))
-    main = [name for name in _MAIN if name in logged] or [name for name in _LOSSES if name in logged]
+    main = [name for name in _MAIN if name in logged]
     seconds = [_seconds(one) for one in series]
     films, left_out = _films(series, colours, max_videos)
     return template.render(
@@ -139,11 +147,14 @@ def _seconds(series: Series) -> dict[str, float]:
     spent: dict[str, float] = {}
     for run in series.runs:
         parts: dict[str, float] = {}
+        before = 0
         for line in run.lines:
             for name, value in line.items():
                 if name.startswith("time/") and name.endswith(_SUFFIX) and name != _TOTAL and value is not None:
                     kind = name.removeprefix("time/").removesuffix(_SUFFIX)
-                    parts[kind] = parts.get(kind, 0.0) + value
+                    count = line["step"] - before if kind in _PER_STEP else 1
+                    before = line["step"] if kind in _PER_STEP else before
+                    parts[kind] = parts.get(kind, 0.0) + count * value
         total = run.latest(_TOTAL)
         if total is not None:
             parts["checkpoints, other"] = max(0.0, total - sum(parts.values()))
@@ -226,4 +237,4 @@ def _drawn(value: Any) -> str:
 
 def _value(value: Any) -> str:
     """Return a setting as a file has it."""
-    return json.dumps(value, ensure_ascii=False, default=str)
+    return ABSENT if value == ABSENT else json.dumps(value, ensure_ascii=False, default=str)

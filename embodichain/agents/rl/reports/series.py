@@ -17,6 +17,8 @@ from embodichain.errors import ConfigError
 
 _NOT_COMPARED = ("seed", "run_dir", "output_dir", "num_threads", "collect_threads", "update_threads", "use_wandb")
 """Fields, by the last part of their names, that make no other experiment of a run."""
+ABSENT = "–"
+"""Stands for a setting that a config does not have."""
 _LABEL_PARTS = 3
 _POINTS = 200
 BEST_TRIALS = 5
@@ -166,8 +168,9 @@ def _in_series(runs: Sequence[RunInfo], trials: Mapping[Path, int]) -> list[Seri
         numbers = {trials[run.path] for run in one.runs if run.path in trials}
         one.trials = tuple(sorted(numbers))
         name = one.runs[0].record.name
-        others = [key for key in changed if not key.endswith("exp_name")]
-        parts = [f"{key.rpartition('.')[2]}={_short(one.settings.get(key))}" for key in others[:_LABEL_PARTS]]
+        is_alone = sum(other.runs[0].record.name == name for other in series) == 1 and not one.trials
+        others = [] if is_alone else [key for key in changed if not key.endswith("exp_name")]
+        parts = [f"{key.rpartition('.')[2]}={_short(one.settings.get(key, ABSENT))}" for key in others[:_LABEL_PARTS]]
         more = ["…"] if len(others) > _LABEL_PARTS else []
         first = f"trial {', '.join(map(str, one.trials))}" if one.trials else name
         one.label = " ".join([first, *parts, *more])
@@ -190,7 +193,7 @@ def compared(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differences(series: Sequence[Series]) -> list[tuple[str, list[Any]]]:
-    """Return the settings in which series differ, with the value of each; one that lacks a setting has ``None``."""
+    """Return the settings in which series differ, with the value of each; one that lacks a setting has ``ABSENT``."""
     keys = dict.fromkeys(key for one in series for key in one.settings)
-    rows = [(key, [one.settings.get(key) for one in series]) for key in keys]
+    rows = [(key, [one.settings.get(key, ABSENT) for one in series]) for key in keys]
     return [(key, values) for key, values in rows if any(value != values[0] for value in values)]
