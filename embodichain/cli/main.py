@@ -22,6 +22,7 @@ COMMANDS = {
     "view": "watch an environment, a trained policy or a recording in the browser",
     "stream": "stream episodes from simulation workers and watch the numbers",
     "record": "write the episodes of a stream as a LeRobotDataset folder",
+    "dataset": "look at LeRobot folders, and merge, split or filter them",
     "train": "train a policy as a config says, or continue a run",
     "imitate": "let a policy imitate a stream or a recording, or continue a run",
     "sweep": "search for better settings of a training",

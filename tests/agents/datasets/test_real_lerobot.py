@@ -99,3 +99,13 @@ def test_what_lerobot_writes_is_read(tmp_path: Path) -> None:
     expected = torch.tensor([40.0 + 3 * step for step in range(7)]).view(7, 1, 1, 1)
     assert (images - expected).abs().mean() < 3
     assert reader.names[("observation", "state")] == ["a", "b", "c"]
+    parts = [tmp_path / "lifted", tmp_path / "twice"]
+    assert main(["dataset", "filter", str(tmp_path / "theirs"), "--out", str(parts[0]), "--task", "lift"]) == 0
+    assert main(["dataset", "merge", *[str(tmp_path / "theirs")] * 2, "--out", str(parts[1])]) == 0
+    seen = json.loads(lerobot("open", *parts).splitlines()[-1])
+    lifted, twice = (seen[str(part)] for part in parts)
+    assert (lifted["episodes"], lifted["frames"], lifted["tasks"]) == (2, 14, {"lift it": 0})
+    assert (twice["episodes"], twice["frames"], twice["robot_type"]) == (6, 42, "so100")
+    assert "next.success" in lifted["rows"]["0"]
+    image = lifted["rows"]["13"]["observation.images.top"]  # the last of the third episode, in [0, 1]
+    assert image["sum"] / (3 * 64 * 96) == pytest.approx((80 + 3 * 7) / 255, abs=0.02)

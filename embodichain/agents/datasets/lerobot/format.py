@@ -28,6 +28,8 @@ TASKS_PATH = "meta/tasks.parquet"
 INFO_PATH = "meta/info.json"
 STATS_PATH = "meta/stats.json"
 OWN_PATH = "meta/embodichain.json"
+SCENE_PATH = "meta/embodichain_scene.json"
+"""Settings of the environment, where its positions were recorded for a viewer."""
 FILES_PER_CHUNK = 1000
 
 DONE = "next.done"
@@ -141,6 +143,8 @@ class FeatureEntry(BaseModel):
     dtype: Annotated[str, Strict()]
     shape: Annotated[list[_Size], Field(max_length=8)]
     names: Any = None
+    info: dict[str, Any] | None = None
+    """Of a camera: how its videos are encoded."""
 
     @property
     def vector_names(self) -> list[str] | None:
@@ -226,10 +230,11 @@ def checked_layout(leaves: Sequence[Leaf]) -> FrameLayout:
     return FrameLayout(tuple(leaves))
 
 
-def foreign_features(entries: Mapping[str, FeatureEntry]) -> list[Feature]:
+def foreign_features(entries: Mapping[str, FeatureEntry], whole: bool = False) -> list[Feature]:
     """Return what is read of a folder that another program wrote: observations, actions, and reward and ends if any.
 
-    Text and images that are not RGB, such as depth maps, are left out.
+    ``whole`` reads all other numbers as well, each under its name. Text and images that are not RGB, such as depth
+    maps, are left out.
     """
     features = []
     for name, entry in entries.items():
@@ -247,11 +252,18 @@ def foreign_features(entries: Mapping[str, FeatureEntry]) -> list[Feature]:
             features.append(Feature(name, Leaf(("reward",), torch.float32, ())))
         elif name in ("next.terminated", "next.truncated") and entry.dtype == "bool" and shape in ((), (1,)):
             features.append(Feature(name, Leaf((name.removeprefix("next."),), torch.bool, ())))
-        elif (name == "action" or name.startswith("observation.")) and entry.dtype not in ("string", "language"):
+        elif _is_read(name, entry.dtype, whole):
             features.append(Feature(name, Leaf(tuple(name.split(".")), torch_dtype(name, entry.dtype), shape)))
     if not any(feature.name == "action" for feature in features):
         raise DatasetError("there is no feature 'action' in meta/info.json")
     return features
+
+
+def _is_read(name: str, dtype: str, whole: bool) -> bool:
+    """Tell whether an array of numbers is read: observations and actions, or all that are no bookkeeping."""
+    if name == "action" or name.startswith("observation."):
+        return dtype not in ("string", "language")
+    return whole and name not in BOOKKEEPING and dtype in _DTYPES
 
 
 def file_indices(number: int) -> dict[str, int]:

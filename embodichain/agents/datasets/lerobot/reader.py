@@ -39,20 +39,21 @@ class LeRobotReader:
     known checksum are verified before they are read, and so are Parquet pages that have one.
     """
 
-    def __init__(self, root: Path | str) -> None:
+    def __init__(self, root: Path | str, whole: bool = False) -> None:
+        """``whole`` reads all numbers under the names that the folder has, as if it came from elsewhere."""
         self.root = Path(root)
         self._parquet = require("pyarrow.parquet", extra="data")
         self._verified: set[str] = set()
         self._table: tuple[str, Any] | None = None
         self._missing: list[Leaf] = []
         with reading(self.root):
-            info, own = read_info(self.root), read_own(self.root)
+            info, own = read_info(self.root), None if whole else read_own(self.root)
             self.info, self.fps = info, info.fps
             self._own = own
             if own is None:
-                self._features = foreign_features(info.features)
+                self._features = foreign_features(info.features, whole)
                 keys = {feature.leaf.key for feature in self._features}
-                self._missing = [leaf for leaf in ENDS if leaf.key not in keys]
+                self._missing = [leaf for leaf in ENDS if leaf.key not in keys and not whole]
                 self.layout = checked_layout([*(feature.leaf for feature in self._features), *self._missing])
             else:
                 self.layout = own.frame_layout()
@@ -88,6 +89,20 @@ class LeRobotReader:
         entries = {feature.leaf.key: self.info.features.get(feature.name) for feature in self._features}
         return {key: entry.vector_names for key, entry in entries.items() if entry and entry.vector_names}
 
+    @property
+    def features(self) -> list[Feature]:
+        """What is read, by the names in the folder."""
+        return list(self._features)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the folder was recorded here, and is read as such."""
+        return self._own is not None
+
+    def video_of(self, index: int, camera: str) -> tuple[str, float]:
+        """Return the file of a camera's images of an episode, and the time in it at which they begin."""
+        return str(self._episodes[f"video/{camera}"][index]), float(self._episodes[f"from/{camera}"][index])
+
     def read(self, index: int) -> Episode:
         """Return one episode."""
         row = {name: values[index].item() for name, values in self._episodes.items()}
@@ -99,12 +114,24 @@ class LeRobotReader:
                 frames[feature.leaf.key] = self._frames(feature, row, table)
             if guessed and not (frames[("terminated",)][-1] or frames[("truncated",)][-1]):
                 frames[guessed[0]][-1] = True  # every episode ends
-        own = OwnEpisode()
-        if self._own is not None and row["episode_index"] < len(self._own.episodes):  # else somebody appended it
-            own = self._own.episodes[row["episode_index"]]
+        own = self.origin_of(index)
         pieces: dict[Key, tuple[Tensor, ...]] = {leaf.key: (frames[leaf.key],) for leaf in self.layout.leaves}
-        task = self.tasks.get(int(self._numbers(table.slice(0, 1), "task_index")[0])) if self.tasks else None
-        return Episode(pieces, length, own.seed, own.success, own.policy_version, task)
+        return Episode(pieces, length, own.seed, own.success, own.policy_version, self._task_in(table))
+
+    def task_of(self, index: int) -> str | None:
+        """Return what was to be done in an episode; None if the folder does not say."""
+        with reading(self.root):
+            return self._task_in(self._rows({name: values[index].item() for name, values in self._episodes.items()}))
+
+    def _task_in(self, rows: Any) -> str | None:
+        return self.tasks.get(int(self._numbers(rows.slice(0, 1), "task_index")[0])) if self.tasks else None
+
+    def origin_of(self, index: int) -> OwnEpisode:
+        """Return what the environment told of an episode, where it was recorded here."""
+        number = int(self._episodes["episode_index"][index])
+        if self._own is None or number >= len(self._own.episodes):  # of somebody else, or appended by somebody
+            return OwnEpisode()
+        return self._own.episodes[number]
 
     def _frames(self, feature: Feature, row: dict[str, Any], table: Any) -> Tensor:
         """Return the frames ``[length, ...]`` of one feature of an episode."""

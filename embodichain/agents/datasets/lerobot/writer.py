@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -87,8 +89,14 @@ class LeRobotWriter:
         robot_type: str | None = None,
         quality: int = 18,
         names: Mapping[Key, Sequence[str]] | None = None,
+        features: Sequence[Feature] | None = None,
+        encodings: Mapping[str, dict[str, Any]] | None = None,
     ) -> None:
-        """``task`` says what is to be done in episodes that do not tell; ``names`` has those of the numbers of keys."""
+        """``task`` says what is to be done in episodes that do not tell; ``names`` has those of the numbers of keys.
+
+        ``features`` gives arrays the names of a folder from elsewhere; the new one is like that, too. ``encodings``
+        describes the videos of cameras, by name, that ``add`` is given whole.
+        """
         self.root = Path(root)
         self._arrow, self._parquet = require("pyarrow", extra="data"), require("pyarrow.parquet", extra="data")
         require("av", extra="data")
@@ -99,12 +107,15 @@ class LeRobotWriter:
             self.root.mkdir(parents=True, exist_ok=True)
         self.layout, self.fps, self.task = layout, fps, task
         self._robot_type, self._quality, self._names = robot_type, quality, dict(names or {})
-        self._features = features_of(layout)
+        self._features = features_of(layout) if features is None else [replace(f, in_table=False) for f in features]
+        self._is_own, self._encodings = features is None, dict(encodings or {})
+        self._copies: dict[str, dict[Path, dict[str, int]]] = {}
+        """Videos that were copied, by camera and origin, and where to."""
         self._tasks: dict[str, int] = {}
         """What was to be done in the episodes so far, and its number."""
         self._columns = dict(BOOKKEEPING)
         """Columns beside the features, and their types."""
-        if {("terminated",), ("truncated",)} <= {leaf.key for leaf in layout.leaves}:
+        if {("terminated",), ("truncated",)} <= {leaf.key for leaf in layout.leaves} and self._is_own:
             self._columns[DONE] = "bool"
         self._statistics = {feature.name: FeatureStatistics(feature.is_camera) for feature in self._features}
         self._statistics |= {name: FeatureStatistics(is_camera=False) for name in self._columns}
@@ -116,12 +127,13 @@ class LeRobotWriter:
         self._written: list[Path] = []
         self._closed = False
 
-    def add(self, episode: Episode) -> None:
-        """Append one episode."""
+    def add(self, episode: Episode, videos: Mapping[str, tuple[Path, float]] | None = None) -> None:
+        """Append one episode; ``videos`` has cameras whose images are in a file already, which is copied, from a time
+        on."""
         with writing(self.root):
-            self._add(episode)
+            self._add(episode, videos or {})
 
-    def _add(self, episode: Episode) -> None:
+    def _add(self, episode: Episode, videos: Mapping[str, tuple[Path, float]]) -> None:
         arrays = {key: torch.cat(pieces).cpu().numpy() for key, pieces in episode.frames.items()}
         task = self.task if episode.task is None else episode.task
         number = self._tasks.setdefault(task, len(self._tasks))
@@ -138,7 +150,10 @@ class LeRobotWriter:
         for feature in (feature for feature in self._features if feature.is_camera):
             values = arrays[feature.leaf.key]
             images[feature.name] = np.moveaxis(values, 1, -1) if feature.channels_first else values
-            row |= self._write_images(feature, images[feature.name])
+            if feature.name in videos:
+                row |= self._copy_video(feature, *videos[feature.name], episode.length)
+            else:
+                row |= self._write_images(feature, images[feature.name])
         for name, values in (numbers | images).items():
             entry = self._statistics[name].add(values)
             row |= {f"stats/{name}/{statistic}": value for statistic, value in entry.items()}
@@ -181,6 +196,18 @@ class LeRobotWriter:
         entry = {**indices, "from_timestamp": start, "to_timestamp": video.frames / self.fps}
         return {f"videos/{feature.name}/{name}": value for name, value in entry.items()}
 
+    def _copy_video(self, feature: Feature, source: Path, start: float, length: int) -> dict[str, Any]:
+        """Copy a video, unless it is there already, and return where an episode is in it."""
+        known = self._copies.setdefault(feature.name, {})
+        if source not in known:
+            known[source] = file_indices(len(known))
+            target = self.root / VIDEO_PATH.format(video_key=feature.name, **known[source])
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, target)
+            self._written.append(target)
+        entry = {**known[source], "from_timestamp": start, "to_timestamp": start + length / self.fps}
+        return {f"videos/{feature.name}/{name}": value for name, value in entry.items()}
+
     def _file(self, camera: str, path: str, megabytes: int, make: Callable[[Path], Any]) -> tuple[Any, dict[str, int]]:
         """Return the present file of a camera, or a new one if that is full, and its indices."""
         number, present, file = self._files.get(camera, (0, self.root, None))
@@ -216,11 +243,11 @@ class LeRobotWriter:
         checksums = {path.relative_to(self.root).as_posix(): checksum_of(path) for path in self._written}
         own = {"version": 2, "fps": self.fps, "layout": self.layout.to_json(), "episodes": self._own}
         own["checksums"] = checksums
-        descriptions = {
-            STATS_PATH: {name: value.result() for name, value in self._statistics.items()},
-            OWN_PATH: {**own, "crc32": data_checksum(own)},
-            INFO_PATH: self._info(),  # last: without it the folder is no dataset
+        descriptions: dict[str, dict[str, Any]] = {
+            STATS_PATH: {name: value.result() for name, value in self._statistics.items()}
         }
+        descriptions |= {OWN_PATH: {**own, "crc32": data_checksum(own)}} if self._is_own else {}
+        descriptions[INFO_PATH] = self._info()  # last: without it the folder is no dataset
         for name, data in descriptions.items():
             file = self.root / name
             partial = file.with_name(f".{file.name}.partial")
@@ -241,6 +268,8 @@ class LeRobotWriter:
     def _info(self) -> dict[str, Any]:
         names = self._names
         features = {f.name: f.describe(self.fps, names.get(f.leaf.key)) for f in self._features}
+        for name, encoding in self._encodings.items():
+            features[name]["info"] = encoding
         features |= {name: {"dtype": dtype, "shape": [1], "names": None} for name, dtype in self._columns.items()}
         return {
             "codebase_version": CODEBASE_VERSION,
@@ -254,7 +283,7 @@ class LeRobotWriter:
             "fps": self.fps,
             "splits": {"train": f"0:{len(self._episodes)}"},
             "data_path": DATA_PATH,
-            "video_path": VIDEO_PATH if any(self._files) else None,
+            "video_path": VIDEO_PATH if any(self._files) or self._copies else None,
             "features": features,
         }
 
