@@ -8,12 +8,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 EXTRAS_STAMP := $(VENV)/.extras-installed
+DOCS_STAMP := $(VENV)/.docs-installed
 LEROBOT_VENV := .venv-lerobot
 LEROBOT_STAMP := $(LEROBOT_VENV)/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-extras test-lerobot check format install clean
+.PHONY: help demo test test-extras test-lerobot docs check format install clean
 
 help:  ## Say what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -30,13 +31,17 @@ demo: $(STAMP)  ## Watch the product do its main job in small, on the CPU
 test: $(STAMP)  ## Run the test suite
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not extra" $(ARGS)
 
-test-extras: $(EXTRAS_STAMP)  ## Run the tests that need optional packages: Ray, LeRobot, ONNX, transformers, peers, robots, viewer, sweeps
+test-extras: $(EXTRAS_STAMP)  ## Run the tests that need optional packages: Ray, LeRobot, ONNX, transformers, peers, robots, viewer, sweeps, docs
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "extra and not gpu" --all-extras $(ARGS)
 
 test-lerobot: $(EXTRAS_STAMP) $(LEROBOT_STAMP)  ## Compare with the real lerobot, in a Python of its own: recordings, policies
 	@OMP_NUM_THREADS=1 LEROBOT_PYTHON=$(CURDIR)/$(LEROBOT_VENV)/bin/python \
 	  $(BIN)/python -m pytest tests/agents/datasets/test_real_lerobot.py \
 	  tests/agents/rl/test_smolvla.py::test_the_real_lerobot_agrees tests/agents/rl/test_openvla.py::test_the_real_libraries_agree $(ARGS)
+
+docs: $(DOCS_STAMP)  ## Build the documentation's site: build/site/index.html
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo 'wrote build/site/index.html'
 
 check: $(STAMP)  ## Check format, lint and types
 	@$(BIN)/ruff format --check .
@@ -65,7 +70,11 @@ $(STAMP): pyproject.toml constraints.txt
 
 $(EXTRAS_STAMP): $(STAMP)
 	@echo 'Installing optional packages into .venv (once) ...'
-	@$(PIP) -e ".[dev,ray,data,export,vla,peers,robots,viewer,sweep]"
+	@$(PIP) -e ".[dev,ray,data,export,vla,peers,robots,viewer,sweep,docs]"
+	@touch $@
+
+$(DOCS_STAMP): $(STAMP)
+	@$(PIP) -e ".[dev,docs]"
 	@touch $@
 
 # lerobot wants other versions of much that is in .venv, and packages that reading a dataset does not need.

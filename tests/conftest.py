@@ -23,6 +23,7 @@ EXTRAS = {
     "sweep": ("optuna",),
     "robots": ("robosuite", "gymnasium_robotics"),
     "viewer": ("viser", "trimesh", "selenium"),
+    "docs": ("mkdocs", "material", "mkdocstrings", "latex2mathml", "mmdc"),
 }
 """What a test marked ``extra(NAME)`` imports."""
 

@@ -216,7 +216,7 @@ def _parse(flags: Mapping[str, Flag], argv: Sequence[str], prog: str | None, des
     import tyro  # only commands that take overrides pay for it
 
     needs_help = {"-h", "--help"} & set(argv)
-    docs = {owner: _field_docs(owner) for owner in {flag.owner for flag in flags.values() if needs_help}}
+    docs = {owner: field_docs(owner) for owner in {flag.owner for flag in flags.values() if needs_help}}
     named = {found.group(1).replace("-", "_") for word in argv if (found := _FLAG.match(word))}
     types: dict[str, Any] = {}
     for name, flag in flags.items():
@@ -344,7 +344,7 @@ def positional_first(argv: Sequence[str], values: Mapping[str, int], looks: str 
     return [words[index], *words[:index], *words[index + 1 :]]
 
 
-def _field_docs(owner: type[Any] | None) -> dict[str, str]:
+def field_docs(owner: type[Any] | None) -> dict[str, str]:
     """Return the lines under the fields of a config, read from the source of its class."""
     import docstring_parser
 
