@@ -402,7 +402,8 @@ class MixedSource:
         counts = np.random.default_rng([self._seed, self.batches]).multinomial(batch_size, self._shares).tolist()
         self.batches += 1
         drawn = [source.sample(count) for source, count in zip(self.sources, counts, strict=True) if count]
-        return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
+        device = drawn[0]["action"].device
+        return drawn[0] if len(drawn) == 1 else torch.cat([part.to(device) for part in drawn])
 
     def publish(self, policy: Policy) -> None:
         for source in self.sources:

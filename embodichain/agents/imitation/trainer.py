@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from tensordict import TensorDict
 from torch import Tensor
 
 from embodichain.agents.imitation.config import ImitateCfg
@@ -48,6 +49,8 @@ class ImitationTrainer(RunLoop):
         self.policy.train()
         batch_size = cfg.algorithm.cfg.batch_size
         self._threads = cfg.trainer.update_threads or update_threads(self.policy, batch_size)
+        self._chunks: TensorDict | None = None
+        """The last ones that were learned from."""
         self._sums: dict[str, Tensor] = {}
         self._count = 0
         self._waited = 0.0
@@ -94,7 +97,7 @@ class ImitationTrainer(RunLoop):
     def _learn(self, batch_size: int) -> None:
         """Do one gradient step."""
         began = time.perf_counter()
-        chunks = self.source.sample(batch_size)
+        chunks = self._chunks = self.source.sample(batch_size)
         self._waited += time.perf_counter() - began
         with torch_threads(self._threads):
             measures = self.learner.update(chunks)
@@ -135,7 +138,8 @@ class ImitationTrainer(RunLoop):
 
     def _stop_at_nan(self, means: Mapping[str, float]) -> None:
         folder = self.folder.path / "failure"
-        save_checkpoint(folder, {"policy": self.policy.state_dict(), "batch": self.source.sample(1)})
+        batch = {} if self._chunks is None else {"batch": self._chunks.clone()}
+        save_checkpoint(folder, {"policy": self.policy.state_dict()} | batch)
         names = ", ".join(name for name, value in means.items() if not _is_finite(value))
         raise NotFiniteError(
             f"{names} became NaN or infinite before step {self.global_step}; the policy is saved in {folder}. A "

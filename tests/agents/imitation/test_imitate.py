@@ -23,7 +23,7 @@ from embodichain.agents.rl.models.actor_critic import ActorOnly
 from embodichain.agents.rl.runs import read_metrics
 from embodichain.agents.rl.train import resume_training, train_from_config
 from embodichain.cli.main import main
-from embodichain.errors import CheckpointError, ConfigError, RolloutError
+from embodichain.errors import CheckpointError, ConfigError, NotFiniteError, RolloutError
 from tests.agents.rl.helpers import box
 from tests.agents.rl.test_checkpoint import same
 from tests.agents.rl.test_resume import without_times
@@ -253,6 +253,18 @@ def test_a_wrong_config_is_one_message(tmp_path, change, message):
     with pytest.raises(ConfigError, match=message):
         override(complete(ImitateCfg.from_dict(data | change)), [])
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.extra("data")
+def test_a_loss_that_is_no_number_ends_the_run_and_is_kept(tmp_path, recorded, monkeypatch):
+    update = Imitation.update
+    broken = {"action_loss": torch.tensor(torch.nan)}
+    monkeypatch.setattr(Imitation, "update", lambda self, chunks: update(self, chunks) | broken)
+    with pytest.raises(NotFiniteError, match=r"action_loss became NaN or infinite before step 2"):
+        imitate(tmp_path / "run", {"dataset": str(recorded)}, enable_eval=False)
+    kept = load_checkpoint(tmp_path / "run" / "failure")
+    assert kept["batch"]["action"].shape == (8, 3, 6)
+    assert load_checkpoint(find_checkpoint(tmp_path / "run"))["trainer"]["global_step"] == 0
 
 
 def test_a_stream_may_have_several_tasks(tmp_path):
