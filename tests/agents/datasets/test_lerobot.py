@@ -480,6 +480,9 @@ def test_version_2_is_read(folder: Path) -> None:
     for index in range(len(new)):
         one, other = new.read(index), old.read(index)
         assert (other.length, other.task) == (one.length, "push the cube")
+        said = torch.cat(other.frames[INSTRUCTION])
+        assert said.shape == (one.length, 48)
+        assert bytes(said[-1].tolist()) == b"push the cube".ljust(48, b"\0")
         for key in (("observation", "matrix"), ("action",), ("reward",)):
             assert torch.equal(torch.cat(one.frames[key]), torch.cat(other.frames[key]))
         images = [torch.cat(episode.frames[("observation", "image", "front")]) for episode in (one, other)]

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from embodichain.agents.datasets.frames import ENDS, Episode, Key, Leaf
+from embodichain.agents.datasets.frames import ENDS, INSTRUCTION, Episode, Key, Leaf, bytes_of
 from embodichain.agents.datasets.lerobot.format import (
     Feature,
     OwnEpisode,
@@ -29,13 +29,16 @@ from embodichain.agents.datasets.lerobot.index import column_of, from_column, re
 from embodichain.errors import DatasetError
 from embodichain.extras import require
 
+_INSTRUCTION_BYTES = 48
+"""Bytes of an instruction at least, as many as those of our tasks have."""
 _IMAGE_FORMATS = ("PNG", "JPEG", "WEBP")
 
 
 class LeRobotReader:
     """The episodes of a folder, by number; those of a folder of ours come back as they were recorded.
 
-    In any other folder, a missing reward reads as 0 and the last frame of an episode as ``terminated``. Files with a
+    In any other folder, a missing reward reads as 0, the last frame of an episode as ``terminated``, and the words of
+    its task as ``observation/instruction``. Files with a
     known checksum are verified before they are read, and so are Parquet pages that have one.
     """
 
@@ -66,6 +69,12 @@ class LeRobotReader:
             self._episodes = read_index(self.root, info, videos, self._open_table)
             self.tasks = read_tasks(self.root, info, self._open_table)
             """What was to be done, by ``task_index``."""
+            self._said: dict[str, Tensor] = {}
+            """Instructions of folders from elsewhere, whose tasks are words: their bytes."""
+            if own is None and not whole and any(self.tasks.values()) and self.layout.shape_of(*INSTRUCTION) is None:
+                length = max(_INSTRUCTION_BYTES, *(len(words.encode()) for words in self.tasks.values()))
+                self._said = {words: bytes_of(words, length) for words in ("", *self.tasks.values())}
+                self.layout = checked_layout([*self.layout.leaves, Leaf(INSTRUCTION, torch.uint8, (length,))])
             counts = (len(self), int(self._episodes["length"].sum()))
             if counts != (info.total_episodes, info.total_frames):
                 raise DatasetError(
@@ -114,9 +123,11 @@ class LeRobotReader:
                 frames[feature.leaf.key] = self._frames(feature, row, table)
             if guessed and not (frames[("terminated",)][-1] or frames[("truncated",)][-1]):
                 frames[guessed[0]][-1] = True  # every episode ends
-        own = self.origin_of(index)
+        own, task = self.origin_of(index), self._task_in(table)
+        if self._said:
+            frames[INSTRUCTION] = self._said[task or ""].repeat(length, 1)
         pieces: dict[Key, tuple[Tensor, ...]] = {leaf.key: (frames[leaf.key],) for leaf in self.layout.leaves}
-        return Episode(pieces, length, own.seed, own.success, own.policy_version, self._task_in(table))
+        return Episode(pieces, length, own.seed, own.success, own.policy_version, task)
 
     def task_of(self, index: int) -> str | None:
         """Return what was to be done in an episode; None if the folder does not say."""
