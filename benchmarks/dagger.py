@@ -143,8 +143,9 @@ def written(engine: OnlineDataEngine, episodes: int) -> TensorDictBase:
     while engine.stats().episodes_written < episodes:
         time.sleep(0.02)
     rows = [engine.shared_buffer[row, : engine.episode_info(row).length] for row in range(engine.buffer_size)]
-    frames: TensorDictBase = torch.cat(rows).select("observation", "action")
-    return frames
+    frames: Any = torch.cat(rows)
+    labels: TensorDictBase = frames.select("observation", "action")
+    return labels
 
 
 def learn(policy: Policy, labels: TensorDictBase) -> None:
@@ -179,7 +180,7 @@ def summary(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     for way, seeds in runs.items():
         needed = {seed: labels_to_goal(run) for seed, run in sorted(seeds.items())}
-        at_least = [run["labels"][-1] if needed[seed] is None else needed[seed] for seed, run in seeds.items()]
+        at_least = [float(needed[seed] or run["labels"][-1]) for seed, run in seeds.items()]
         rows[way] = {
             "labels_to_90": {seed: None if count is None else round(count) for seed, count in needed.items()},
             "mean_at_least": round(float(np.mean(at_least))) if at_least else None,

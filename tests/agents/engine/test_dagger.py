@@ -12,7 +12,9 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+from torch.utils.data import DataLoader
 
+from embodichain.agents.datasets import OnlineDataset
 from embodichain.agents.datasets.frames import EpisodeSource
 from embodichain.agents.engine import ExpertShareCfg, OnlineDataEngine, OnlineDataEngineCfg
 from embodichain.agents.engine.sources import open_source
@@ -220,6 +222,30 @@ def test_weights_published_before_the_start_act_from_the_first_step_on() -> None
         for frames in rows_of(engine):
             assert torch.allclose(frames["executed_action",], chosen(policy, frames), atol=1e-5)
         assert engine.episode_info(0).policy_version == 4
+
+
+class Enough(Exception):  # noqa: N818 - it is no error
+    """The endless loop of the docs has gone on for long enough."""
+
+
+def test_the_snippet_of_the_docs_runs() -> None:
+    page = (Path(__file__).parents[3] / "docs/streaming.md").read_text(encoding="utf-8")
+    snippet = page.partition("## Correcting a policy")[2].partition("```python\n")[2].partition("```")[0]
+    env = make({"id": "PushCubeRL", "num_envs": 1})
+    policy, steps = build_policy(GAUSSIAN, env.observation_space, env.action_space, "cpu"), []
+
+    def train_step(trained: Policy, observation: TensorDict, action: Tensor) -> None:
+        steps.append(action.shape)
+        trained.version += 1
+        if len(steps) == 102:
+            raise Enough
+
+    names = {"OnlineDataEngineCfg": OnlineDataEngineCfg, "OnlineDataEngine": OnlineDataEngine}
+    names |= {"OnlineDataset": OnlineDataset, "DataLoader": DataLoader, "policy": policy, "train_step": train_step}
+    with pytest.raises(Enough):
+        exec(compile(snippet, "docs/streaming.md", "exec"), names)
+    assert set(steps) == {(256, 1, 6)}
+    assert names["engine"]._published.version == 101
 
 
 @pytest.mark.extra("ray")
