@@ -19,7 +19,6 @@ from embodichain.viewer.playback import Playback, Source, ViewFrame
 from embodichain.viewer.scene import SceneView
 
 DEFAULT_PORT = 8080
-_FRAME_SECONDS = 1.0 / 30.0
 _SLOW_SECONDS = 0.2  # between updates of texts, plots and images
 _PLOT_STEPS = 300
 _COLORS = ("#2563eb", "#ea580c", "#16a34a", "#9333ea", "#dc2626", "#0891b2", "#ca8a04", "#64748b")
@@ -28,13 +27,15 @@ _COLORS = ("#2563eb", "#ea580c", "#16a34a", "#9333ea", "#dc2626", "#0891b2", "#c
 class Viewer:
     """Serves one source of frames to every browser that opens its address."""
 
-    def __init__(self, source: Source, host: str = "127.0.0.1", port: int = DEFAULT_PORT) -> None:
+    def __init__(self, source: Source, host: str = "127.0.0.1", port: int = DEFAULT_PORT, rate: float = 30.0) -> None:
+        """Serve a source; ``rate`` is how many times in a second what is shown may change."""
         viser: Any = require("viser", extra="viewer")
         self.source, self.playback = source, Playback(source)
         self.server = open_server(viser, host, port)
         self.url = f"http://{'localhost' if host in ('127.0.0.1', 'localhost') else host}:{self.server.get_port()}"
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stop = threading.Event()
+        self._seconds = 1.0 / rate
         self._dirty = True
         self._shown_frame: ViewFrame | None = None
         self._images: dict[str, Any] = {}
@@ -155,7 +156,7 @@ class Viewer:
         self._redraw()
 
     def _redraw(self) -> None:
-        self._dirty = True
+        self._dirty, self._shown_frame = True, None  # plots and images as well
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 
@@ -172,7 +173,7 @@ class Viewer:
                 slow = now
                 self._show_slow()
             before = now
-            self._stop.wait(max(0.0, _FRAME_SECONDS - (time.monotonic() - now)))
+            self._stop.wait(max(0.0, self._seconds - (time.monotonic() - now)))
 
     def stop(self) -> None:
         """End :meth:`run`, from any thread or a signal handler."""

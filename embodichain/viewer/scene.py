@@ -210,12 +210,12 @@ def pull_force(model: mujoco.MjModel, data: mujoco.MjData, pull: Pull, strength:
     """Return force and torque ``[6]`` on a body, as ``xfrc_applied`` has them: a damped spring to the mouse.
 
     ``data`` has the present state of the env, with the velocities of its bodies; ``strength`` is 1 for a spring that
-    accelerates the body, and what hangs on it, by 100 m/s² at a distance of a metre.
+    accelerates the body, and what hangs on it, by 4 m/s² for every centimetre.
     """
     mass = float(model.body_subtreemass[pull.body])
     velocity = np.zeros(6)
     mujoco.mj_objectVelocity(model, data, int(mujoco.mjtObj.mjOBJ_BODY), pull.body, velocity, 0)
-    stiffness = 100.0 * strength
+    stiffness = 400.0 * strength
     point = data.xpos[pull.body] + data.xmat[pull.body].reshape(3, 3) @ pull.point
     force = mass * (stiffness * (pull.target - point) - 2.0 * math.sqrt(stiffness) * velocity[3:])
     return np.concatenate((force, np.cross(point - data.xipos[pull.body], force)))
