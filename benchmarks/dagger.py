@@ -42,12 +42,10 @@ TASK = "PushCubeRL"
 GOAL = 0.9
 WAYS: dict[str, dict[str, Any]] = {
     "cloning": {"source": "expert"},
-    "dagger": {"source": "dagger", "expert_share": 0.3, "deterministic": True},
+    "dagger": {"source": "dagger", "deterministic": True},
 }
 ROUNDS, EPISODES, GRADIENT_STEPS, BATCH = 12, 32, 1000, 256
 JUDGED, JUDGE_SEED = 200, 10_000
-NETWORK = {"type": "mlp", "network_cfg": {"hidden_sizes": [256, 256], "activation": "relu"}}
-POLICY = {"name": "actor_critic", "actor": NETWORK, "critic": NETWORK, "normalize_obs": True}
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -56,6 +54,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(5)))
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the results")
+    parser.add_argument("--expert-share", type=float, default=0.3, help="share of decisions that the expert takes")
+    parser.add_argument(
+        "--hidden", type=int, default=256, help="width of the two layers; other settings, other --output"
+    )
     parser.add_argument("--one", nargs=2, metavar=("WAY", "SEED"), help="do one run and print it (for --jobs)")
     return parser.parse_args(argv)
 
@@ -64,14 +66,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
     args = parse_args(argv)
     if args.one:
-        print(json.dumps(run(args.one[0], int(args.one[1]))))
+        print(json.dumps(run(args.one[0], int(args.one[1]), args.expert_share, args.hidden)))
         return 0
     file: Path = args.output / "dagger.json"
     content: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"runs": {way: {} for way in WAYS}}
     runs = content["runs"]
     todo = [(way, seed) for seed in args.seeds for way in WAYS if str(seed) not in runs[way]]
     with ThreadPoolExecutor(args.jobs) as pool:
-        futures = {pool.submit(_run_apart, way, seed): (way, seed) for way, seed in todo}
+        futures = {
+            pool.submit(_run_apart, way, seed, args.expert_share, args.hidden): (way, seed) for way, seed in todo
+        }
         for future in as_completed(futures):
             way, seed = futures[future]
             if future.exception() is not None:
@@ -95,25 +99,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if complete and content["summary"]["dagger_needs_fewer"] else 1
 
 
-def _run_apart(way: str, seed: int) -> dict[str, Any]:
+def _run_apart(way: str, seed: int, share: float, hidden: int) -> dict[str, Any]:
     """Do one run in a process of its own."""
     variables = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     words = [sys.executable, "-m", "benchmarks.dagger", "--one", way, str(seed)]
+    words += ["--expert-share", str(share), "--hidden", str(hidden)]
     done = subprocess.run(words, cwd=ROOT, env=variables, stdout=subprocess.PIPE, check=True)
     result: dict[str, Any] = json.loads(done.stdout)
     return result
 
 
-def run(way: str, seed: int) -> dict[str, Any]:
+def run(way: str, seed: int, share: float, hidden: int) -> dict[str, Any]:
     """Learn from more and more labels; return how many there were, and the success, after every round."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     began, env = time.monotonic(), make({"id": TASK, "num_envs": 100, "num_threads": 1})
-    policy = build_policy(POLICY, env.observation_space, env.action_space, "cpu")
+    network = {"type": "mlp", "network_cfg": {"hidden_sizes": [hidden, hidden], "activation": "relu"}}
+    block = {"name": "actor_critic", "actor": network, "critic": network, "normalize_obs": True}
+    policy = build_policy(block, env.observation_space, env.action_space, "cpu")
     cfg = OnlineDataEngineCfg(
         buffer_size=EPISODES,
         gym_config={"id": TASK, "num_envs": 8, "num_threads": 1},
-        action_config={**WAYS[way], "terminate_on_success": True},
+        action_config={
+            **WAYS[way],
+            **({"expert_share": share} if way == "dagger" else {}),
+            "terminate_on_success": True,
+        },
         refill_threshold=1,
         seed=seed,
         start_timeout=600.0,  # many start at once
