@@ -123,7 +123,8 @@ class Outcome:
 def settings_of(task: str, steps: int | None = None) -> str:
     """Return a digest of a task's config, so that runs with different settings are never mixed.
 
-    What is at its default is left out: a setting that is added later does not make earlier runs others.
+    What is at its default is left out: a setting that is added later does not make earlier runs others. So is the size
+    of actions, which the environment has.
     """
     from embodichain.agents.rl.algo import get_algo_class
     from embodichain.agents.rl.config import load_train_config, override
@@ -134,7 +135,7 @@ def settings_of(task: str, steps: int | None = None) -> str:
     parts = {
         "trainer": _changed(cfg.trainer.replace(seed=0, gym_config={})),
         "environment": _changed(GymCfg.from_dict(cfg.trainer.environment | {"seed": 0})),
-        "policy": cfg.policy,
+        "policy": {name: value for name, value in cfg.policy.items() if name != "action_dim"},
         "algorithm": [cfg.algorithm.name, _changed(algorithm)],
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
