@@ -138,6 +138,9 @@ class OnlineDataset(IterableDataset[TensorDictBase]):
         if batch_size is not None:
             check_size("batch_size", batch_size)
         check_size("obs_horizon", obs_horizon)
+        if obs_horizon > 1 and batch_size is None and isinstance(chunk_size, ChunkSizeSampler):
+            problem = "chunks of different sizes cannot be stacked beside as many past observations each"
+            raise ChunkSizeError(f"obs_horizon: {problem}; give batch_size=N, which draws one size per batch")
         self.pad, self.obs_horizon = pad, obs_horizon
         self.delta_timestamps, self.fps = delta_timestamps, fps
         self.segment_weights = segment_weights
@@ -203,7 +206,7 @@ class OnlineDataset(IterableDataset[TensorDictBase]):
         if size is not None:
             chunk = Offsets.of_chunk(size, self.pad, self.obs_horizon)
             return chunk if self.segment_weights is None else chunk.weighted(self.segment_weights)
-        fps = self.fps or self.engine.fps
+        fps = self.engine.fps if self.fps is None else self.fps
         if fps is None:
             raise ConfigError("fps: the environment does not tell the time of a step; give fps=", "delta_timestamps")
         frames = Offsets.of_timestamps(self.delta_timestamps or {}, fps)

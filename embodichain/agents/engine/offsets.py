@@ -57,8 +57,13 @@ class Offsets:
     @classmethod
     def of_timestamps(cls, deltas: Mapping[str, Sequence[float]], fps: float) -> Offsets:
         """Return those of LeRobot's ``delta_timestamps``: seconds before and after the drawn frame."""
+        if not (math.isfinite(fps) and fps > 0.0):
+            raise ConfigError(f"fps: expected a number above 0, got {fps!r}", "delta_timestamps")
         problems, steps = [], {}
         for name, seconds in deltas.items():
+            if not isinstance(seconds, Sequence) or not all(map(_is_number, seconds)):
+                problems.append(f"{name}: expected a list of seconds such as [-0.1, 0.0], got {seconds!r}")
+                continue
             exact = [delta * fps for delta in seconds]
             steps[name] = tuple(round(step) for step in exact)
             off = [s for s, e, r in zip(seconds, exact, steps[name], strict=True) if abs(e - r) > _TOLERANCE * fps]
@@ -72,7 +77,7 @@ class Offsets:
     def weighted(self, weights: Mapping[str, float]) -> Offsets:
         """Return these with weights of segments, by name; of those without, it is 1."""
         problems = [f"unknown name {name!r}.{nearest(name, SEGMENTS)}" for name in weights if name not in SEGMENTS]
-        bad = [name for name, weight in weights.items() if not (math.isfinite(weight) and weight >= 0.0)]
+        bad = [name for name, weight in weights.items() if not (_is_number(weight) and weight >= 0.0)]
         problems += [f"{name}: expected a number of at least 0, got {weights[name]!r}" for name in bad]
         if problems:
             raise ConfigError(problems, "segment_weights")
@@ -91,6 +96,10 @@ class Offsets:
         if wrong:
             raise ConfigError([f"unknown key {name!r}.{nearest(name, known)}" for name in wrong], "delta_timestamps")
         return fitting
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float | np.number) and math.isfinite(value)
 
 
 def _fits(name: str, key: Key) -> bool:

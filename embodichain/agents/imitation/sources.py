@@ -216,6 +216,8 @@ class FolderSource:
         self.folder, self._wanted, self._seed = Path(folder), wanted, seed
         self._reader = LeRobotReader(folder)
         self._names = _renamed(self._reader.layout, keys or {}, self.folder)
+        if self._reader.tells_tasks:  # in as many bytes as the policy reads
+            self._names.pop(INSTRUCTION, None)
         self._instruction_length = 0  # of words that the folder has beside its arrays
         self._check()
         self._lengths = np.asarray(self._reader.lengths, np.int64)
@@ -435,7 +437,10 @@ class MixedSource:
 
 def spaces_of_folder(folder: str | Path, keys: Mapping[str, str]) -> tuple[gym.spaces.Dict, gym.spaces.Box]:
     """Return the spaces of what a folder holds, for a policy that has no environment."""
-    names = _renamed(LeRobotReader(folder).layout, keys, Path(folder))
+    reader = LeRobotReader(folder)
+    names = _renamed(reader.layout, keys, Path(folder))
+    if reader.tells_tasks and not _are_words(reader.tasks.values()):
+        names.pop(INSTRUCTION, None)
     boxes: dict[Key, gym.Space[Any]] = {}
     for key, leaf in names.items():
         if key[0] == "observation" and (leaf.dtype == torch.uint8 or leaf.dtype.is_floating_point):

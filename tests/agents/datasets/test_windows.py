@@ -97,6 +97,9 @@ def test_delta_timestamps_are_those_of_lerobot(engine: OnlineDataEngine) -> None
         ({"actions": [0.0]}, 10, r"unknown key 'actions'.*action"),
         ({"action": []}, 10, "action: expected multiples"),
         ({"action": [0.0]}, None, "give fps="),
+        ({"action": [0.0]}, 0, "fps: expected a number above 0, got 0"),
+        ({"action": [float("nan")]}, 10, r"action: expected a list of seconds.*\[nan\]"),
+        ({"action": 0.0}, 10, r"action: expected a list of seconds"),
     ],
 )
 def test_wrong_timestamps_are_refused(engine: OnlineDataEngine, deltas: dict, fps: float | None, message: str) -> None:
@@ -111,6 +114,7 @@ def test_wrong_timestamps_are_refused(engine: OnlineDataEngine, deltas: dict, fp
         {"chunk_size": 2, "delta_timestamps": {"action": [0.0]}},
         {"delta_timestamps": {"action": [0.0]}, "pad": True},
         {"chunk_size": 2, "obs_horizon": 0},
+        {"chunk_size": UniformChunkSampler(2, 5), "obs_horizon": 2},
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(engine: OnlineDataEngine, settings: dict) -> None:

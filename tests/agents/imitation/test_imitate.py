@@ -225,6 +225,27 @@ def test_padding_counts_for_nothing():
         Imitation(ImitationCfg(), policy).update(toy_chunks(6, 2))
 
 
+@pytest.mark.parametrize(
+    "block", [POLICIES["recurrent"], {"name": "gaussian", "actor": MLP, "critic": MLP, "chunk_size": 4}]
+)
+@pytest.mark.parametrize("key", ["mask", "action_is_pad"])
+def test_padded_chunks_of_a_dataset_teach_nothing_behind_the_episode(block, key):
+    """Whatever stands there, the policy and its statistics of observations become the same."""
+    learned = []
+    for rubbish in (0.0, 50.0):
+        torch.manual_seed(0)
+        policy = vector_policy(**block | {"normalize_obs": True})
+        chunks, valid = toy_chunks(8, 4), torch.arange(4) < torch.tensor([4, 2] * 4)[:, None]
+        chunks["action"][~valid] += rubbish
+        chunks["observation", "robot", "qpos"][~valid] += rubbish
+        Imitation(ImitationCfg(sequence_length=4), policy).update(chunks.set(key, valid if key == "mask" else ~valid))
+        learned.append(policy.state_dict())
+    assert all(torch.equal(value, learned[1][name]) for name, value in learned[0].items())
+    past = toy_chunks(8, 4).set("observation_is_pad", torch.zeros(8, 4, dtype=torch.bool))
+    with pytest.raises(RolloutError, match="leave out obs_horizon"):
+        Imitation(ImitationCfg(sequence_length=4), policy).update(past)
+
+
 class Silent(ActorOnly):
     """A policy that does not say how it imitates."""
 

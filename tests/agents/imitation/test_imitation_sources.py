@@ -141,6 +141,24 @@ def test_words_of_tasks_are_instructions(tmp_path):
         FolderSource(folder, wanted(shapes=shapes | {("instruction",): (6,)}), seed=0)
 
 
+def test_tasks_of_a_folder_from_elsewhere_are_instructions_of_any_length(tmp_path):
+    shapes, keys = {("robot", "qpos"): (2,), ("instruction",): (10,)}, {"robot/qpos": "state"}
+    for words in ("count up", ""):  # an id of ours, which is written where there are no words, is no instruction
+        folder = recorded(tmp_path / f"told {words}", [words])
+        (folder / "meta" / "embodichain.json").unlink()
+        if words:
+            source = FolderSource(folder, wanted(shapes=shapes), seed=0, keys=keys)
+            said = source.sample(4)["observation", "instruction"]
+            assert {bytes(row).rstrip(b"\0") for row in said[:, 0].tolist()} == {b"count up"}
+            assert said.shape == (4, 3, 10)
+            source.close()
+            assert spaces_of_folder(folder, {})[0]["instruction"].shape == (48,)
+        else:
+            with pytest.raises(ConfigError, match="reads an instruction, and there is none"):
+                FolderSource(folder, wanted(shapes=shapes), seed=0, keys=keys)
+            assert set(spaces_of_folder(folder, {})[0].spaces) == {"state"}
+
+
 def test_keys_rename_what_a_folder_holds(folder):
     shapes = {("joints",): (2,)}
     source = FolderSource(folder, wanted(shapes=shapes), seed=0, keys={"joints": "robot/qpos"})

@@ -99,6 +99,11 @@ class LeRobotReader:
         return {key: entry.vector_names for key, entry in entries.items() if entry and entry.vector_names}
 
     @property
+    def tells_tasks(self) -> bool:
+        """Whether instructions are the words of tasks, instead of an array of the folder."""
+        return bool(self._said)
+
+    @property
     def features(self) -> list[Feature]:
         """What is read, by the names in the folder."""
         return list(self._features)

@@ -21,6 +21,8 @@ from embodichain.errors import ConfigError, ObservationError, RolloutError
 
 MASK = "mask"
 """The key of chunks that tells frames (True) from padding (False), ``[batch, n]``."""
+PADDED, PAST = "action_is_pad", "observation_is_pad"
+"""Keys of padded chunks of an ``OnlineDataset``: True for repeated actions, and where there are past observations."""
 _USUAL_STEPS = 1000
 _BY_INSTRUCTION = "{instruction}"
 
@@ -57,9 +59,10 @@ class Imitation:
     """Supervised learning of a policy on chunks ``[batch, n]`` of demonstrations.
 
     The policy sees the first observation of a chunk and learns its actions; if its own chunks are longer than ``n``,
-    their remaining actions do not count, nor do frames that a ``mask`` ``[batch, n]`` marks as padding. A recurrent
-    policy sees all observations. Of a Gaussian the mean is trained and the spread stays. Observations are normalised
-    by the demonstrations, also when reinforcement takes over: other statistics would change the clone.
+    their remaining actions do not count, nor do frames that ``mask`` or ``action_is_pad`` ``[batch, n]`` marks as
+    padding. A recurrent policy sees all observations. Of a Gaussian the mean is trained and the spread stays.
+    Observations are normalised by the demonstrations, also when reinforcement takes over: other statistics would change
+    the clone.
     """
 
     def __init__(self, cfg: ImitationCfg, policy: Policy) -> None:
@@ -95,10 +98,13 @@ class Imitation:
         if not 0 < length <= self.chunk_size:
             expected = f"[batch, 1 to {self.chunk_size}]"
             raise RolloutError(f"expected chunks {expected}, got {list(chunks.batch_size)}")
+        if PAST in chunks.keys():  # noqa: SIM118 - it iterates rows
+            raise RolloutError("the chunks have past observations, which no policy reads: leave out obs_horizon")
         obs = chunks["observation"] if policy.is_recurrent else chunks["observation"][:, 0]
         obs, action = obs.to(policy.device), chunks["action"].to(policy.device)
-        valid = chunks["mask"].to(policy.device) if MASK in chunks.keys() else None  # noqa: SIM118 - it iterates rows
-        self._take_in(obs)
+        valid = _valid(chunks)
+        valid = valid if valid is None else valid.to(policy.device)
+        self._take_in(obs if valid is None or not policy.is_recurrent else obs[valid])
         with torch.autocast(policy.device.type, torch.bfloat16, enabled=self.cfg.mixed_precision == "bf16"):
             error, pointed = self._error(obs, action, valid)
         loss = action_loss = error.float().mean()
@@ -167,6 +173,14 @@ class Imitation:
         """Return the factor on the step size: a rise, then a cosine to a tenth."""
         share = min(1.0, step / (self.cfg.total_steps or _USUAL_STEPS))
         return min(1.0, (step + 1) / self.cfg.warmup_steps) * (0.1 + 0.45 * (1.0 + math.cos(math.pi * share)))
+
+
+def _valid(chunks: TensorDictBase) -> Tensor | None:
+    """Return which frames ``[batch, n]`` are no padding; None: all of them."""
+    keys = chunks.keys()
+    valid = [chunks[MASK]] if MASK in keys else []
+    valid += [~chunks[PADDED]] if PADDED in keys else []
+    return valid[0] & valid[-1] if valid else None
 
 
 def _named(obs: TensorDictBase, name: str) -> Tensor:
