@@ -40,7 +40,8 @@ test-lerobot: $(EXTRAS_STAMP) $(LEROBOT_STAMP)  ## Compare with the real lerobot
 	  tests/agents/rl/test_smolvla.py::test_the_real_lerobot_agrees tests/agents/rl/test_openvla.py::test_the_real_libraries_agree $(ARGS)
 
 docs: $(DOCS_STAMP)  ## Build the documentation's site: build/site/index.html
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 http_proxy=http://127.0.0.1:9 https_proxy=http://127.0.0.1:9 \
+	  $(BIN)/python -m mkdocs build --strict --quiet
 	@echo 'wrote build/site/index.html'
 
 check: $(STAMP)  ## Check format, lint and types

@@ -2,7 +2,8 @@
 
 * Pages that no file holds: one per task (``tasks.py``), the API reference (``reference.py``), the benchmarks, and the
   source files that other pages link to.
-* ``<!-- settings: module.Class -->`` in a page becomes the table of a config's fields (``settings.py``).
+* ``<!-- settings: module.Class -->`` in a page becomes the table of a config's fields (``settings.py``), and
+  ``<!-- gallery of tasks -->`` the pictures of all tasks.
 * ``[PPO._loss](../../embodichain/agents/rl/algo/ppo.py#PPO._loss)`` leads to the line of that name. Such links
   work in the repository as well, and a name that is not there stops the build.
 """
@@ -64,6 +65,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Put tables of settings in their place, and let links to the repository lead to pages of the site."""
+    markdown = markdown.replace("<!-- gallery of tasks -->", tasks.gallery())
     markdown = _SETTINGS.sub(lambda match: settings.table(match[1]), markdown)
     here = page.file.src_uri
 
@@ -104,6 +106,14 @@ def _repository_path(link: str, page: str) -> str | None:
 
 def _benchmarks(text: str) -> str:
     """Return the page of benchmarks: the README of their folder, and the curves that it speaks of."""
+    text = _outside_fences(text, lambda part: _LINK.sub(lambda match: _from_docs(match[0]), part))
     curves = sorted((ROOT / "benchmarks/results").glob("*.png"))
     pictures = "\n\n".join(f"![{curve.stem.replace('_', ' ')}](results/{curve.name})" for curve in curves)
     return f"{text}\n## Curves\n\nMean and spread over seeds; the commands above draw them.\n\n{pictures}\n"
+
+
+def _from_docs(link: str) -> str:
+    """Return a link of the folder ``benchmarks`` as seen from ``docs``."""
+    if re.match(r"[a-z]+:|#", link):
+        return link
+    return posixpath.relpath(posixpath.join("benchmarks", link), "docs")

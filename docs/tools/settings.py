@@ -1,6 +1,7 @@
 """Tables of settings, made from the config classes: name, default, range and the docstring line under each field."""
 
 import dataclasses
+import json
 import pkgutil
 import typing
 from typing import Any
@@ -11,16 +12,19 @@ from embodichain.config.command_line import field_docs, limits_of, to_plain
 
 def table(path: str) -> str:
     """Return the table of a config class, ``embodichain.agents.rl.algo.ppo.PPOCfg``, as Markdown."""
-    cls = pkgutil.resolve_name(path)
-    docs, rows = field_docs(cls), ["| setting | default | meaning |", "|---|---|---|"]
+    return "\n".join(rows(pkgutil.resolve_name(path)))
+
+
+def rows(cls: Any) -> list[str]:
+    """Return the rows of a config class's table, its head first."""
+    docs, found = field_docs(cls), ["| setting | default | meaning |", "|---|---|---|"]
     for field in fields(cls):
         doc = docs.get(field.name, "")
         if not doc:
-            raise LookupError(f"{path}.{field.name} has no docstring line")
-        notes = [_choices(cls, field.name), limits_of(cls.__pydantic_fields__[field.name])]
-        note = "; ".join(filter(None, notes))
-        rows.append(f"| `{field.name}` | {_default(field)} | {_cell(doc)}{f' *({_cell(note)})*' if note else ''} |")
-    return "\n".join(rows)
+            raise LookupError(f"{cls.__qualname__}.{field.name} has no docstring line")
+        note = "; ".join(filter(None, (_choices(cls, field.name), limits_of(cls.__pydantic_fields__[field.name]))))
+        found.append(f"| `{field.name}` | {_default(field)} | {_cell(doc)}{f' *({_cell(note)})*' if note else ''} |")
+    return found
 
 
 def fields(cls: Any) -> list[dataclasses.Field[Any]]:
@@ -43,8 +47,6 @@ def _default(field: dataclasses.Field[Any]) -> str:
 
 def _literal(value: Any) -> str:
     """Return a value as a config file has it."""
-    import json
-
     return json.dumps(value).replace("|", "\\|")
 
 

@@ -28,7 +28,7 @@ def page(root: Path, path: str) -> str:
     # &#10; in place of line ends: Markdown looks at raw HTML line by line
     code = "&#10;".join(marked)
     head = f"---\nsearch:\n  exclude: true\nhide: [toc]\n---\n\n# {path}\n\n"
-    return f'{head}<div class="source highlight"><pre><code>{code}</code></pre></div>\n'
+    return f'{head}<div class="source highlight"><pre><code><span>{code}</span></code></pre></div>\n'
 
 
 def line_of(path: Path, name: str) -> int:

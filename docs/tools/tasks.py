@@ -26,6 +26,15 @@ def pages() -> dict[str, str]:
     return {f"tasks/{name}.md": _page(name, text, measured) for name, text in sections().items()}
 
 
+def gallery() -> str:
+    """Return the pictures of all tasks, each of which leads to its page."""
+    cards = []
+    for name, text in sections().items():
+        sentence = text.split("\n\n")[1].replace("\n", " ")
+        cards.append(f"[![{name}](images/tasks/{name}.jpg) **{name}**<br>{sentence}](tasks/{name}.md)")
+    return '<div class="tasks" markdown>\n\n' + "\n\n".join(cards) + "\n\n</div>"
+
+
 def _page(name: str, section: str, measured: dict) -> str:
     text = section.replace("](images/", "](../images/")
     expert = measured["tasks"].get(name)
@@ -38,8 +47,7 @@ def _page(name: str, section: str, measured: dict) -> str:
         commands.append((f"embodichain train {name}", "the shipped config"))
     if expert:
         commands.append((f"embodichain record {name} --out data/{name} --episodes 100", "demonstrations for LeRobot"))
-    width = max(len(command) for command, _ in commands)
-    lines = "\n".join(f"{command:<{width}}    # {what}" for command, what in commands)
+    lines = "\n".join(f"{command}  # {what}" for command, what in commands)
     parts = [f"# {name}", text, f"## Commands\n\n```\n{lines}\n```"]
     if expert:
         parts.append(f"## The expert\n\n{_expert(expert, measured)}")
