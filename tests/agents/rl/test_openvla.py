@@ -175,6 +175,25 @@ def without(folder: Path, name: str) -> None:
             save_file(weights, file)
 
 
+def reindex(folder: Path, name: str) -> None:
+    file = folder / "model.safetensors.index.json"
+    content = json.loads(file.read_text())
+    content["weight_map"]["projector.fc1.weight"] = name
+    file.write_text(json.dumps(content))
+
+
+def outside(folder: Path) -> None:
+    """A shard elsewhere, behind a link, as those of the Hub's cache are."""
+    (folder.parent / "outside.safetensors").symlink_to(next(folder.glob("model-00001*")))
+    reindex(folder, "../outside.safetensors")
+
+
+def include(folder: Path, name: str) -> None:
+    file = weight_files(folder)[0]
+    save_file({**load_file(file), name: torch.zeros(1)}, file)
+
+
+TEXT = json.loads((FOLDER / "config.json").read_text())["text_config"]
 ONE = {"only": {"action": {"q01": [0.0, 0.0], "q99": [1.0, 1.0]}}}
 
 
@@ -197,6 +216,24 @@ ONE = {"only": {"action": {"q01": [0.0, 0.0], "q99": [1.0, 1.0]}}}
         ),
         ({}, lambda f: next(f.glob("model-00001*")).unlink(), "there is no model-00001.*copy the whole checkpoint"),
         ({}, lambda f: (f / "tokenizer.json").unlink(), "there is no tokenizer.json"),
+        (
+            {"norm_stats": {"a": {"action": {"q01": [0.0], "q99": [1.0], "mask": 5}}}},
+            None,
+            "norm_stats.a.action.mask: expected a list, got 5",
+        ),
+        ({}, lambda f: reindex(f, "a\0b.safetensors"), "weight_map: expected names of safetensors files in its folder"),
+        ({}, lambda f: reindex(f, "config.json"), "weight_map: .*got 'config.json'"),
+        ({}, outside, r"weight_map: .*got '\.\./outside.safetensors'"),
+        (
+            {"norm_stats": ONE, "text_config": {**TEXT, "attn_implementation": "some/kernel"}},
+            None,
+            "attn_implementation: 'some/kernel' names code of a repository, which is never run",
+        ),
+        (
+            {"norm_stats": ONE},
+            lambda f: include(f, "vision_backbone.featurizer.blocks.x.y"),
+            "vision_backbone.featurizer.blocks.x.y: not in the model",
+        ),
     ],
 )
 def test_a_folder_that_does_not_fit_is_one_message(changes, damage, message, tmp_path):
@@ -212,6 +249,14 @@ def test_the_data_and_the_environment_are_named():
         load_vla_model(FOLDER)
     with pytest.raises(ConfigError, match=r"unnorm_key: there is no 'frist'.*first, second.*Did you mean 'first'"):
         load(unnorm_key="frist")
+    for wrong, message in (
+        ({"unnorm_key": 5}, r"unnorm_key: expected[\s\S]*got 5"),
+        ({"statistics": "x"}, r"statistics: expected[\s\S]*got 'x'"),
+        ({"statistics": {"first": {"q01": [0.0]}}}, "statistics.first: expected q01, q99 and mask of one action"),
+        ({"towers": [{"std": [0.0, 1.0, 1.0]}]}, r"towers\.0\.std\.0: expected greater than 0"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load(**wrong)
     camera = gym.spaces.Box(0, 255, (8, 8, 3), np.uint8)
     space = gym.spaces.Dict({"image": gym.spaces.Dict({"a": camera, "b": camera})})
     block = {"name": "vla", "vla_config": {"model_path": str(FOLDER), "model_config": {"unnorm_key": "second"}}}

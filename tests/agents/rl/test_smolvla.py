@@ -217,6 +217,15 @@ def rewrite(file: Path, change) -> None:
     save_file(weights, file)
 
 
+def edit(file: Path, place: tuple[Any, ...], value: Any) -> None:
+    content = json.loads(file.read_text())
+    inner = content
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    file.write_text(json.dumps(content))
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -252,6 +261,36 @@ def rewrite(file: Path, change) -> None:
         (lambda f: (f / "model.safetensors").write_bytes(b"no"), "model.safetensors cannot be read"),
         (lambda f: shutil.rmtree(f / "backbone"), "set model_config.backbone_path"),
         (lambda f: (f / "config.json").write_text('{"type": "act"}'), "config of a 'act'.*smolvla"),
+        (
+            lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
+            "pytorch_model.bin is not read, as pickled files can run code",
+        ),
+        (
+            lambda f: rewrite(
+                f / "model.safetensors", lambda w: w.update({"model.state_proj.bias": torch.zeros(16).char()})
+            ),
+            "state_proj.bias: expected floating-point numbers, got torch.int8",
+        ),
+        (
+            lambda f: rewrite(
+                f / "policy_postprocessor_step_0_unnormalizer_processor.safetensors",
+                lambda w: w.update({"action.mean": torch.full((3,), math.nan)}),
+            ),
+            "action: expected finite statistics, got NaN",
+        ),
+        (lambda f: edit(f / "policy_preprocessor.json", ("steps", 5, "config", "eps"), "x"), "eps: expected.*got 'x'"),
+        (
+            lambda f: edit(f / "policy_preprocessor.json", ("steps", 5, "config"), []),
+            "config: expected dict, got",
+        ),
+        (
+            lambda f: edit(f / "backbone" / "config.json", ("text_config", "model_type"), "gpt2"),
+            "text_config.model_type: expected llama, got 'gpt2'",
+        ),
+        (
+            lambda f: edit(f / "backbone" / "config.json", ("text_config", "attn_implementation"), "some/kernel"),
+            "attn_implementation: 'some/kernel' names code of a repository, which is never run",
+        ),
         (lambda f: (f / "config.json").write_text('{"type": "smolvla"}'), "input_features is missing"),
     ],
 )
@@ -260,6 +299,16 @@ def test_a_folder_that_does_not_fit_is_one_message(damage, message, tmp_path):
     damage(folder)
     with pytest.raises(CheckpointError, match=message):
         load_vla_model(folder)
+
+
+def test_a_network_that_does_not_fit_into_memory_is_refused_before_it_is_filled(tmp_path, env):
+    folder = copy(tmp_path, expert_width_multiplier=1e6)
+    with pytest.raises(ConfigError, match="does not fit into the memory there is"):
+        load_vla_model(folder)
+    with pytest.raises(ConfigError, match=r"inputs: expected[\s\S]*got 'front'"):
+        build_policy(block(inputs="front"), env.observation_space, env.action_space, "cpu")
+    with pytest.raises(ConfigError, match=r"inputs.observation.state[\s\S]*got 5"):
+        load_vla_model(FOLDER, "smolvla", {**settings_of(FOLDER), "inputs": {"observation.state": 5}})
 
 
 def test_policies_it_cannot_reproduce_are_refused(tmp_path):

@@ -49,7 +49,7 @@ def build_policy(
         problem = f"action_dim is {action_dim!r}, but the environment's action space {action_space} has {actual}"
         raise ConfigError(f"{problem}; correct the number or leave it out", "policy")
     if actor is None and critic is None:
-        with _networks_fit():
+        with networks_fit():
             return policy_cls.build(settings, obs_space, action_space, torch.device(device))
     networks = {"actor": actor, "critic": critic}
     settings = {key: value for key, value in settings.items() if key not in networks}
@@ -110,7 +110,7 @@ def policy_schemas(policy_block: Mapping[str, Any]) -> dict[tuple[str, ...], tup
 
 
 @contextmanager
-def _networks_fit() -> Iterator[None]:
+def networks_fit() -> Iterator[None]:
     """Refuse networks inside the block whose parameters exceed the memory there is, before any of it is touched."""
     room, taken = free_memory(), 0
 

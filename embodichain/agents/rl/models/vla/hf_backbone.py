@@ -5,7 +5,7 @@ action and for the value. Its outputs for the queries are the chunk and the valu
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -165,6 +165,7 @@ def _load_backbone(cfg: HFBackboneVLACfg) -> Any:
     transformers, dtype = require("transformers", extra="vla"), getattr(torch, cfg.dtype)
     if cfg.backbone is not None:
         settings = dict(cfg.backbone)
+        refuse_kernels(settings, "backbone")
         model_type = look_up("backbone.model_type", str(settings.pop("model_type", None)), MODEL_TYPES)
         config = transformers.AutoConfig.for_model(model_type, **settings)
         return transformers.AutoModel.from_config(config, dtype=dtype, trust_remote_code=False)
@@ -195,11 +196,21 @@ def load_tokenizer(folder: Path) -> Any:
 
 def refuse_code(file: Path) -> None:
     """Raise if a config names code of its folder: even a file that transformers would not run says what it needs."""
-    if "auto_map" in json.loads(file.read_text(encoding="utf-8")):
+    content = json.loads(file.read_text(encoding="utf-8"))
+    if "auto_map" in content:
         raise CheckpointError(
             f"{file} names code in its folder (auto_map), which is never run; if the model is one of transformers' "
             "own, remove the entry"
         )
+    refuse_kernels(content, str(file))
+
+
+def refuse_kernels(settings: Any, source: str) -> None:
+    """Raise if settings name an implementation in a repository, ``owner/name``: transformers would fetch and run it."""
+    for key, value in settings.items() if isinstance(settings, Mapping) else ():
+        if str(key).endswith("_implementation") and "/" in str(value):
+            raise CheckpointError(f"{source}: {key}: {value!r:.80} names code of a repository, which is never run")
+        refuse_kernels(value, source)
 
 
 @contextmanager
@@ -207,7 +218,7 @@ def reading(folder: Path) -> Iterator[None]:
     """Turn what transformers raises about a folder into one line."""
     try:
         yield
-    except EmbodiChainError:
+    except (EmbodiChainError, MemoryError):
         raise
     except Exception as error:  # the tokenizers library raises bare Exceptions
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]

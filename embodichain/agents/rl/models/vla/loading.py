@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from embodichain.agents.rl.models.registry import networks_fit
 from embodichain.agents.rl.models.vla.model import (
     VLAModel,
     get_registered_vla_model_names,
@@ -64,7 +65,8 @@ def load_vla_model(
     model_cls = get_vla_model_class(name, trusted_modules)
     settings = saved.get("model_config", {}) if model_config is None else dict(model_config)
     try:
-        model = model_cls(**settings)
+        with networks_fit():
+            model = model_cls(**settings)
     except TypeError as error:
         raise ConfigError(
             f"{model_cls.__name__} cannot be built from these settings: {error}", "model_config"
@@ -253,6 +255,9 @@ def set_weights(model: nn.Module, weights: Mapping[str, Tensor], source: str, ne
     misfits += [f"{name}: not in the model" for name in given if name not in own]
     differing = [name for name in own if name in given and own[name] != given[name]]
     misfits += [f"{name}: expected {own[name]}, got {given[name]}" for name in differing]
+    for name, tensor in model.state_dict().items():
+        if name in weights and tensor.is_floating_point() and not weights[name].is_floating_point():
+            misfits.append(f"{name}: expected floating-point numbers, got {weights[name].dtype}")
     if misfits:
         shown = "".join(f"\n  - {misfit}" for misfit in misfits[:5])
         rest = f"\n  ... and {len(misfits) - 5} more" if len(misfits) > 5 else ""

@@ -8,6 +8,7 @@ such a checkpoint is not run.
 """
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -20,11 +21,12 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Generator, Tensor, nn
 
 from embodichain.agents.rl.models.tokens import choose
-from embodichain.agents.rl.models.vla.hf_backbone import reading
+from embodichain.agents.rl.models.vla.hf_backbone import reading, refuse_kernels
 from embodichain.agents.rl.models.vla.model import Decoded, Outcome, Space, VLAModelCfg, register_vla_model
 from embodichain.agents.rl.models.vla.pretrained import (
     PretrainedVLA,
     PretrainedVLACfg,
+    checked,
     read_json,
     read_tensors,
     setting,
@@ -32,7 +34,7 @@ from embodichain.agents.rl.models.vla.pretrained import (
     value_head,
     weight_files,
 )
-from embodichain.config.classes import Config, Layers, Number, Size, configclass
+from embodichain.config.classes import Config, Layers, Number, Positive, Size, configclass
 from embodichain.errors import CheckpointError, ConfigError, RolloutError, nearest
 from embodichain.extras import require
 
@@ -72,7 +74,7 @@ class TowerCfg(Config):
     """Whether what layers add is scaled by learned factors."""
     mean: tuple[Number, Number, Number] = (0.5, 0.5, 0.5)
     """What is subtracted from the colours, in [0, 1]."""
-    std: tuple[Number, Number, Number] = (0.5, 0.5, 0.5)
+    std: tuple[Positive, Positive, Positive] = (0.5, 0.5, 0.5)
     """What they are divided by."""
 
 
@@ -202,6 +204,7 @@ class OpenVLA(PretrainedVLA):
         parts = {name: Tower(tower).to(dtype) for name, tower in zip(names, cfg.towers, strict=True)}
         self.vision_backbone = nn.ModuleDict(parts)
         transformers, folder = require("transformers", extra="vla"), Path(cfg.backbone_path)
+        refuse_kernels(cfg.text_config, "text_config")
         with reading(folder):
             text = {key: value for key, value in cfg.text_config.items() if key not in ("model_type", "torch_dtype")}
             config = transformers.AutoConfig.for_model("llama", **text)
@@ -403,7 +406,7 @@ def _towers(folder: Path, ids: list[Any]) -> Iterable[dict[str, Any]]:
         needed = ("patch_embed.proj.weight", "pos_embed", "blocks.0.mlp.fc1.weight")
         if missing := [key for key in needed if key not in own]:
             raise CheckpointError(f"{folder}: {begin}{missing[0]} is missing; expected a vision transformer of timm")
-        depth = 1 + max(int(key.split(".")[1]) for key in own if key.startswith("blocks."))
+        depth = 1 + max(int(match[1]) for key in own if (match := re.match(r"blocks\.(\d+)\.", key)))
         width, _, patch, _ = own["patch_embed.proj.weight"]
         side = math.isqrt(own["pos_embed"][1])
         if heads is None or any(key.startswith("norm_pre.") for key in own) or side * side != own["pos_embed"][1]:
@@ -437,6 +440,8 @@ def _read_statistics(norm_stats: Mapping[str, Any], file: Path) -> dict[str, dic
         if not isinstance(action, dict) or not all(isinstance(action.get(key), list) for key in ("q01", "q99")):
             raise CheckpointError(f"{file}: norm_stats.{name}.action: expected q01 and q99, got {action!r:.60}")
         mask = action.get("mask") or [True] * len(action["q01"])
+        if not isinstance(mask, list):
+            raise CheckpointError(f"{file}: norm_stats.{name}.action.mask: expected a list, got {mask!r:.60}")
         parts = {"q01": action["q01"], "q99": action["q99"], "mask": [float(bool(value)) for value in mask]}
         if len({len(part) for part in parts.values()}) != 1:
             lengths = ", ".join(f"{key} {len(part)}" for key, part in parts.items())
@@ -457,10 +462,13 @@ def _statistics(statistics: Mapping[str, Any], key: str | None) -> tuple[list[fl
         near = "" if key is None else nearest(key, statistics)
         raise ConfigError(f"unnorm_key: {problem}; the checkpoint has statistics of: {known}.{near}", "model_config")
     chosen = statistics[key]
+    if len({len(chosen.get(part, ())) for part in ("q01", "q99", "mask")}) != 1 or not chosen.get("q01"):
+        raise ConfigError(f"statistics.{key}: expected q01, q99 and mask of one action, got {chosen}", "model_config")
     return chosen["q01"], chosen["q99"], chosen["mask"]
 
 
 def _with_action_dim(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings with the number of actions that the chosen statistics have."""
+    checked(OpenVLACfg, settings)
     q01 = _statistics(settings.get("statistics", {}), settings.get("unnorm_key"))[0]
     return {**settings, "action_dim": len(q01)}

@@ -60,7 +60,7 @@ class PretrainedVLA(VLAModel):
     """Parts that the other library's policy does not have: they begin with random weights."""
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(**{**self._unmatched(settings), **settings})
+        super().__init__(**{**self._unmatched(checked(self.cfg_type, settings)), **settings})
         self.normalizer = None  # the policy has its own statistics
         if self.cfg.num_points:
             raise ConfigError("num_points: a pretrained policy does not point; leave it out", "model_config")
@@ -94,6 +94,7 @@ class PretrainedVLA(VLAModel):
     @classmethod
     def complete_config(cls, given: Mapping[str, Any], obs_space: Space, action_space: Space) -> dict[str, Any]:
         """Return the settings with what the policy expects found in the spaces; ``ConfigError`` lists what is not."""
+        checked(cls.cfg_type, given)
         entries = {entry.name: entry for entry in space_entries(obs_space)}
         images = {n.removeprefix("image/"): e for n, e in entries.items() if e.is_image and len(e.shape) == 3}
         vectors = [entry for entry in entries.values() if not entry.is_image and entry.name != "instruction"]
@@ -124,6 +125,13 @@ class PretrainedVLA(VLAModel):
             raise ObservationError(f"image/{camera} is missing. Add the camera to env.observations.cameras.")
         scaled = value.float() / 255.0 if value.dtype == torch.uint8 else value.float()
         return scaled.permute(0, 3, 1, 2)
+
+
+def checked(cfg_type: type[VLAModelCfg], settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return settings whose types are right; those that an environment completes are not looked at."""
+    own = {name: value for name, value in settings.items() if name not in ("cameras", "proprio", "action_dim")}
+    cfg_type.from_dict(own, source="model_config")
+    return settings
 
 
 def _misplaced(given: Mapping[str, Any]) -> Iterator[str]:
@@ -213,14 +221,20 @@ def weight_files(folder: Path) -> list[Path]:
         mapping = read_json(folder / INDEX_FILE).get("weight_map")
         if not isinstance(mapping, dict) or not all(isinstance(name, str) for name in mapping.values()):
             raise CheckpointError(f"{folder / INDEX_FILE}: weight_map: expected the file of every tensor")
-        files = [folder / name for name in sorted(set(mapping.values()))]
+        names = sorted(set(mapping.values()))
+        if strange := [name for name in names if not name.endswith(".safetensors") or set(name) & set("/\\\0")]:
+            problem = f"expected names of safetensors files in its folder, got {strange[0]!r:.80}"
+            raise CheckpointError(f"{folder / INDEX_FILE}: weight_map: {problem}")
+        files = [folder / name for name in names]  # in a cache of the Hub these are links
     else:
         files = [folder / WEIGHTS_FILE]
     for file in files:
-        if not file.resolve().is_relative_to(folder.resolve()) and not file.is_symlink():
-            raise CheckpointError(f"{folder / INDEX_FILE}: expected files in its folder, got {file.name!r}")
         if not file.is_file():
-            raise CheckpointError(f"{folder}: there is no {file.name}; copy the whole checkpoint, with all its files")
+            pickled = next(folder.glob("*.bin"), None)
+            what = "copy the whole checkpoint, with all its files"
+            if pickled is not None:
+                what = f"{pickled.name} is not read, as pickled files can run code: save the policy as safetensors"
+            raise CheckpointError(f"{folder}: there is no {file.name}; {what}")
     return files
 
 

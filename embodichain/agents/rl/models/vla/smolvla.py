@@ -412,7 +412,7 @@ def _statistics(folder: Path, weights: Mapping[str, Tensor], key: str, mode: str
         found = [s for s in steps if isinstance(s, dict) and s.get("registry_name") == f"{step}_processor"]
         if not found or not isinstance(found[0].get("state_file"), str):
             raise CheckpointError(f"{file}: expected a step {step}_processor with its state_file")
-        eps = float(found[0].get("config", {}).get("eps", eps))
+        eps = setting(setting(found[0], "config", dict, file, {}), "eps", int | float, file, eps)
         state_file = folder / Path(found[0]["state_file"]).name
         stats = {
             name.removeprefix(f"{key}."): v for name, v in read_tensors(state_file).items() if name.startswith(key)
@@ -432,6 +432,8 @@ def _statistics(folder: Path, weights: Mapping[str, Tensor], key: str, mode: str
     if first.numel() != count or second.numel() != count:
         got = f"{first.numel()} and {second.numel()}"
         raise CheckpointError(f"{source}: {key}: expected statistics of {count} numbers, as the config says, got {got}")
+    if not bool(torch.isfinite(first).all() & torch.isfinite(second).all()):
+        raise CheckpointError(f"{source}: {key}: expected finite statistics, got NaN or infinity")
     if mode == "MEAN_STD":
         return first, second + eps if key == STATE else second
     half = 0.5 * torch.where(second == first, eps, second - first)
@@ -443,9 +445,10 @@ def _find_vlm(folder: Path, name: str) -> str | None:
     for candidate in (folder / "backbone", Path(name), folder / name):
         if (candidate / "config.json").is_file():
             return str(candidate)
+    hub = require("huggingface_hub", extra="vla")
     try:
-        return str(require("huggingface_hub", extra="vla").snapshot_download(name, local_files_only=True))
-    except Exception:  # noqa: BLE001 - not there, or no name of a repository: the caller says what to do
+        return str(hub.snapshot_download(name, local_files_only=True))
+    except (OSError, ValueError):  # not there, or no name of a repository: the caller says what to do
         return None
 
 
@@ -464,6 +467,8 @@ def _load_vlm(cfg: SmolVLACfg) -> tuple[Any, Any]:
         refuse_code(folder / "config.json")
         config = transformers.AutoConfig.from_pretrained(folder, **LOCAL)
         look_up("backbone.model_type", str(config.model_type), MODEL_TYPES)
+        if (kind := config.text_config.model_type) != "llama":
+            raise CheckpointError(f"{folder / 'config.json'}: text_config.model_type: expected llama, got {kind!r}")
         if cfg.network.num_vlm_layers > 0:
             config.text_config.num_hidden_layers = min(cfg.network.num_vlm_layers, config.text_config.num_hidden_layers)
         if getattr(config.text_config, "head_dim", None) is None:
