@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from embodichain.viewer.playback import Source
 
 _DEFAULT_NUM_ENVS = 4
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True)
@@ -65,6 +64,7 @@ def view(args: ViewArgs) -> int:
     require("viser", extra="viewer")
     with loading():
         from embodichain.viewer.app import Viewer
+        from embodichain.viewer.server import is_loopback
     with contextlib.ExitStack() as stack:
         source = stack.enter_context(_opened(args))
         viewer = Viewer(source, args.host, args.port)
@@ -75,7 +75,7 @@ def view(args: ViewArgs) -> int:
             stack.callback(signal.signal, name, before)
         console = Console()
         console.print(f"{source.title}: open {viewer.url} in a browser (Ctrl-C ends)", highlight=False, soft_wrap=True)
-        if args.host not in _LOOPBACK:
+        if not is_loopback(args.host):
             console.print("Everybody who can reach this machine can watch and act.", style="yellow")
         viewer.run()
     return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import queue
 import threading
 import time
@@ -13,14 +12,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from embodichain.errors import ConfigError
 from embodichain.extras import require
 from embodichain.viewer.playback import Playback, Source, ViewFrame
 from embodichain.viewer.scene import SceneView
+from embodichain.viewer.server import open_server, url_of
 
 DEFAULT_PORT = 8080
 _SLOW_SECONDS = 0.2  # between updates of texts, plots and images
-_PLOT_STEPS = 300
+_PLOT_STEPS, _PLOT_UNIT = 300, 50
+"""Most steps of a plot, and of what its x-axis shows a multiple."""
 _COLORS = ("#2563eb", "#ea580c", "#16a34a", "#9333ea", "#dc2626", "#0891b2", "#ca8a04", "#64748b")
 
 
@@ -29,10 +29,9 @@ class Viewer:
 
     def __init__(self, source: Source, host: str = "127.0.0.1", port: int = DEFAULT_PORT, rate: float = 30.0) -> None:
         """Serve a source; ``rate`` is how many times in a second what is shown may change."""
-        viser: Any = require("viser", extra="viewer")
         self.source, self.playback = source, Playback(source)
-        self.server = open_server(viser, host, port)
-        self.url = f"http://{'localhost' if host in ('127.0.0.1', 'localhost') else host}:{self.server.get_port()}"
+        self.server = open_server(host, port)
+        self.url = url_of(host, self.server.get_port())
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stop = threading.Event()
         self._seconds = 1.0 / rate
@@ -51,6 +50,7 @@ class Viewer:
         server.gui.configure_theme(
             control_width="medium", show_logo=False, show_share_button=False, brand_color=(37, 99, 235)
         )
+        server.gui.main_panel.dock_right()  # beside the scene, and not over it
         server.gui.set_panel_label(f"EmbodiChain: {self.source.title}")
         server.scene.set_up_direction("+z")
         server.scene.configure_environment_map("warehouse", environment_intensity=0.45)
@@ -65,9 +65,10 @@ class Viewer:
         with tabs.add_tab("Signals", icon="chart-line"):
             self._signal = gui.add_dropdown("Signal", ("reward",), initial_value="reward")
             self._signal.on_update(self.later(self._redraw))
-            self._plot_rewards = self._add_plot("Reward of the episode", 1)
-            self._plot: Any = self._add_plot("Signal", 1)
+            self._plot_rewards = self._add_plot("Reward of the episode")
+            self._plot: Any = self._add_plot("Signal")
             self._plotted: tuple[str, int] = ("", 0)
+            self._plot_range = (0, _PLOT_UNIT)
         with tabs.add_tab("Cameras", icon="camera"):
             self._no_images = gui.add_markdown("No images: the observations have none, and no camera is rendered.")
             self._image_folder = gui.add_folder("What the watched env sees")
@@ -106,13 +107,10 @@ class Viewer:
         gui.add_command("Next step", hotkey="enter").on_trigger(self.later(lambda: self._jump(">")))
         gui.add_command("Step back", hotkey="backspace").on_trigger(self.later(lambda: self._jump("<")))
 
-    def _add_plot(self, title: str, count: int) -> Any:
-        uplot: Any = require("viser.uplot", extra="viewer")
-        lines = tuple(np.zeros(2) for _ in range(count + 1))
-        series = [uplot.Series(label="step")]
-        series += [uplot.Series(label=str(i), stroke=_COLORS[i % len(_COLORS)], width=2) for i in range(count)]
-        scales = {"x": uplot.Scale(time=False, auto=True), "y": uplot.Scale(auto=True)}
-        return self.server.gui.add_uplot(lines, tuple(series), title=title, scales=scales, aspect=1.7)
+    def _add_plot(self, title: str) -> Any:
+        return self.server.gui.add_uplot(
+            (np.zeros(2), np.zeros(2)), _series(1), title=title, scales=_scales(0, _PLOT_UNIT), aspect=1.7
+        )
 
     # --- what the panel asks for ------------------------------------------------------------------------------------
 
@@ -245,21 +243,28 @@ class Viewer:
         if len(frames) < 2 or not names:
             return
         rewards = self._columns(frames, "reward") if "reward" in frame.signals else None
-        if rewards is not None:
-            self._plot_rewards.data = rewards
         chosen = self._signal.value if self._signal.value in frame.signals else names[0]
         columns = self._columns(frames, chosen)
-        if self._plotted != (chosen, len(columns)):
-            self._plotted = chosen, len(columns)
-            self._set_series(chosen, len(columns) - 1)
-        self._plot.data = columns
+        with self.server.atomic():  # a page must not draw numbers over the steps or names of others
+            self._set_range(columns[0])
+            if self._plotted != (chosen, len(columns)):
+                self._plotted = chosen, len(columns)
+                self._plot.title, self._plot.series = chosen, _series(len(columns) - 1)
+            self._plot.data = columns
+            if rewards is not None:
+                self._plot_rewards.data = rewards
 
-    def _set_series(self, name: str, count: int) -> None:
-        uplot: Any = require("viser.uplot", extra="viewer")
-        series = [uplot.Series(label="step")]
-        series += [uplot.Series(label=str(i), stroke=_COLORS[i % len(_COLORS)], width=2) for i in range(count)]
-        self._plot.title, self._plot.data = name, tuple(np.zeros(2) for _ in range(count + 1))
-        self._plot.series = tuple(series)
+    def _set_range(self, steps: NDArray[np.float64]) -> None:
+        """Show the steps that there are, in both plots.
+
+        The range is told, and changes seldom: one that the page finds itself follows the part of the data that is
+        shown, and is wrong for good when data arrive before a plot is drawn for the first time.
+        """
+        first = int(steps.min()) // _PLOT_UNIT * _PLOT_UNIT
+        last = max(-(-int(steps.max()) // _PLOT_UNIT) * _PLOT_UNIT, first + _PLOT_UNIT)
+        if self._plot_range != (first, last):
+            self._plot_range = first, last
+            self._plot.scales = self._plot_rewards.scales = _scales(first, last)
 
     def _columns(self, frames: Sequence[ViewFrame], name: str) -> tuple[NDArray[np.float64], ...]:
         """Return the steps, and the numbers of a signal of the watched env over them, at most one for each colour."""
@@ -284,20 +289,19 @@ class Viewer:
             self._images[name].visible = False
 
 
+def _series(count: int) -> tuple[Any, ...]:
+    """Return how the lines of a plot look."""
+    uplot: Any = require("viser.uplot", extra="viewer")
+    lines = [uplot.Series(label=str(i), stroke=_COLORS[i % len(_COLORS)], width=2) for i in range(count)]
+    return (uplot.Series(label="step"), *lines)
+
+
+def _scales(first: int, last: int) -> dict[str, Any]:
+    uplot: Any = require("viser.uplot", extra="viewer")
+    return {"x": uplot.Scale(time=False, range=(first, last)), "y": uplot.Scale(auto=True)}
+
+
 def _enlarged(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Return small images with larger pixels: a browser would blur them."""
     factor = max(1, 256 // max(image.shape[:2]))
     return image if factor == 1 else image.repeat(factor, axis=0).repeat(factor, axis=1)
-
-
-def open_server(viser: Any, host: str, port: int) -> Any:
-    """Return a viser server on the port, or on one of the next if it is taken."""
-    if not 0 < port < 65536:
-        raise ConfigError(f"--port: expected a number between 1 and 65535, got {port}")
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints its address, and so do we
-            server = viser.ViserServer(host=host, port=port, label="EmbodiChain", verbose=False)
-        server.request_share_url = lambda *_, **__: None  # a page must not open a tunnel to this machine
-        return server
-    except OSError as error:
-        raise ConfigError(f"--host {host} --port {port}: cannot listen there: {error}") from error

@@ -35,6 +35,21 @@ _FIND_BOX = """
 return Array.from(document.querySelectorAll("input:not([type=hidden])"))
     .find(box => box.value === arguments[0] && box.offsetParent !== null)
 """
+_READ_PLOTS = """
+return Object.values(window.__viserTestpoints.uplots).map(({chart}) => {
+    const [left, top, width, height] = ["left", "top", "width", "height"].map(name => Math.floor(chart.bbox[name]))
+    const steps = chart.data[0]
+    if (width < 1) return null
+    const pixels = chart.ctx.getImageData(left, top, width, height).data, columns = []
+    for (let x = 0; x < width; x++)
+        for (let y = 0; y < height; y++) {
+            const at = 4 * (y * width + x)  // blue, the colour of the first line
+            if (pixels[at + 2] > 200 && pixels[at] < 90 && pixels[at + 3] > 200) { columns.push(x / width); break }
+        }
+    return {"shown": [chart.scales.x.min, chart.scales.x.max], "steps": [steps[0], steps[steps.length - 1]],
+            "drawn": columns.length ? [columns[0], columns[columns.length - 1]] : null}
+})
+"""
 _SECONDS = 90.0
 
 
@@ -84,6 +99,11 @@ class Page:
         path = f"//*[@role='option'][normalize-space(.)='{option}']"
         self.wait(lambda: self.all(path), option)
         self.driver.execute_script("arguments[0].click()", self.all(path)[-1])
+
+    def plots(self) -> list[dict[str, Any]]:
+        """Return of each plot the steps at both ends of its x-axis and of its data, and where its first line is drawn,
+        as parts of its width."""
+        return [plot for plot in self.driver.execute_script(_READ_PLOTS) if plot is not None]
 
     def keys(self, keys: str) -> None:
         """Press keys one after the other."""

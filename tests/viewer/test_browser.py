@@ -115,15 +115,24 @@ def test_a_simulation_is_drawn_played_acted_in_and_pulled_at(page: Page, tmp_pat
 
         page.drag(middle, (15, -90), lift)
         page.wait(lambda: viewer.scene.pull is None, "the mouse to let go")
+        page.tab("Signals")  # numbers arrive while the plots are made
+        page.wait(lambda: page.all("//*[contains(@class, 'uplot')]//canvas"), "a plot")
+        begun = playback.cursor
+        page.wait(lambda: playback.cursor > begun + 10, "some steps")
         page.click("Pause")
         page.wait(lambda: not playback.playing, "the pause")
-        page.tab("Signals")
-        page.wait(lambda: page.all("//*[contains(@class, 'uplot')]//canvas"), "a plot")
         page.choose("reward", "object/pos")
         page.wait(lambda: len(viewer._plot.data) == 4, "the signal that was chosen")
         steps = viewer._plot.data[0]
         assert (np.diff(steps) == 1.0).all()
         np.testing.assert_array_equal([column[-1] for column in viewer._plot.data[1:]], signal(viewer, "object/pos"))
+        page.wait(lambda: [plot["steps"] for plot in page.plots()] == 2 * [[steps[0], steps[-1]]], "the last steps")
+        for plot in page.plots():
+            low, high = plot["shown"]
+            assert low <= steps[0] < steps[-1] <= high < steps[-1] + 50, "another range"
+            assert plot["drawn"] is not None, "no line"
+            wanted = (steps[[0, -1]] - low) / (high - low)
+            np.testing.assert_allclose(plot["drawn"], wanted, atol=0.03)
         page.screenshot("signals")
 
 
