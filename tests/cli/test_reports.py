@@ -74,9 +74,11 @@ class References(HTMLParser):
         super().__init__()
         self.found: list[str] = []
         self.open: list[str] = []
+        self.tags: set[str] = set()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.found += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href", "data", "poster")]
+        self.tags.add(tag)
         if tag not in ("meta", "br", "img", "link", "input"):
             self.open.append(tag)
 
@@ -232,6 +234,63 @@ def test_runs_of_another_shape_and_damaged_ones_are_reported(tmp_path):
     assert re.search(
         "seconds per run sample checkpoints, other .* i 20 20 ", plain
     )  # a sample's time is that of a step
+
+
+_EVIL = "<script>alert(1)</script>\"'>$\\bad{_^$"
+_LINES = [{"step": step, "eval/return": 1.0 * step, "time/total_seconds": 2.0 * step} for step in (1, 2, 3)]
+_TRIAL = {"number": 0, "state": "complete", "value": 1.0, "params": {_EVIL: _EVIL}, "folder": "trial_0000"}
+_DAMAGED: dict[str, tuple[Any, list[Any], Any]] = {
+    "names of markup": (
+        {"name": _EVIL, "command": _EVIL, "machine": {_EVIL: _EVIL}, "versions": {_EVIL: _EVIL}, "overrides": [_EVIL]},
+        [{**line, _EVIL: 1.0} for line in _LINES],
+        {"kind": "sweep", "metric": _EVIL, "space": {_EVIL: {"choices": [_EVIL]}}, "trials": [_TRIAL], "best": 0},
+    ),
+    "no numbers": (
+        {"name": "_n", "reason": "total_steps"},
+        [{"step": 1, "eval/return": "high"}, {"step": 2, "eval/return": [1, 2]}, *_LINES],
+        {"kind": "seeds", "seeds": "0..3", "overrides": 5},
+    ),
+    "not finite": (
+        {"name": "n", "reason": "total_steps"},
+        [{"step": 10**200, "eval/return": 1.0}, *_LINES, {"step": 4, "eval/return": float("nan"), "x/y": 1e308}],
+        {"kind": "sweep"},
+    ),
+    "null": (
+        dict.fromkeys(("name", "seed", "overrides", "command", "began", "resumed", "machine", "versions", "reason")),
+        _LINES,
+        {"kind": "sweep", "seeds": None, "trials": [{"number": 0}], "space": {"lr": {}}},
+    ),
+    "of other types": (
+        {"name": 5, "seed": "zero", "overrides": 7, "machine": "m", "versions": [1], "reason": 3, "began": "x"},
+        [{"step": -5, "time/sample_seconds": "x", "time/total_seconds": None}, *_LINES],
+        {"kind": "sweep", "trials": 7, "space": [1], "best": "x", "metric": 3},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", _DAMAGED)
+def test_odd_names_and_files_are_listed_and_reported_without_markup_or_errors(tmp_path, capsys, case):
+    record, lines, group = _DAMAGED[case]
+    run = tmp_path / "g" / "trial_0000" / "r"
+    run.mkdir(parents=True)
+    (run / "train_config.json").write_text(
+        json.dumps({"trainer": {"exp_name": _EVIL, "seed": 0}, _EVIL: {_EVIL: _EVIL}})
+    )
+    (run / "run.json").write_text(json.dumps(record))
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run / "evaluations.jsonl").write_text('{"step": 1, "mean_return": null, "success_rate": "x"}\n')
+    for folder in (run, tmp_path / "g"):
+        assert main(["runs", str(folder)]) == 0
+        capsys.readouterr()
+        assert main(["runs", str(folder), "--all", "--json"]) == 0
+        (row,) = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+        assert (row["return"], row["steps"]) == (3.0, 4 if case == "not finite" else 3)
+        assert main(["report", str(folder), "--out", str(tmp_path / "report.html")]) == 0
+        page = References()
+        page.feed((tmp_path / "report.html").read_text())
+        assert page.open == []
+        assert "script" not in page.tags
+        (tmp_path / "g" / "group.json").write_text(json.dumps(group))
 
 
 def test_a_training_records_itself(tmp_path, capsys, monkeypatch):

@@ -35,6 +35,19 @@ GROUP_FILE = "group.json"
 _TAIL_BYTES = 1 << 16
 _PACKAGES = ("torch", "mujoco", "gymnasium", "tensordict", "numpy", "mujoco-warp", "warp-lang", "transformers", "ray")
 _CHECKOUT = Path(__file__).parents[3]
+_RECORDED: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("name", "config", "command", "reason", "error"), (str,)),
+    **dict.fromkeys(("overrides", "resumed"), (list,)),
+    **dict.fromkeys(("machine", "versions"), (dict,)),
+    **dict.fromkeys(("began", "ended"), (int, float)),
+    "seed": (int,),
+}
+"""What the fields of ``run.json`` hold; one that holds something else is left out."""
+_GROUPED: dict[str, type] = {"seeds": list, "trials": list, "space": dict, "overrides": dict, "metric": str}
+"""The same of ``group.json``."""
+_TRIAL = ("number", "state", "value", "params", "folder")
+_MOST = 1e100
+"""Logged numbers beyond it are as good as infinite."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +105,10 @@ class RunRecord:
         with contextlib.suppress(OSError, ValueError):
             data = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
             if isinstance(data, dict):
-                known = {name: value for name, value in data.items() if name in cls.__dataclass_fields__}
-                return cls(**known)
+                kept = [name for name, value in data.items() if isinstance(value, _RECORDED.get(name, ()))]
+                record = cls(**{name: data[name] for name in kept})
+                record.overrides = [str(word) for word in record.overrides]
+                return record
         return None
 
     def write(self, folder: Path) -> None:
@@ -196,21 +211,24 @@ class RunInfo:
     def record(self) -> RunRecord:
         """What ``run.json`` says; name and seed of older runs are those of the config."""
         found = RunRecord.read(self.path)
-        if found is not None:
+        if found is not None and found.name:
             return found
         trainer = self.config.get("trainer")
         trainer = trainer if isinstance(trainer, Mapping) else self.config
-        return RunRecord(name=str(trainer.get("exp_name", self.path.name)), seed=trainer.get("seed"))
+        seed = trainer.get("seed")
+        found = found or RunRecord(seed=seed if isinstance(seed, int) else None)
+        found.name = str(trainer.get("exp_name", self.path.name))
+        return found
 
     @cached_property
     def lines(self) -> list[dict[str, Any]]:
         """All lines of the log; one that cannot be read is left out."""
-        return list(_parsed(self._log_bytes(0)))
+        return list(map(_numbers, _parsed(self._log_bytes(0))))
 
     @cached_property
     def recent(self) -> list[dict[str, Any]]:
         """The last lines of the log, which a list of runs needs."""
-        return list(_parsed(self._log_bytes(_TAIL_BYTES)))
+        return list(map(_numbers, _parsed(self._log_bytes(_TAIL_BYTES))))
 
     def _log_bytes(self, last: int) -> bytes:
         """Return the log, or whole lines of its end."""
@@ -314,8 +332,14 @@ def _parsed(data: bytes) -> Iterator[dict[str, Any]]:
     for line in data.split(b"\n")[:-1]:
         with contextlib.suppress(ValueError):
             entry = json.loads(line)
-            if isinstance(entry, dict) and isinstance(entry.get("step"), int):
+            if isinstance(entry, dict) and isinstance(entry.get("step"), int) and abs(entry["step"]) < _MOST:
                 yield entry
+
+
+def _numbers(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return the numbers of a line; those that are not finite are ``None``, as the log itself has them."""
+    numbers = {name: value for name, value in entry.items() if value is None or isinstance(value, int | float)}
+    return {name: None if value is None or not abs(value) < _MOST else value for name, value in numbers.items()}
 
 
 def find_runs(folder: Path) -> list[Path]:
@@ -334,8 +358,38 @@ def read_group(folder: Path) -> dict[str, Any] | None:
     """Return what a folder of runs that belong together says about them; ``None`` if it is no such folder."""
     with contextlib.suppress(OSError, ValueError):
         data = json.loads((folder / GROUP_FILE).read_text(encoding="utf-8"))
-        return data if isinstance(data, dict) else None
+        return _checked_group(data) if isinstance(data, dict) else None
     return None
+
+
+def _checked_group(data: dict[str, Any]) -> dict[str, Any]:
+    """Return what is as it should be in the content of a ``group.json``."""
+    kept = [name for name, value in data.items() if isinstance(value, _GROUPED.get(name, object))]
+    group = {name: data[name] for name in kept}
+    if "seeds" in group:
+        group["seeds"] = [seed for seed in group["seeds"] if isinstance(seed, int)]
+    if "space" in group:
+        group["space"] = {name: domain for name, domain in group["space"].items() if _is_domain(domain)}
+    if "trials" in group:
+        group["trials"] = [trial for trial in group["trials"] if _is_trial(trial)]
+    return group
+
+
+def _is_domain(domain: Any) -> bool:
+    """Tell whether something says what a sweep searches in."""
+    if not isinstance(domain, dict):
+        return False
+    is_interval = all(isinstance(domain.get(name), int | float) for name in ("low", "high"))
+    return is_interval or isinstance(domain.get("choices"), list)
+
+
+def _is_trial(trial: Any) -> bool:
+    """Tell whether something is a trial of a sweep as ``group.json`` has it."""
+    if not isinstance(trial, dict) or any(name not in trial for name in _TRIAL):
+        return False
+    is_number = trial["value"] is None or isinstance(trial["value"], int | float)
+    is_named = isinstance(trial["state"], str) and isinstance(trial["folder"], str)
+    return is_number and is_named and isinstance(trial["number"], int) and isinstance(trial["params"], dict)
 
 
 def format_seeds(seeds: Sequence[int]) -> str:

@@ -24,6 +24,7 @@ _STYLE: dict[str, Any] = {
     "axes.grid": True,
     "grid.alpha": 0.25,
     "svg.fonttype": "none",
+    "text.parse_math": False,  # a $ in a name is one
     "svg.hashsalt": "embodichain",
 }
 _WIDTH, _HEIGHT, _COLUMNS = 4.6, 2.7, 2
@@ -57,10 +58,10 @@ def _curve_panel(series: Sequence[Series], name: str, over: str = "step") -> Cal
                 thin = _thinned(x * scale, y)
                 marker = "." if 0 < len(x) < 40 else ""
                 own = {"alpha": 0.3, "lw": 0.7} if band is not None else {"lw": 1.4, "marker": marker, "ms": 4}
-                axes.plot(*thin, color=colour(index), label=one.label if band is None else None, **own)
+                axes.plot(*thin, color=colour(index), label=_shown(one.label) if band is None else None, **own)
             if band is not None:
                 grid, mean, deviation = band
-                axes.plot(grid * scale, mean, color=colour(index), lw=1.8, label=one.label)
+                axes.plot(grid * scale, mean, color=colour(index), lw=1.8, label=_shown(one.label))
                 axes.fill_between(
                     grid * scale, mean - deviation, mean + deviation, color=colour(index), alpha=0.18, lw=0
                 )
@@ -72,6 +73,11 @@ def _curve_panel(series: Sequence[Series], name: str, over: str = "step") -> Cal
             axes.set_ylim(-0.03, 1.03)
 
     return draw
+
+
+def _shown(label: str) -> str:
+    """Return a label that a legend shows; it leaves out those that begin with an underscore."""
+    return f" {label}" if label.startswith("_") else label
 
 
 def _thinned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -127,9 +127,10 @@ def _summary(series: Series, colour: str) -> dict[str, Any]:
 
 
 def _told(evaluation: dict[str, Any]) -> str:
-    rate = evaluation.get("success_rate")
-    success = "" if rate is None else f", success {rate:.0%}"
-    return f"{evaluation.get('mean_return', float('nan')):.2f}{success} ({evaluation.get('episodes')} episodes)"
+    rate, mean = evaluation.get("success_rate"), evaluation.get("mean_return")
+    success = f", success {rate:.0%}" if isinstance(rate, int | float) else ""
+    told = f"{mean:.2f}" if isinstance(mean, int | float) else "no return"
+    return f"{told}{success} ({evaluation.get('episodes')} episodes)"
 
 
 def _mean_and_deviation(values: np.ndarray, percent: bool = False) -> str:
