@@ -179,7 +179,10 @@ def complete(
     folder = Path.cwd() if folder is None else folder
     check_trusted(cfg.trainer.import_modules, trusted_modules, source)
     for part in cfg.source.parts():
-        check_trusted((part.stream or {}).get("trusted_modules", ()), trusted_modules, source)
+        named = (part.stream or {}).get("trusted_modules", [])
+        if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+            raise ConfigError(f"source.stream.trusted_modules: expected a list of names, got {named!r:.80}", source)
+        check_trusted(named, trusted_modules, source)
     import_trusted(trusted_modules, [folder, Path.cwd()])
     errors: list[EmbodiChainError] = []
     if (given := cfg.trainer.gym_config) != {} and given:
@@ -236,7 +239,11 @@ def with_dagger(source: SourceCfg) -> SourceCfg:
     def corrected(part: PartCfg) -> dict[str, Any]:
         if part.stream is None:
             return {}
-        given = dict(part.stream.get("action_config") or {})
+        action_config = part.stream.get("action_config") or {}
+        if not isinstance(action_config, Mapping):
+            problem = f"source.stream.action_config: expected a mapping, got {action_config!r:.80}"
+            raise ConfigError(problem, "command line")
+        given = dict(action_config)
         if given.get("source", "expert") not in ("expert", "dagger"):
             problem = f"expected a stream of the expert, which labels what the policy does, got {given['source']!r}"
             raise ConfigError(f"--dagger: {problem}", "command line")

@@ -82,15 +82,28 @@ class Wanted:
             found.append(f"action: expected {list(self.action_shape)}, as the environment takes, got {list(action)}")
         return found
 
+    def shaped(self, key: Key, values: Tensor, dims: int) -> Tensor:
+        """Return an array with the policy's shape behind ``dims`` dimensions: a number may be ``[]`` or ``[1]``."""
+        shape = self.action_shape if key == ("action",) else self.shapes.get(key[1:])
+        return values if shape is None else values.reshape(*values.shape[:dims], *shape)
+
     def select(self, chunks: TensorDictBase) -> TensorDict:
         """Return the parts of chunks ``[batch, n]`` that are needed, in a form in which sources can be mixed."""
         obs = chunks["observation"]
         obs = obs.select(*self.observations) if self.observations else obs
+        scalar = [key for key, leaf in _leaves(obs) if leaf.shape[2:] != self.shapes.get(key, leaf.shape[2:])]
+        obs = obs.copy() if scalar else obs
+        for key in scalar:
+            obs[key] = self.shaped(("observation", *key), obs[key], 2)
         if not self.all_steps:
             obs = obs[:, 0].unsqueeze(1).expand(*chunks.batch_size)
         valid = chunks.get(MASK, None)
         mask = torch.ones(chunks.batch_size, dtype=torch.bool) if valid is None else valid
-        parts = {"observation": obs, "action": chunks["action"], MASK: mask.to(chunks["action"].device)}
+        parts = {
+            "observation": obs,
+            "action": self.shaped(("action",), chunks["action"], 2),
+            MASK: mask.to(chunks["action"].device),
+        }
         return TensorDict(parts, chunks.batch_size)
 
 
@@ -333,7 +346,7 @@ class FolderSource:
             if self._instruction_length:
                 words = bytes_of(episode.task or "", self._instruction_length)
                 pieces.setdefault(INSTRUCTION, []).append(words.expand(episode.length, -1))
-        frames = {key: torch.cat(parts) for key, parts in pieces.items()}
+        frames = {key: self._wanted.shaped(key, torch.cat(parts), 1) for key, parts in pieces.items()}
         for key, values in frames.items():
             if values.is_floating_point() and not bool(values.isfinite().all()):
                 raise DatasetError(f"{self.folder}: {'/'.join(key)} holds NaN or infinity")

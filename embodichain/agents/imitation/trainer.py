@@ -92,7 +92,8 @@ class ImitationTrainer(RunLoop):
         heads = [module for module in self.policy.modules() if isinstance(module, FastTokenHead)]
         if heads and not any(head.tokenizer.is_fitted for head in heads):
             chunks = self.source.sample(_FITTED_CHUNKS)
-            fit_tokenizer(self.policy, chunks["action"][chunks[MASK].all(1)].to(self.policy.device))
+            whole = chunks["action"][chunks[MASK].all(1)]  # else all episodes are shorter, and end by a repeated action
+            fit_tokenizer(self.policy, (whole if len(whole) else chunks["action"]).to(self.policy.device))
 
     def _learn(self, batch_size: int) -> None:
         """Do one gradient step."""

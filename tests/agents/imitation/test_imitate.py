@@ -266,13 +266,20 @@ def test_a_policy_without_a_loss_of_its_own_is_refused():
         ({"source": {"mixture": [{"weight": 2.0}]}}, r"source\.mixture\.0: expected either a stream or a dataset, got"),
         ({"source": {"stream": {"bufer_size": 3}}}, "bufer_size.*buffer_size"),
         ({"source": {"stream": {"action_config": {"source": "exprt"}}}}, "unknown name 'exprt'"),
+        ({"source": {"stream": {"trusted_modules": 5}}}, "trusted_modules: expected a list of names, got 5"),
+        ({"source": {"stream": {"action_config": 5}}}, "action_config: expected a mapping, got 5"),
         ({"sourc": {}}, "sourc.*source"),
     ],
 )
-def test_a_wrong_config_is_one_message(tmp_path, change, message):
+@pytest.mark.parametrize("words", [[], ["--dagger"]])
+def test_a_wrong_config_is_one_message(tmp_path, change, message, words):
     data = config(tmp_path / "run", STREAM)
+    if words and "stream" not in change.get("source", {}):
+        message = f"{message}|--dagger: expected a stream"
+    if words and "exprt" in message:
+        message = "--dagger: expected a stream of the expert.*'exprt'"
     with pytest.raises(ConfigError, match=message):
-        override(complete(ImitateCfg.from_dict(data | change)), [])
+        override(complete(ImitateCfg.from_dict(data | change)), words)
     assert not (tmp_path / "run").exists()
 
 

@@ -6,6 +6,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 
 from embodichain.agents.datasets.frames import ENDS, Episode, FrameLayout, Leaf
 from embodichain.errors import ConfigError
@@ -29,14 +30,15 @@ LAYOUT = FrameLayout(
 LENGTHS = (5, 3, 7, 1, 4)
 
 
-def recorded(root, words=("",)):
+def recorded(root, words=("",), action_shape=(1,)):
     """Episode ``e`` has positions ``[e, step]`` and actions ``100 e + step``; ``words`` say what is to be done."""
-    with LeRobotWriter(root, LAYOUT, 10, "ReachRL") as writer:
+    layout = FrameLayout((LAYOUT.leaves[0], Leaf(("action",), torch.float32, action_shape), *ENDS))
+    with LeRobotWriter(root, layout, 10, "ReachRL") as writer:
         for episode, length in enumerate(LENGTHS):
             step = torch.arange(length, dtype=torch.float32)
             frames = {
                 ("observation", "robot", "qpos"): torch.stack([torch.full_like(step, episode), step], 1),
-                ("action",): (100.0 * episode + step)[:, None],
+                ("action",): (100.0 * episode + step).reshape(length, *action_shape),
                 ("reward",): step,
                 ("terminated",): step == length - 1,
                 ("truncated",): torch.zeros(length, dtype=torch.bool),
@@ -113,6 +115,20 @@ def test_a_recurrent_policy_gets_the_observations_of_all_steps(folder):
     assert torch.equal(chunks["action"].squeeze(-1), 100.0 * seen[..., 0] + seen[..., 1])
     assert (seen[:, 1, 1] != seen[:, 0, 1]).any()
     source.close()
+
+
+def test_actions_that_are_one_number_have_the_shape_that_the_policy_learns(folder, tmp_path):
+    """A difference of ``[batch, 1]`` and ``[batch]`` would compare every action with every other."""
+    scalars = recorded(tmp_path / "scalars", action_shape=())
+    mixed = MixedSource([FolderSource(path, wanted(), seed=0) for path in (folder, scalars)], [1.0, 1.0], seed=0)
+    chunks = mixed.sample(20)
+    assert chunks["action"].shape == (20, 3, 1)
+    place = chunks["observation", "robot", "qpos"][:, 0]
+    assert torch.equal(chunks["action"][:, 0, 0], 100.0 * place[:, 0] + place[:, 1])
+    single = TensorDict({"observation": {"speed": torch.ones(4, 3)}, "action": torch.ones(4, 3)}, [4, 3])
+    fitted = wanted(shapes={("speed",): (1,)}).select(single)
+    assert fitted["action"].shape == fitted["observation", "speed"].shape == (4, 3, 1)
+    mixed.close()
 
 
 def test_what_a_folder_lacks_is_told_in_one_message(folder):
