@@ -28,6 +28,9 @@ STAND_INS = {
 BY_OPTIONS = ("envs", "robots", "play", "view", "eval", "runs", "report", "export", "demo", "completion", "dataset")
 
 
+pytestmark = pytest.mark.extra("sweep")  # a sweep looks for its package before it reads its config
+
+
 class Understood(BaseException):
     """The words of a command were read; it is no error, so nothing on the way handles it."""
 

@@ -6,9 +6,12 @@ stays as it is.
 
 from __future__ import annotations
 
+import ast
+import importlib
 import inspect
 import json
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -19,20 +22,23 @@ from embodichain.agents.imitation import trainer as imitation_trainer
 from embodichain.agents.rl import run_loop, trainer
 from embodichain.cli.main import main
 from embodichain.envs import recording
-from tests.docs.blocks import ROOT, Block, blocks_of
+from tests.docs.blocks import PAGES, ROOT, Block, blocks_of
 
 FILMED = (48, 64)
-RAN = {
-    "docs/start/gymnasium.md": (),
-    "docs/start/robot.md": (),
-    "docs/start/demonstrations.md": ("data",),
-    "docs/start/vla.md": (),
-    "docs/policies.md": (),
-    "docs/algorithms/ppo.md": (),
-    "docs/algorithms/distillation.md": (),
-}
-"""Pages that run, and the extras that they need."""
-NEVER_RUN = {"view": "serves until Ctrl-C"}
+RAN = (
+    "docs/start/gymnasium.md",
+    "docs/start/robot.md",
+    "docs/start/demonstrations.md",
+    "docs/start/vla.md",
+    "docs/policies.md",
+    "docs/algorithms/ppo.md",
+    "docs/algorithms/distillation.md",
+)
+"""Pages of which everything runs."""
+SNIPPETS_RUN = ("README.md", "docs/environments.md")
+"""Pages of which the Python runs, in order."""
+
+pytestmark = [pytest.mark.extra("docs", "data"), pytest.mark.slow]
 
 
 @pytest.fixture
@@ -67,15 +73,7 @@ def reader(monkeypatch, tmp_path):
     return tmp_path
 
 
-def _pages():
-    return [
-        pytest.param(page, id=page, marks=[pytest.mark.extra(*extras)] if extras else [])
-        for page, extras in RAN.items()
-    ]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("page", _pages())
+@pytest.mark.parametrize("page", RAN)
 def test_a_page_runs_as_it_stands(page: str, reader: Path, capsys):
     for block in blocks_of(ROOT / page):
         if block.saved_as is not None:
@@ -88,12 +86,31 @@ def test_a_page_runs_as_it_stands(page: str, reader: Path, capsys):
             exec(compile(block.text, f"{page}:{block.line}", "exec"), {"__name__": "__main__"})
         else:
             _run(block, reader, capsys)
+    _check_that_logs_are_explained(reader)
+
+
+@pytest.mark.parametrize("page", SNIPPETS_RUN)
+def test_the_snippets_of_a_page_run_in_order(page: str, reader: Path):
+    names: dict = {"__name__": "__main__"}
+    for block in blocks_of(ROOT / page):
+        if block.language == "python" and "stable_baselines3" not in block.text:  # trains for a minute
+            exec(compile(block.text, f"{page}:{block.line}", "exec"), names)
+
+
+def test_every_snippet_names_what_is_there():
+    """Those that do not run here, or in the tests of what they show, at least import and compile."""
+    problems = []
+    for block in (block for page in PAGES for block in blocks_of(page) if block.language == "python"):
+        for node in ast.walk(ast.parse(textwrap.dedent(block.text))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("embodichain"):
+                module = importlib.import_module(node.module)
+                names = [alias.name for alias in node.names]
+                problems += [f"{block.page}:{block.line}: {name}" for name in names if not hasattr(module, name)]
+    assert not problems
 
 
 def _run(block: Block, folder: Path, capsys) -> None:
     for words in block.commands:
-        if words[0] in NEVER_RUN:
-            continue
         expanded = [str(path) for word in words for path in (sorted(Path().glob(word)) if "*" in word else [word])]
         code = main(expanded)
         shown = capsys.readouterr()
@@ -103,3 +120,13 @@ def _run(block: Block, folder: Path, capsys) -> None:
                 assert any((folder / word).with_suffix(suffix).is_file() for suffix in (Path(word).suffix, ".png")), (
                     word
                 )
+
+
+def _check_that_logs_are_explained(folder: Path) -> None:
+    """Every number in the logs of the page's runs, besides those of the environment, is on a page about algorithms."""
+    pages = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs/algorithms").glob("*.md"))
+    for log in folder.rglob("metrics.jsonl"):
+        lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+        names = {name for line in lines for name in line if name.startswith(("update/", "stream/", "time/", "async/"))}
+        assert names, log
+        assert not {name for name in names if f"`{name}`" not in pages}
