@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ Folder = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
 _SHOWN_STATISTICS = ("min", "max", "mean", "std")
 _ROUNDED, _COMPRESSED = 1e-4, 0.05
 """Differences of statistics that mean nothing: of numbers, and of images, whose videos are compressed."""
+_NUMBER = re.compile(r"\d*\.?\d+([eE][+-]?\d+)?|\d+\.")
 _MOST_NUMBERS = 16
 """So many numbers of a vector are shown."""
 
@@ -225,17 +227,23 @@ def _split(console: Console, args: SplitArgs) -> int:
     shares: dict[str, float] = {}
     for part in args.into:
         name, _, share = part.partition("=")
-        try:
-            shares[name] = float(share)
-        except ValueError:
-            raise DatasetError(f"--into: expected NAME=SHARE, such as train=0.8, got {part!r}") from None
+        if not re.fullmatch(r"[\w.+-]+", name) or not _NUMBER.fullmatch(share):
+            raise DatasetError(f"--into: expected NAME=SHARE, such as train=0.8, got {part!r}")
+        if name in shares:
+            raise DatasetError(f"--into: there are two parts with the name {name!r}")
+        shares[name] = float(share)
     (reader,) = open_folders([args.folder])
     parts = split_episodes(len(reader), shares, None if args.in_order else args.seed)
     if empty := [name for name, chosen in parts.items() if not chosen]:
         raise DatasetError(f"--into: no episode of {len(reader)} is left for {', '.join(empty)}")
     base = args.out or args.folder
+    base = base.resolve() if base.name in ("", "..") else base
+    folders = {name: base.with_name(f"{base.name}_{name}") for name in parts}
+    for folder in folders.values():  # before any of them is written
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise DatasetError(f"{folder} exists and is not an empty folder: choose another --out or other names")
     for name, chosen in parts.items():
-        _write(console, base.with_name(f"{base.name}_{name}"), [(reader, chosen)], args.quality)
+        _write(console, folders[name], [(reader, chosen)], args.quality)
     return 0
 
 

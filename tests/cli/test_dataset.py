@@ -120,6 +120,9 @@ def test_split_and_filter_choose_episodes(folder: Path, capsys: pytest.CaptureFi
     assert sorted(parts[0] + parts[1]) == list(range(6))
     assert parts != [[0, 1, 2], [3, 4, 5]]
     assert LeRobotReader(folder.with_name("set_val")).names[("observation", "robot", "qpos")] == ["lift", "turn"]
+    said = run(capsys, "split", folder, "--into", "first=0.5", "val=0.5", code=2)
+    assert "set_val exists and is not an empty folder" in said
+    assert not folder.with_name("set_first").exists()  # nothing is written by halves
     out = folder.with_name("some")
     said = run(
         capsys, "filter", folder, "--out", out, "--task", "LIFT", "--success", "--episodes", "1:6", "--max-length", 8
@@ -162,6 +165,9 @@ def test_folders_of_others_keep_their_names_and_all_numbers(folder: Path, capsys
         (["filter", "{set}", "--out", "{new}", "--task", "fly"], "no episode of .* is left: task drops 6"),
         (["filter", "{set}", "--out", "{new}", "--episodes", "a"], "--episodes: expected numbers and ranges"),
         (["split", "{set}", "--into", "half"], "--into: expected NAME=SHARE"),
+        (["split", "{set}", "--into", "../a=0.5"], "--into: expected NAME=SHARE"),
+        (["split", "{set}", "--into", "a=nan"], "--into: expected NAME=SHARE"),
+        (["split", "{set}", "--into", "a=0.5", "a=0.5"], "two parts with the name 'a'"),
         (["split", "{set}", "--into", "a=0.9", "b=0.3"], "shares that add up to at most 1"),
         (["info", "{new}"], "is no LeRobotDataset"),
         (["filter", "{set}", "--out", "{set}"], "exists and is not an empty folder"),
