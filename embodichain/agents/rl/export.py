@@ -11,6 +11,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from embodichain import __version__
 from embodichain.agents.rl.models.actor_critic import NetworkPolicy
+from embodichain.agents.rl.models.flow import FlowHead
 from embodichain.agents.rl.models.observation import ObservationEntry, space_entries
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils.tensordicts import space_to_data
@@ -30,6 +32,7 @@ from embodichain.envs.vec_env import ActionBounds
 from embodichain.errors import ExportError
 from embodichain.extras import require
 
+_LOG = logging.getLogger(__name__)
 _TOLERANCE = 1e-4
 
 
@@ -67,28 +70,49 @@ def export_onnx(
     names = [leaf.name or "observation" for leaf in leaves] + ["hidden"] * policy.is_recurrent
     batch = torch.export.Dim("batch")
     partial = target.with_name(f".{target.name}.partial")
-    with _quiet(), torch.no_grad():
-        program = torch.onnx.export(
-            acting,
-            inputs,
-            input_names=names,
-            output_names=["action", "next_hidden"][: 1 + policy.is_recurrent],
-            dynamic_shapes=(tuple({0: batch} for _ in inputs),),
-            dynamo=True,
-            verbose=False,
-        )
-    if program is None:
-        raise ExportError("the exporter returned nothing")
-    program.save(str(partial), external_data=False)
-    model = onnx.load(str(partial))
-    onnx.helper.set_model_props(model, _metadata(policy, action_space))
-    onnx.save(model, str(partial))
-    try:
-        check_parity(acting, partial, names)
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
+    with _without_draws(policy):
+        with _quiet(), torch.no_grad():
+            try:
+                program = torch.onnx.export(
+                    acting,
+                    inputs,
+                    input_names=names,
+                    output_names=["action", "next_hidden"][: 1 + policy.is_recurrent],
+                    dynamic_shapes=(tuple({0: batch} for _ in inputs),),
+                    dynamo=True,
+                    verbose=False,
+                )
+            except torch.onnx.OnnxExporterError as error:
+                reason = str(error.__cause__ or error).strip().splitlines()[0]
+                raise ExportError(f"{type(policy).__name__} cannot be written as ONNX: {reason:.300}") from error
+        if program is None:
+            raise ExportError("the exporter returned nothing")
+        program.save(str(partial), external_data=False)
+        model = onnx.load(str(partial))
+        onnx.helper.set_model_props(model, _metadata(policy, action_space))
+        onnx.save(model, str(partial))
+        try:
+            check_parity(acting, partial, names)
+            partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
     return target
+
+
+@contextmanager
+def _without_draws(policy: Policy) -> Iterator[None]:
+    """Let flows begin with zero noise, which is likeliest: a file draws none."""
+    heads = [module for module in policy.modules() if isinstance(module, FlowHead) and module.cfg.start == "drawn"]
+    if heads:
+        _LOG.warning('flow.start is "drawn", and an exported policy draws no noise: its chunks begin with zero noise')
+    before = [head.cfg for head in heads]
+    try:
+        for head in heads:
+            head.cfg = replace(head.cfg, start="zero")
+        yield
+    finally:
+        for head, cfg in zip(heads, before, strict=True):
+            head.cfg = cfg
 
 
 def check_parity(acting: ActingPolicy, file: Path, names: list[str], steps: int = 4) -> None:

@@ -15,6 +15,7 @@ from embodichain.agents.rl import export
 from embodichain.agents.rl.checkpoint import load_policy
 from embodichain.agents.rl.export import export_onnx
 from embodichain.agents.rl.models import build_policy
+from embodichain.agents.rl.models.tokens import fit_tokenizer
 from embodichain.agents.rl.train import train_from_config
 from embodichain.cli.export import main as export_command
 from embodichain.errors import ExportError, OutputError
@@ -97,16 +98,50 @@ def test_exported_actions_equal_the_policys(tmp_path, case):
     assert case != "no bounds" or (space["low"], space["high"]) == ([None, 150.0], None)
 
 
-def test_a_flow_with_one_noisy_step_is_exported(tmp_path):
-    torch.manual_seed(0)
+def test_a_flow_with_one_noisy_step_is_exported_and_begins_with_zero_noise(tmp_path, caplog):
     block = {"name": "flow", "actor": SMALL, "critic": SMALL, "flow": {"num_steps": 2, "noise_at": "one"}}
+    drawing = {**block["flow"], "start": "drawn"}
     actions = gym.spaces.Box(-1, 1, (2,))
-    policy = build_policy({**block, "chunk_size": 2}, VECTORS, actions, "cpu")
-    session = onnxruntime.InferenceSession(str(export_onnx(policy, VECTORS, actions, tmp_path / "p.onnx")))
+    policy, drawn = (
+        (torch.manual_seed(0), build_policy({**block, "chunk_size": 2, "flow": flow}, VECTORS, actions, "cpu"))[1]
+        for flow in (block["flow"], drawing)
+    )
+    with torch.no_grad():  # larger than at the start, where a flow hardly moves
+        for p in (policy, drawn):
+            p.head.velocity_net[-1].weight.fill_(0.1)
+    assert export_onnx(drawn, VECTORS, actions, tmp_path / "drawn.onnx").exists()
+    assert "draws no noise" in caplog.text
+    assert drawn.head.cfg.start == "drawn"
     obs, feed = observation(3)
     with torch.no_grad():
-        wanted = policy.get_action(obs, deterministic=True)[0].clamp(-1, 1)
-    assert np.allclose(session.run(None, feed)[0], wanted.numpy(), atol=1e-5)
+        zero = policy.get_action(obs, deterministic=True)[0].clamp(-1, 1)
+    session = onnxruntime.InferenceSession(str(tmp_path / "drawn.onnx"))
+    assert np.allclose(session.run(None, feed)[0], zero.numpy(), atol=1e-5)
+    assert float(zero.abs().max()) > 0.05
+
+
+def test_fast_tokens_are_exported_and_what_cannot_be_is_one_message(tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    fast = {"vocab_size": 32, "scale": 3.0, "max_tokens": 3}
+    tokens = {"encoding": "fast", "fast": fast, "width": 8, "depth": 1, "num_heads": 2}
+    block, actions = {"name": "tokens", "chunk_size": 2, "critic": SMALL, "tokens": tokens}, gym.spaces.Box(-1, 1, (2,))
+    policy = build_policy(block, VECTORS, actions, "cpu")
+    fit_tokenizer(policy, torch.rand(100, 2, 2) * 2 - 1)
+    nn.init.normal_(policy.head.out.weight)
+    session = onnxruntime.InferenceSession(str(export_onnx(policy, VECTORS, actions, tmp_path / "p.onnx")))
+    obs, feed = observation(6)
+    with torch.no_grad():
+        wanted, _, _, decision = policy.decide(obs, deterministic=True)
+    assert np.allclose(session.run(None, feed)[0], wanted.clamp(-1, 1).numpy(), atol=1e-5)
+    assert int(decision["num_factors"].max()) > 1
+
+    def fail(*args, **kwargs):
+        raise torch.onnx.OnnxExporterError("step 3 of 3\nlong advice") from ValueError("no such operator\nsecond line")
+
+    monkeypatch.setattr(torch.onnx, "export", fail)
+    with pytest.raises(ExportError, match=r"^TokenPolicy cannot be written as ONNX: no such operator$"):
+        export_onnx(policy, VECTORS, actions, tmp_path / "q.onnx")
+    assert [file.name for file in tmp_path.iterdir()] == ["p.onnx"]
 
 
 def test_command_exports_a_run(tmp_path, capsys):

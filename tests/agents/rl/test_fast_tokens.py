@@ -16,6 +16,7 @@ from embodichain.agents.rl.collector import SyncCollector
 from embodichain.agents.rl.models import build_policy
 from embodichain.agents.rl.models.fast_tokens import END, FastCfg, FastTokenizer, dct_matrix
 from embodichain.agents.rl.models.tokens import FastTokenHead, TokenCfg, fit_tokenizer, make_token_head
+from embodichain.agents.rl.models.vla import load_vla_model, save_vla_model
 from embodichain.agents.rl.utils.ratios import count_ratios, decision_entropy, log_ratio, per_decision
 from embodichain.envs.registration import make
 from embodichain.envs.wrappers import chunked
@@ -286,6 +287,19 @@ def test_what_was_fitted_is_kept_with_the_weights_and_in_a_file(tmp_path):
         assert other.is_fitted
         assert torch.equal(other.encode(chunks)[0], tokenizer.encode(chunks)[0])
         torch.testing.assert_close(other.decode(other.encode(chunks)[0]), tokenizer.decode(tokenizer.encode(chunks)[0]))
+
+
+def test_a_saved_model_needs_no_file_of_its_tokenizer(tmp_path):
+    file = make_tokenizer().fit(smooth_chunks(50)).save(tmp_path / "tokens.json")
+    fast = {"encoding": "fast", "fast": {"tokenizer": str(file)}, "width": 8, "depth": 1, "num_heads": 2}
+    shapes = {"cameras": {"front": (16, 16, 3)}, "proprio": {}, "instruction_length": 8, "action_dim": 2}
+    settings = {**shapes, "chunk_size": 6, "head": "tokens", "tokens": fast}
+    model = load_vla_model(None, "tiny_vla", settings)
+    save_vla_model(model, tmp_path / "model")
+    file.unlink()
+    again = load_vla_model(tmp_path / "model").state_dict()
+    assert all(torch.equal(again[name], value) for name, value in model.state_dict().items())
+    assert model.action_head.tokenizer.is_fitted
 
 
 def test_what_does_not_fit_is_named(tmp_path):

@@ -141,7 +141,7 @@ class FastTokenizer(nn.Module):
     def decode(self, tokens: Tensor) -> Tensor:
         """Return the chunks that tokens ``[batch, n]`` stand for: whatever they are, missing integers are zeros,
         those that are too many are left out, and nothing counts after ``END``."""
-        alive = (tokens != END).long().cumprod(1)
+        alive = (tokens == END).long().cumsum(1) == 0
         count = self.lengths[tokens] * alive
         filled = torch.arange(self.cfg.max_run, device=tokens.device) < count.unsqueeze(-1)
         codes = self.runs[tokens].masked_fill(~filled, _PAD).flatten(1)

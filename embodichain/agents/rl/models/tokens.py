@@ -220,6 +220,8 @@ class FastTokenHead(TokenHead):
             torch.zeros(batch, dtype=torch.int64, device=device),
             torch.ones_like(features[:, 0], dtype=torch.bool),
         )
+        # Elsewhere, asking costs more than the rest; and an exported graph has no such end.
+        may_end = device.type == "cpu" and not torch.compiler.is_exporting()
         for i, position in enumerate(self.positions):
             x = given + position.to(given.dtype)
             if i:
@@ -230,13 +232,13 @@ class FastTokenHead(TokenHead):
             logits = self.out(self.norm(x[:, 0])).float().masked_fill(~allowed, -torch.inf)
             tokens[:, i], log_probs[:, i] = choose(logits, deterministic, generator)
             done, alive = done + self.tokenizer.lengths[tokens[:, i]], alive & (tokens[:, i] != END)
-            if device.type == "cpu" and not bool(alive.any()):  # elsewhere, asking costs more than the rest
+            if may_end and not bool(alive.any()):
                 break
         return self.decode(tokens), log_probs.unsqueeze(1), self._decision(tokens)
 
     @staticmethod
     def _decision(tokens: Tensor) -> TensorDict:
-        count = ((tokens != END).long().cumprod(1).sum(1) + 1).clamp(max=tokens.shape[1])
+        count = (((tokens == END).long().cumsum(1) == 0).sum(1) + 1).clamp(max=tokens.shape[1])
         return TensorDict({"tokens": tokens, "num_factors": count}, [tokens.shape[0]])
 
     def evaluate(self, features: Tensor, decision: TensorDictBase) -> tuple[Tensor, Tensor]:

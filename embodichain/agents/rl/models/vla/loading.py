@@ -148,6 +148,8 @@ def _write_model(model: nn.Module, target: Path) -> None:
     """Write the files of a model into a new folder."""
     settings = {**model.cfg.to_dict(), **model.save_files(target)} if isinstance(model, VLAModel) else {}
     files = {name: value.as_posix() for name, value in settings.items() if isinstance(value, Path)}
+    if settings:  # what a tokenizer's file said is among the weights
+        settings["tokens"]["fast"]["tokenizer"] = None
     lora = lora_of(model)
     about = {
         "model_class": registered_name(type(model)),
