@@ -198,6 +198,7 @@ class Simulation:
             self._actor.reset([])
         with torch.no_grad():
             action = self._actor(self._obs)
+        self.recorder.watch(self.watched)
         self.recorder.before(self._obs, action, self.pose)
         self._pull()
         obs, reward, terminated, truncated, info = self.env.step(action)

@@ -285,6 +285,11 @@ class DatasetRecorder:
         seeds = info.get("episode_seed")
         self._seed = -1 if seeds is None else int(seeds[env_id])
 
+    def watch(self, env_id: int) -> None:
+        """Record another env, from its next episode on."""
+        if env_id != self._env_id:
+            self._rows, self._env_id, self._whole = [], env_id, False
+
     def before(self, observation: TensorDict, action: Tensor, pose: Pose | None) -> None:
         """Keep what is known before a step."""
         if not (self.recording and self._whole):
