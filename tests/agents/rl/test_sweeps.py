@@ -288,6 +288,50 @@ def test_trials_that_fall_behind_are_pruned_and_failed_ones_are_told(tmp_path, m
     assert rows[:2] == [(1, 0.2), (2, pytest.approx(0.15))]  # the mean of what there is so far
 
 
+@pytest.mark.extra("sweep")
+def test_a_trial_that_was_killed_before_its_draws_gets_the_same_ones(tmp_path, monkeypatch):
+    class Killed(BaseException): ...
+
+    class Done(JobHandle):
+        """A run that is over at once."""
+
+        def __init__(self, job):
+            job.run_dir.mkdir(parents=True)
+            (job.run_dir / "train_config.json").write_text("{}")
+            (job.run_dir / "metrics.jsonl").write_text('{"step": 1, "eval/return": 1.0}\n')
+            RunRecord(seed=0, reason="iterations").write(job.run_dir)
+
+        def is_over(self):
+            return True
+
+        def stop(self): ...
+
+        def kill(self): ...
+
+    def drawn(name: str) -> list[dict]:
+        config = write_config(tmp_path / "c.json", tmp_path / name)
+        request = group.GroupRequest.of(config, [], [], "0", 1)
+        settings = study.SweepSettings(("lr=log(1e-4,1e-2)",), trials=3)
+        study.sweep(request, settings, console=MessageConsole(file=io.StringIO()))
+        return [trial["params"] for trial in json.loads((tmp_path / name / "group.json").read_text())["trials"]]
+
+    monkeypatch.setattr(Launcher, "start", lambda self, job: Done(job))
+    monkeypatch.setattr(study, "write_report", lambda paths, file: file)
+    wanted, draw = drawn("plain"), study.Sweep._draw
+
+    def draw_or_die(self, trial, name, domain):
+        if trial.number == 1:
+            raise Killed
+        return draw(self, trial, name, domain)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(study.Sweep, "_draw", draw_or_die)
+        with pytest.raises(Killed):
+            drawn("killed")
+    assert trials_in(tmp_path / "killed")[1] == "RUNNING"
+    assert drawn("killed") == wanted
+
+
 @pytest.mark.extra("sweep", "ray")
 @pytest.mark.timeout(300)
 def test_trials_are_trained_in_a_cluster(tmp_path, monkeypatch, capsys):

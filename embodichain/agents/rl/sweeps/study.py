@@ -128,19 +128,21 @@ class Sweep:
             taken = {one.slot for one in self.active}
             slot = next(slot for slot in range(self.request.jobs) if slot not in taken)
             if self._left:
-                trial = self._optuna.Trial(self.study, self._left.pop(0)._trial_id)
-                self._begin(trial, slot, again=True)
+                left = self._left.pop(0)
+                self._set_sampler(left.number)
+                self._begin(self._optuna.Trial(self.study, left._trial_id), slot, again=True)
             elif self._begun < self.settings.trials:
-                self._begin(self._ask(), slot)
+                self._set_sampler(self._begun)
+                self._begin(self.study.ask(), slot)
             else:
                 break
         return not self.active
 
-    def _ask(self) -> Any:
-        """Return a new trial. Its draws depend on its number alone, not on how often the sweep was interrupted."""
-        seed = 1009 * self.settings.sampler_seed + self._begun
+    def _set_sampler(self, number: int) -> None:
+        """Let the draws of a trial depend on its number, not on how often the sweep was interrupted, even between
+        the beginning of the trial and its draws."""
+        seed = 1009 * self.settings.sampler_seed + number
         self.study.sampler = self._optuna.samplers.TPESampler(seed=seed, constant_liar=True)
-        return self.study.ask()
 
     def _begin(self, trial: Any, slot: int, again: bool = False) -> None:
         """Draw the settings of a trial, or take those that it has, and start its first run."""
