@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -13,9 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 from rich.console import Console
 
-from embodichain.agents.rl.run_records import EVALUATIONS_FILE, is_run
+from embodichain.agents.rl.run_records import EVALUATIONS_FILE, RunRecord, is_run
 from embodichain.cli.options import Trust, loading, parse_options
 from embodichain.cli.summary import print_files, print_summary
+from embodichain.errors import UnknownNameError
 from embodichain.utils.console import check_counts
 
 if TYPE_CHECKING:
@@ -97,9 +99,25 @@ def opened_run(
     with reading_checkpoint(str(folder)):
         step = int(state["trainer"]["global_step"])
     count = min(num_envs or settings.num_eval_envs, episodes)
-    with make_eval_env(cfg.replace(trainer=settings), trusted_modules, num_envs=count, seed=seed) as env:
+    with (
+        _naming_modules(folder.parent.parent, trusted_modules),
+        make_eval_env(cfg.replace(trainer=settings), trusted_modules, num_envs=count, seed=seed) as env,
+    ):
         policy = load_policy(folder, env, settings.device, trusted_modules=trusted_modules)
         yield LoadedRun(folder, step, policy, env)
+
+
+@contextmanager
+def _naming_modules(run: Path, trusted_modules: Sequence[str]) -> Iterator[None]:
+    """Add to an error about an unknown name the modules that the command of the run trusted, if none is now."""
+    try:
+        yield
+    except UnknownNameError as error:
+        record = RunRecord.read(run)
+        if record is not None and record.trusted_modules and not trusted_modules:
+            words = " ".join(f"--trust {shlex.quote(module)}" for module in record.trusted_modules)
+            error.add_note(f"the run was made with {words}")
+        raise
 
 
 def main(argv: Sequence[str]) -> int:

@@ -95,7 +95,8 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _changed(row: dict[str, Any]) -> str:
-    return " ".join(f"{name.rpartition('.')[2]}={value}" for name, value in row["overrides"].items())
+    changed = ((name.rpartition(".")[2], value) for name, value in row["overrides"].items())
+    return " ".join(f"{name}={value}" if value else name for name, value in changed)
 
 
 def _rows(folder: Path, every: bool) -> list[dict[str, Any]]:

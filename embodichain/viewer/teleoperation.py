@@ -130,7 +130,7 @@ class Person:
             return
         gui.add_markdown(
             "Drag the gizmo, or use the keys: **I K** forward and back, **J L** left and right, **U O** up and down, "
-            "**Y H** turn, **G** gripper."
+            "**Y H** turn, **G** gripper. Click into the scene first: keys go where the last click went."
         )
         if len(arms.arms) > 1:
             chosen = gui.add_dropdown("Arm", tuple(arms.arms), initial_value=self._arm)

@@ -16,13 +16,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from embodichain.agents.rl.algo.ppo import PPO
+from embodichain.agents.rl.reports.figures import _curve_panel
 from embodichain.agents.rl.reports.series import curves_of, mean_and_band, select
 from embodichain.agents.rl.run_lock import RunLock
 from embodichain.agents.rl.run_records import RunInfo, find_runs
 from embodichain.agents.rl.train import resume_training
 from embodichain.cli.main import main
+from embodichain.envs import registration
 from tests.agents.rl.training_cases import write_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -130,6 +133,11 @@ def test_the_list_fits_a_narrow_terminal_and_is_sorted(tmp_path, capsys, monkeyp
     assert [line.split()[0] for line in lines[1::2]] == ["pole_20261116-150427", "pole_20261116-150426"]
     assert lines[1].split()[1:6] == ["finished", "1", "200", "4", "40%"]
     assert lines[2].strip() == "learning_rate=0.001"
+    record = json.loads((tmp_path / "pole_20261116-150427" / "run.json").read_text())
+    record["overrides"] = ["--dagger", "--trainer.total_steps", "9"]
+    (tmp_path / "pole_20261116-150427" / "run.json").write_text(json.dumps(record))
+    assert main(["runs", str(tmp_path), "--sort", "return"]) == 0
+    assert capsys.readouterr().out.splitlines()[2].strip() == "dagger total_steps=9"
 
 
 @pytest.mark.parametrize(
@@ -168,6 +176,30 @@ def test_seeds_are_one_series_with_mean_and_band(tmp_path):
         [(np.array([0.0, 10.0]), np.array([0.0, 10.0])), (np.array([5.0, 8.0]), np.array([1.0, 4.0]))]
     )
     assert [part.tolist() for part in between[:2]] == [[5.0, 8.0], [3.0, 6.0]]
+
+
+def test_a_label_names_what_differs_from_runs_of_the_same_name(tmp_path):
+    for name, exp_name, lr in (("a", "pole", 0.001), ("b", "pole", 0.01), ("c", "cart", 0.001)):
+        file = make_run(tmp_path / name, 0, [1.0], lr=lr) / "train_config.json"
+        data = json.loads(file.read_text())
+        data["trainer"] |= {"exp_name": exp_name, "gym_config": {"id": exp_name}}
+        file.write_text(json.dumps(data))
+        record = json.loads((tmp_path / name / "run.json").read_text())
+        (tmp_path / name / "run.json").write_text(json.dumps(record | {"name": exp_name}))
+    labels = [one.label for one in select([tmp_path]).series]
+    assert labels == ["pole learning_rate=0.001", "pole learning_rate=0.01", "cart"]
+
+
+def test_a_single_evaluation_is_seen(tmp_path):
+    """A line through one point draws nothing: it has a dot, and a bar for the deviation of several seeds."""
+    for seed in (0, 1):
+        make_run(tmp_path / f"seed{seed}", seed, [10.0 + seed])
+    axes = Figure().subplots()
+    _curve_panel(select([tmp_path]).series, "eval/return")(axes)
+    (dot,) = [line for line in axes.lines if line.get_label() == "pole"]
+    assert (dot.get_marker(), dot.get_xydata().tolist()) == (".", [[100.0, 10.5]])
+    (bar,) = axes.containers
+    np.testing.assert_allclose(bar[2][0].get_segments()[0][:, 1], [10.5 - 0.5**0.5, 10.5 + 0.5**0.5])
 
 
 def test_a_report_holds_everything_and_refers_to_nothing(tmp_path, capsys):
@@ -328,3 +360,26 @@ def test_a_training_records_itself(tmp_path, capsys, monkeypatch):
     assert run.evaluations[0]["episodes"] == 2
     assert find_runs(tmp_path) == [tmp_path / "run"]
     capsys.readouterr()
+
+
+def test_a_run_that_cannot_be_continued_stays_what_it_was(tmp_path, monkeypatch, capsys):
+    """Without the module of its task, which the error names, a run is neither evaluated nor resumed."""
+    module = tmp_path / "own_reach.py"
+    module.write_text(
+        "from embodichain.envs.registration import register_task\n"
+        "from embodichain.envs.tasks.reach import Reach\n"
+        "register_task('OwnReach', Reach)\n"
+    )
+    config = write_config(tmp_path / "c.json", tmp_path / "run", trainer={"gym_config": "OwnReach", "num_eval_envs": 4})
+    with monkeypatch.context() as patch:
+        patch.setattr(registration, "_TASKS", dict(registration._TASKS))
+        assert main(["train", str(config), "--trust", str(module), "--trainer.iterations", "1"]) == 0
+    before = (tmp_path / "run" / "run.json").read_text()
+    capsys.readouterr()
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--resume", "run", "--trainer.iterations", "2"]) == 2
+    assert "continue with: embodichain train --resume run --trust own_reach.py" in capsys.readouterr().err
+    assert main(["eval", "run", "--episodes", "1"]) == 2
+    assert f"the run was made with --trust {module}" in capsys.readouterr().err
+    assert (tmp_path / "run" / "run.json").read_text() == before
+    assert RunInfo(tmp_path / "run").state == "finished"

@@ -25,6 +25,7 @@ from embodichain.agents.rl.run_config import (
     attempt,
     environment_settings,
     joined_errors,
+    policy_to_begin_from,
 )
 from embodichain.config import Config, Count, Positive, configclass, load_config, merge, parse_overrides
 from embodichain.config.files import find_beside, find_shipped
@@ -136,11 +137,15 @@ class ImitateCfg(RunConfig):
 
 
 def load_imitate_config(
-    path: str | os.PathLike[str], trusted_modules: Collection[str] = (), gym_config: str | None = None
+    path: str | os.PathLike[str],
+    trusted_modules: Collection[str] = (),
+    gym_config: str | None = None,
+    init_from: str | None = None,
 ) -> ImitateCfg:
     """Read the config of an imitation, and complete it; ``gym_config`` takes the place of the file's environment.
 
     ``path`` may also be the name of an environment, whose config is the one that is shipped for it, or else defaults.
+    Its policy is that of the run ``init_from``, if one is given.
     """
     file = find_shipped(path)
     if file.suffix in FILE_SUFFIXES or file.is_file():
@@ -148,6 +153,7 @@ def load_imitate_config(
     else:
         import_trusted(trusted_modules, config_folders())
         data, file = config_of_environment(str(path))
+        data["policy"] = policy_to_begin_from(init_from, data["policy"])
     if "source" not in data and {"collector", "buffer_size"} & set(data.get("trainer", {})):
         raise ConfigError("it has no source to imitate, and looks like one of embodichain train", str(file))
     if gym_config is not None and isinstance(data.get("trainer"), dict):

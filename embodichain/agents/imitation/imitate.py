@@ -29,7 +29,7 @@ from embodichain.agents.imitation.sources import (
 )
 from embodichain.agents.imitation.trainer import ImitationTrainer
 from embodichain.agents.rl.algo.imitation import Imitation
-from embodichain.agents.rl.arguments import given_environment
+from embodichain.agents.rl.arguments import given_origins
 from embodichain.agents.rl.models.registry import build_policy
 from embodichain.agents.rl.run_loop import TrainingResult
 from embodichain.agents.rl.run_records import RunOrigin
@@ -77,7 +77,7 @@ def imitate_from_config(
     if isinstance(config, ImitateCfg):
         cfg = complete(config, trusted_modules)
     else:
-        cfg = load_imitate_config(config, trusted_modules, given_environment(overrides))
+        cfg = load_imitate_config(config, trusted_modules, *given_origins(overrides))
     cfg = override(cfg, list(overrides), trusted_modules)
     given = "" if isinstance(config, ImitateCfg) else os.fspath(config)
     origin = RunOrigin(given, tuple(overrides), tuple(trusted_modules), "imitate")

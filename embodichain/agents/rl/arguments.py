@@ -76,6 +76,11 @@ def given_environment(overrides: Sequence[str]) -> str | None:
     return None if given is None or given.lstrip().startswith("{") else given
 
 
+def given_origins(overrides: Sequence[str]) -> tuple[str | None, str | None]:
+    """Return the environment that takes the place of the config's own, and the run that the policy begins from."""
+    return given_environment(overrides), given_value(overrides, "trainer.init_from")[0]
+
+
 def given_value(overrides: Sequence[str], name: str) -> tuple[str | None, list[str]]:
     """Return the value of a flag, if it is given with one, and the other words."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)

@@ -26,6 +26,7 @@ from embodichain.agents.rl.run_config import (
     attempt,
     environment_settings,
     joined_errors,
+    policy_to_begin_from,
     problem_lines,
 )
 from embodichain.agents.rl.utils import ClippedCfg
@@ -109,12 +110,16 @@ class TrainCfg(RunConfig):
 
 
 def load_train_config(
-    path: str | os.PathLike[str], trusted_modules: Collection[str] = (), gym_config: str | None = None
+    path: str | os.PathLike[str],
+    trusted_modules: Collection[str] = (),
+    gym_config: str | None = None,
+    init_from: str | None = None,
 ) -> TrainCfg:
     """Read a training config, put its environment's settings into it, and add the defaults of its algorithm.
 
     ``path`` may also be the name of an environment, whose config is the one that is shipped for it, or else defaults.
-    ``gym_config`` takes the place of the file's, which is not read then.
+    Its policy is that of the run ``init_from``, if one is given. ``gym_config`` takes the place of the file's, which is
+    not read then.
     """
     file = find_shipped(path)
     if file.suffix in FILE_SUFFIXES or file.is_file():
@@ -122,6 +127,7 @@ def load_train_config(
     else:
         import_trusted(trusted_modules, config_folders())
         given, file = config_of_environment(str(path), trusted_modules)
+        given["policy"] = policy_to_begin_from(init_from, given["policy"])
     data, problems = translate_train_config(given, str(file))
     if gym_config is not None and isinstance(data.get("trainer"), dict):
         data["trainer"]["gym_config"] = gym_config

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
+from embodichain.agents.rl.run_records import CONFIG_FILE
 from embodichain.config import (
     MISSING,
     Config,
@@ -23,6 +25,7 @@ from embodichain.errors import ConfigError, EmbodiChainError, UnknownNameError
 from embodichain.extras import check_trusted, config_folders, import_trusted
 
 _T = TypeVar("_T")
+_LOG = logging.getLogger(__name__)
 Steps = Annotated[int, Field(ge=0, le=2**53)]
 NumEnvs = Annotated[int, Field(ge=1, le=2**20)]
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
@@ -117,6 +120,23 @@ def saved_run_config(config: Mapping[str, Any], trusted_modules: Collection[str]
         raise ConfigError([f"{name}: expected a value, got none" for name in missing], source)
     environment = environment_settings(cfg.trainer.gym_config, Path.cwd())
     return cfg.replace(trainer=cfg.trainer.replace(gym_config=environment))
+
+
+def policy_to_begin_from(run: str | None, block: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the block ``policy`` of the run that another one begins from, or ``block`` if there is none to read.
+
+    Whether the policy has a critic, and which one, is still said by ``block``.
+    """
+    folders = [] if run is None else [Path(run), *Path(run).resolve().parents[:2]]  # it may be one of its checkpoints
+    file = next((folder / CONFIG_FILE for folder in folders if (folder / CONFIG_FILE).is_file()), None)
+    saved = None if file is None else load_config(file).get("policy")
+    if not isinstance(saved, Mapping):
+        return dict(block)
+    _LOG.info("the policy is built as that of %s", run)
+    if {saved.get("name"), block.get("name")} == {"actor_critic", "actor_only"}:
+        critic = {name: value for name, value in block.items() if name in ("name", "critic")}
+        return {name: value for name, value in saved.items() if name != "critic"} | critic
+    return dict(saved)
 
 
 def environment_settings(given: str | Mapping[str, Any], folder: Path) -> dict[str, Any]:

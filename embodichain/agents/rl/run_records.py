@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
@@ -110,6 +111,14 @@ class RunRecord:
                 record.overrides = [str(word) for word in record.overrides]
                 return record
         return None
+
+    @property
+    def trusted_modules(self) -> list[str]:
+        """The modules that the command trusted, as it named them."""
+        with contextlib.suppress(ValueError):
+            words = shlex.split(self.command)
+            return [value for word, value in pairwise(words) if word == "--trust"]
+        return []
 
     def write(self, folder: Path) -> None:
         """Write it, whole or not at all."""

@@ -387,17 +387,21 @@ def telling_how_to_continue(
     folder: RunFolder, trusted_modules: Collection[str] = (), ranks: Ranks | None = None, command: str = "train"
 ) -> Iterator[None]:
     """Add to an error that ends a run the command that continues it; one that has learned nothing leaves no folder."""
+    former = RunRecord.read(folder.path)
     try:
         yield
     except BaseException as error:
-        if ranks is None or ranks.is_first:
+        is_first = ranks is None or ranks.is_first
+        if is_first and RunRecord.read(folder.path) != former:  # or else it was not continued: it is what it was
             RunRecord.end(folder.path, "interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error)
+        if is_first:
             folder.discard()
         continues = isinstance(error, EmbodiChainError | KeyboardInterrupt) and not isinstance(error, ConfigError)
         if continues and "--resume" not in str(error):  # a wrong config stays wrong
             with contextlib.suppress(EmbodiChainError):
                 find_checkpoint(folder.path)
-                error.add_note(f"continue with: {resume_command(folder.path, trusted_modules, command)}")
+                trusted = trusted_modules or ([] if former is None else former.trusted_modules)
+                error.add_note(f"continue with: {resume_command(folder.path, trusted, command)}")
         raise
 
 

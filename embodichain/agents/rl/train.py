@@ -18,7 +18,7 @@ from rich.console import Console
 
 from embodichain.agents.processes.shared_memory import format_bytes
 from embodichain.agents.rl.algo.base import BaseAlgorithm, Teacher, build_algo
-from embodichain.agents.rl.arguments import given_environment, parse_args
+from embodichain.agents.rl.arguments import given_origins, parse_args
 from embodichain.agents.rl.buffer.vla_buffer import VLABuffer
 from embodichain.agents.rl.checkpoint import (
     check_parts,
@@ -127,7 +127,7 @@ def train_from_config(
     if isinstance(config_path, TrainCfg):
         cfg = complete(config_path, trusted_modules)
     else:
-        cfg = load_train_config(config_path, trusted_modules, given_environment(overrides))
+        cfg = load_train_config(config_path, trusted_modules, *given_origins(overrides))
     cfg = override(cfg, list(overrides), trusted_modules=trusted_modules)
     with joined_ranks() as ranks:
         run = run_to_continue(cfg.trainer, ranks)
@@ -271,7 +271,11 @@ def begin_from(source: str, policy: Policy) -> None:
     lacking = {name: value for name, value in own.items() if policy.in_critic(name) or _part(name) == "auxiliary"}
     unused = {"auxiliary"} if policy.has_critic else {"auxiliary", "critic"}
     given = {name: value for name, value in state["policy"].items() if name in own or _part(name) not in unused}
-    load_weights(policy, lacking | given, f"trainer.init_from: {folder}")
+    try:
+        load_weights(policy, lacking | given, f"trainer.init_from: {folder}")
+    except CheckpointError as error:
+        hint = f"the block 'policy' has to be that of {source}, which its train_config.json holds"
+        raise CheckpointError(f"{error}; {hint}") from error
     policy.version.zero_()
 
 

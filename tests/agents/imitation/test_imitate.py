@@ -18,6 +18,7 @@ from embodichain.agents.imitation.config import ImitateCfg, complete, load_imita
 from embodichain.agents.imitation.imitate import imitate_from_config, opened_imitation, resume_imitation
 from embodichain.agents.rl.algo.imitation import Imitation, ImitationCfg
 from embodichain.agents.rl.checkpoint import find_checkpoint, load_checkpoint, load_policy
+from embodichain.agents.rl.config import load_train_config
 from embodichain.agents.rl.models import Policy, build_policy
 from embodichain.agents.rl.models.actor_critic import ActorOnly
 from embodichain.agents.rl.runs import read_metrics
@@ -140,6 +141,13 @@ def test_a_stream_is_imitated_evaluated_continued_and_reinforced(tmp_path, capsy
     policy, tuned = load_policy(run), load_policy(tmp_path / "tuned")
     assert same(tuned.encoder.normalizer.state_dict(), policy.encoder.normalizer.state_dict())  # statistics stay
     assert not torch.equal(tuned.head.velocity_net[0].weight, policy.head.velocity_net[0].weight)
+    for begun in (run, best):  # by the name of an environment, the policy is built as the run's
+        assert (
+            load_train_config("ReachRL", init_from=str(begun)).policy == load_train_config(tmp_path / "rl.json").policy
+        )
+    (tmp_path / "rl.json").write_text(json.dumps(rl | {"policy": POLICIES["actor_critic"]}))
+    with pytest.raises(CheckpointError, match=r"another architecture.*the block 'policy' has to be that of .*run"):
+        train_from_config(tmp_path / "rl.json", [*flags[:2], "--trainer.run_dir", str(tmp_path / "other")])
     with pytest.raises(CheckpointError, match="run of embodichain train"):
         resume_imitation(tmp_path / "tuned")
 

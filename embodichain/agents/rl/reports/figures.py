@@ -31,6 +31,8 @@ _WIDTH, _HEIGHT, _COLUMNS = 4.6, 2.7, 2
 _MARGINS, _LINE = (0.15, 0.3, 0.45), 0.22
 """Inches at the right of a panel, above and below it; and for a line of the legend."""
 _MAX_POINTS = 300
+_MARKED_POINTS = 40
+"""A curve of fewer points has a dot at each."""
 _MINUTES = 60.0
 _LEGEND_ENTRIES = 10
 
@@ -56,12 +58,15 @@ def _curve_panel(series: Sequence[Series], name: str, over: str = "step") -> Cal
             band = mean_and_band(curves_of(one, name, over))
             for x, y in lines:
                 thin = _thinned(x * scale, y)
-                marker = "." if 0 < len(x) < 40 else ""
+                marker = "." if 0 < len(x) < _MARKED_POINTS else ""
                 own = {"alpha": 0.3, "lw": 0.7} if band is not None else {"lw": 1.4, "marker": marker, "ms": 4}
                 axes.plot(*thin, color=colour(index), label=_shown(one.label) if band is None else None, **own)
             if band is not None:
                 grid, mean, deviation = band
-                axes.plot(grid * scale, mean, color=colour(index), lw=1.8, label=_shown(one.label))
+                if len(grid) == 1:  # a line or a band of one point is not seen
+                    axes.errorbar(grid * scale, mean, deviation, color=colour(index), capsize=3)
+                marker = "." if len(grid) < _MARKED_POINTS else ""
+                axes.plot(grid * scale, mean, color=colour(index), lw=1.8, marker=marker, ms=6, label=_shown(one.label))
                 axes.fill_between(
                     grid * scale, mean - deviation, mean + deviation, color=colour(index), alpha=0.18, lw=0
                 )

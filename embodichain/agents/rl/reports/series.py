@@ -162,14 +162,13 @@ def _in_series(runs: Sequence[RunInfo], trials: Mapping[Path, int]) -> list[Seri
         key = json.dumps(settings, sort_keys=True, default=str)
         grouped.setdefault(key, Series([], settings)).runs.append(run)
     series = list(grouped.values())
-    changed = [key for key, _ in differences(series)]
     used: set[str] = set()
     for one in series:
         numbers = {trials[run.path] for run in one.runs if run.path in trials}
         one.trials = tuple(sorted(numbers))
         name = one.runs[0].record.name
-        is_alone = sum(other.runs[0].record.name == name for other in series) == 1 and not one.trials
-        others = [] if is_alone else [key for key in changed if not key.endswith("exp_name")]
+        peers = series if one.trials else [other for other in series if other.runs[0].record.name == name]
+        others = [key for key, _ in differences(peers) if not key.endswith("exp_name")]
         parts = [f"{key.rpartition('.')[2]}={_short(one.settings.get(key, ABSENT))}" for key in others[:_LABEL_PARTS]]
         more = ["…"] if len(others) > _LABEL_PARTS else []
         first = f"trial {', '.join(map(str, one.trials))}" if one.trials else name

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from embodichain.agents.rl.arguments import given_environment, given_value
+from embodichain.agents.rl.arguments import given_origins, given_value
 from embodichain.agents.rl.config import TrainCfg, load_train_config, override
 from embodichain.agents.rl.run_lock import RunLock
 from embodichain.agents.rl.run_records import GROUP_FILE, RunInfo, program_command, read_group
@@ -78,7 +78,7 @@ class GroupRequest:
 
     def load(self, prog: str) -> TrainCfg:
         """Return the config with the flags applied."""
-        cfg = load_train_config(self.config, self.trusted_modules, given_environment(self.overrides))
+        cfg = load_train_config(self.config, self.trusted_modules, *given_origins(self.overrides))
         return override(cfg, list(self.overrides), prog, self.trusted_modules)
 
 
