@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from embodichain.agents.rl import default_config
 from embodichain.agents.rl.config import TrainerCfg, load_train_config, override, tell_amounts
 from embodichain.agents.rl.train import train_from_config
 from embodichain.cli.main import main
@@ -51,7 +52,10 @@ def test_shipped_config_goes_before_defaults():
     assert load_train_config("configs/agents/rl/push_cube/train_config.json") == cfg
 
 
-def test_configs_for_a_gpu_and_instructions_are_told(caplog):
+def test_configs_for_a_gpu_and_instructions_are_told(caplog, monkeypatch):
+    """Of a task whose only shipped config is for a GPU."""
+    shipped = default_config.shipped_config
+    monkeypatch.setattr(default_config, "shipped_config", lambda name, *file: shipped(name, *file) if file else None)
     with caplog.at_level("INFO"):
         load_train_config("StackCubeLanguageRL")
     assert "embodichain train" in caplog.text
