@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 from PIL import Image
 
 PROGRAM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -49,6 +51,15 @@ return Object.values(window.__viserTestpoints.uplots).map(({chart}) => {
     return {"shown": [chart.scales.x.min, chart.scales.x.max], "steps": [steps[0], steps[steps.length - 1]],
             "drawn": columns.length ? [columns[0], columns[columns.length - 1]] : null}
 })
+"""
+_READ_IMAGE = """
+const image = Array.from(document.querySelectorAll("img")).find(one => one.naturalWidth > 100 && one.offsetParent)
+if (!image) return null
+const canvas = document.createElement("canvas")
+canvas.width = image.naturalWidth, canvas.height = image.naturalHeight
+const context = canvas.getContext("2d")
+context.drawImage(image, 0, 0)
+return [canvas.width, canvas.height, Array.from(context.getImageData(0, 0, canvas.width, canvas.height).data)]
 """
 _SECONDS = 90.0
 
@@ -104,6 +115,11 @@ class Page:
         """Return of each plot the steps at both ends of its x-axis and of its data, and where its first line is drawn,
         as parts of its width."""
         return [plot for plot in self.driver.execute_script(_READ_PLOTS) if plot is not None]
+
+    def image(self) -> NDArray[np.uint8] | None:
+        """Return the image that the page shows beside the scene, ``[height, width, 3]``, if there is one."""
+        found = self.driver.execute_script(_READ_IMAGE)
+        return None if found is None else np.array(found[2], np.uint8).reshape(found[1], found[0], 4)[..., :3]
 
     def keys(self, keys: str) -> None:
         """Press keys one after the other."""

@@ -177,7 +177,14 @@ def test_pictures_of_cameras_and_of_a_training(page: Page, tmp_path: Path):
             viewer.playback.step()
         page.open(viewer.url, viewer)
         page.tab("Cameras")
-        page.wait(lambda: page.all("//img[starts-with(@src, 'blob:') or starts-with(@src, 'data:')]"), "the image")
+        page.wait(lambda: page.image() is not None, "the image")
+        seen, frame = page.image(), viewer.playback.frame
+        assert seen is not None
+        assert frame is not None
+        wanted = frame.images["side"].repeat(2, axis=0).repeat(2, axis=1)
+        assert wanted.std() > 10, "a camera that sees nothing"
+        assert seen.shape == wanted.shape
+        assert np.abs(seen.astype(float) - wanted).mean() < 5.0, "another image"
         page.screenshot("cameras")
     env = make_to_watch("QuadrupedVelocityRL", num_envs=9, seed=2)
     with served(Simulation(env, "QuadrupedVelocityRL", seed=2, acts="random"), 8234) as viewer:
@@ -185,6 +192,11 @@ def test_pictures_of_cameras_and_of_a_training(page: Page, tmp_path: Path):
             viewer.playback.step()
         page.open(viewer.url, viewer)
         page.wait(lambda: colours(page.screenshot("envs")) > 3000, "the scene")
+        before = np.asarray(page.screenshot("envs"), float)
+        begun = viewer.playback.cursor
+        page.click(">")
+        page.wait(lambda: viewer.playback.cursor == begun + 1, "a step")
+        page.wait(lambda: np.abs(np.asarray(page.screenshot("envs")) - before)[:, :600].max() > 50, "robots that move")
     words = ["train", "PushCubeRL", "--viewer", "--trainer.run_dir", str(tmp_path / "run"), "--trainer.num_envs", "32"]
     job = subprocess.Popen([sys.executable, "-m", "embodichain", *words], stderr=subprocess.PIPE, text=True)
     try:
@@ -194,8 +206,18 @@ def test_pictures_of_cameras_and_of_a_training(page: Page, tmp_path: Path):
         page.open(address)
         page.wait(lambda: page.all("//*[contains(text(), 'steps of every env')]"), "states of the training", 200.0)
         page.wait(lambda: colours(page.screenshot("train")) > 3000, "the scene")
+        before = trained_steps(page)
+        page.wait(lambda: trained_steps(page) > before, "more steps")
+        page.screenshot("train")
+        assert job.poll() is None, "the training ended"
     finally:
         job.kill()
+
+
+def trained_steps(page: Page) -> int:
+    """Return how many steps of a job the panel tells of."""
+    (text,) = [found.text for found in page.all("//p[contains(text(), 'steps of every env')]")]
+    return int(text.split()[0].replace(",", ""))
 
 
 def reachable(address: str) -> bool:
