@@ -30,6 +30,8 @@ from embodichain.agents.imitation.sources import (
 from embodichain.agents.imitation.trainer import ImitationTrainer
 from embodichain.agents.rl.algo.imitation import Imitation
 from embodichain.agents.rl.arguments import given_origins
+from embodichain.agents.rl.checkpoint import load_weights, reading_checkpoint
+from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.models.registry import build_policy
 from embodichain.agents.rl.run_loop import TrainingResult
 from embodichain.agents.rl.run_records import RunOrigin
@@ -148,7 +150,11 @@ def build_imitation(
         if eval_env is not None:
             undo.callback(eval_env.close)
         step = 0 if resumed is None else int(resumed["trainer"]["global_step"])
-        source = open_source(cfg, wanted, step, trusted_modules)
+        if resumed is not None and step >= settings.publish_freq:  # so that it acts in the stream's first episodes
+            with reading_checkpoint("the checkpoint"):
+                load_weights(policy, resumed["policy"], "the checkpoint")
+        acting = policy if step >= settings.publish_freq else None
+        source = open_source(cfg, wanted, step, trusted_modules, acting)
         undo.callback(source.close)
         trainer = ImitationTrainer(cfg, learner, source, spaces, folder, eval_env, console)
         undo.pop_all()
@@ -165,13 +171,19 @@ def _spaces(cfg: ImitateCfg, trusted_modules: Collection[str]) -> dict[str, Any]
     return {"observation": observation, "action": action}
 
 
-def open_source(cfg: ImitateCfg, wanted: Wanted, step: int = 0, trusted_modules: Collection[str] = ()) -> ChunkSource:
-    """Return what a config's block ``source`` describes; ``step`` is where a run continues."""
+def open_source(
+    cfg: ImitateCfg,
+    wanted: Wanted,
+    step: int = 0,
+    trusted_modules: Collection[str] = (),
+    acting: Policy | None = None,
+) -> ChunkSource:
+    """Return what a config's block ``source`` describes; ``step`` is where a run continues, by ``acting``."""
     seed, parts = cfg.trainer.seed, cfg.source.parts()
 
     def open_part(index: int, part: MixedCfg) -> ChunkSource:
         if part.stream is not None:
-            return StreamSource(stream_settings(cfg, part, step + 1_000_003 * index, trusted_modules), wanted)
+            return StreamSource(stream_settings(cfg, part, step + 1_000_003 * index, trusted_modules), wanted, acting)
         return FolderSource(str(part.dataset), wanted, seed + index, part.keys, part.memory)
 
     with ExitStack() as undo:

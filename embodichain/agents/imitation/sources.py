@@ -149,14 +149,17 @@ class StreamSource:
 
     is_exact = False
 
-    def __init__(self, cfg: OnlineDataEngineCfg, wanted: Wanted) -> None:
-        """Start the stream; the first chunks can be drawn when this returns."""
+    def __init__(self, cfg: OnlineDataEngineCfg, wanted: Wanted, acting: Policy | None = None) -> None:
+        """Start the stream, in which a policy may act from the beginning; the first chunks can be drawn when this
+        returns."""
         self.engine, self._wanted = OnlineDataEngine(cfg), wanted
         self._generator = np.random.default_rng([cfg.seed, 1])
         self._is_corrected = cfg.check().source == "dagger"
         self._by_expert = 1.0
         """Share of the steps of the last chunks in which the expert acted."""
         _LOG.info("the stream fills its buffer of %d episodes", cfg.buffer_size)
+        if acting is not None:
+            self.publish(acting)
         self.engine.start()
         try:
             buffer = self.engine.shared_buffer

@@ -21,8 +21,9 @@ from embodichain.agents.rl.checkpoint import find_checkpoint, load_checkpoint, l
 from embodichain.agents.rl.config import load_train_config
 from embodichain.agents.rl.models import Policy, build_policy
 from embodichain.agents.rl.models.actor_critic import ActorOnly
-from embodichain.agents.rl.runs import read_metrics
+from embodichain.agents.rl.runs import locked_run, read_metrics, read_saved
 from embodichain.agents.rl.train import resume_training, train_from_config
+from embodichain.agents.rl.utils.distributed import Ranks
 from embodichain.cli.main import main
 from embodichain.errors import CheckpointError, ConfigError, NotFiniteError, RolloutError
 from tests.agents.rl.helpers import box
@@ -367,6 +368,11 @@ def test_dagger_lets_the_policy_act_and_continues_with_it(tmp_path):
         assert engine._published.version == 13  # the restored policy acts, whatever did before
     first = read_metrics(tmp_path / "run" / "metrics.jsonl")[0]
     assert first["stream/expert_acted"] == 1.0
+    with locked_run(tmp_path / "run", Ranks()) as folder:
+        state = read_saved(tmp_path / "run", folder, "imitate")[2]
+        with opened_imitation(cfg, folder, state) as trainer:  # it acts in the first episodes, too
+            engine = trainer.source.engine
+            assert {engine.episode_info(row).policy_version for row in range(4)} <= {12, 13}
 
 
 def test_dagger_needs_an_expert(tmp_path):
