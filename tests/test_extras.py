@@ -56,6 +56,7 @@ def test_the_distribution_is_the_one_we_build():
         "robots",
         "sweep",
         "viewer",
+        "docs",
     }
 
 
