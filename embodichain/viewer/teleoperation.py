@@ -292,7 +292,8 @@ class DatasetRecorder:
 
     def before(self, observation: TensorDict, action: Tensor, pose: Pose | None) -> None:
         """Keep what is known before a step."""
-        if not (self.recording and self._whole):
+        self._whole = self._whole and self.recording  # an episode whose first steps are missing is none
+        if not self._whole:
             return
         row: dict[Key, Tensor] = {("observation", *key): value for key, value in flatten(observation).items()}
         row[("action",)] = action

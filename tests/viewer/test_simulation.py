@@ -127,7 +127,8 @@ def test_what_is_recorded_is_shown_again_in_3d(tmp_path: Path):
 
 
 @pytest.mark.extra("data")
-def test_the_env_that_is_watched_is_recorded_from_its_next_episode_on(tmp_path: Path):
+@pytest.mark.parametrize("watched", [0, 1])
+def test_the_env_that_is_watched_is_recorded_from_its_next_episode_on(tmp_path: Path, watched: int):
     from embodichain.viewer.replay import Recording
 
     source, env = simulation("expert", num_envs=2, max_episode_steps=20)
@@ -135,13 +136,13 @@ def test_the_env_that_is_watched_is_recorded_from_its_next_episode_on(tmp_path: 
     with env:
         frames = [source.advance() for _ in range(5)]
         source.recorder.toggle()
-        source.watched = 1  # and not the one whose episodes began before
+        source.watched = watched  # another one, or the same
         frames += [source.advance() for _ in range(42)]
         source.recorder.toggle()
         assert (source.recorder.episodes, source.recorder.frames) == (1, 20)
         recording = Recording(tmp_path / "recorded")
         for own in frames[20:40]:
-            np.testing.assert_array_equal(recording.advance().pose.qpos[0], own.pose.qpos[1])
+            np.testing.assert_array_equal(recording.advance().pose.qpos[0], own.pose.qpos[watched])
 
 
 def test_the_latest_checkpoint_of_a_run_is_loaded_when_there_is_a_newer_one(
