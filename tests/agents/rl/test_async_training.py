@@ -12,7 +12,7 @@ import time
 import pytest
 import torch
 
-from embodichain.agents.rl import trainer as trainer_module
+from embodichain.agents.rl import run_loop
 from embodichain.agents.rl.checkpoint import find_checkpoint, load_checkpoint
 from embodichain.agents.rl.config import TrainCfg, complete, override, warn_about_config
 from embodichain.agents.rl.runs import RunFolder, read_metrics
@@ -139,7 +139,7 @@ def made_trainer(run_dir, **changes):
 def test_collection_goes_on_during_an_evaluation(tmp_path, monkeypatch):
     """The evaluated weights are the learner's, which stand still; the collector fills its queue meanwhile."""
     trainer = made_trainer(tmp_path / "run", trainer={"iterations": 2, "eval_freq": ROLLOUT, **vla(max_policy_lag=2)})
-    queued, evaluate = [], trainer_module.evaluate
+    queued, evaluate = [], run_loop.evaluate
 
     def slow_evaluation(policy, *args, **kwargs):
         before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
@@ -151,7 +151,7 @@ def test_collection_goes_on_during_an_evaluation(tmp_path, monkeypatch):
         assert all(torch.equal(tensor, policy.state_dict()[name]) for name, tensor in before.items())
         return result
 
-    monkeypatch.setattr(trainer_module, "evaluate", slow_evaluation)
+    monkeypatch.setattr(run_loop, "evaluate", slow_evaluation)
     trainer.train()
     assert queued[0] >= 2 * ROLLOUT
     trainer.env.close()
