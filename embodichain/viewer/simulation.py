@@ -156,6 +156,7 @@ class Simulation:
         self._steps = np.zeros(self.num_envs, np.int64)
         self._returns = np.zeros(self.num_envs)
         self._note = ""
+        self._unseen = ""  # why an env that is no task of ours has no picture
         self._panel: Panel | None = None
         self._status: Any = None
 
@@ -243,9 +244,10 @@ class Simulation:
                     images[name.removeprefix("image/")] = image
             elif row.size <= _MAX_SIGNAL:
                 signals[name] = _numbers(value).reshape(self.num_envs, -1)
-        if self._task is None or self._render is not None:
+        if (self._task is None and not self._unseen) or self._render is not None:
             images |= self._rendered()
-        return ViewFrame(self.pose, self._steps.copy(), signals, images, self._note)
+        note = "\n\n".join(filter(None, (self._note, self._unseen)))
+        return ViewFrame(self.pose, self._steps.copy(), signals, images, note)
 
     def _rendered(self) -> dict[str, NDArray[np.uint8]]:
         """Return an image of the watched env from a camera of the model; of a Gymnasium env, its own view."""
@@ -254,7 +256,9 @@ class Simulation:
             return {camera or _RENDER: self.env.render([self.watched], camera)[0]}
         except EmbodiChainError as error:
             self._render = None
-            if self._panel is not None and self._task is not None:
+            if self._task is None:
+                self._unseen = f"no picture: {error}"
+            elif self._panel is not None:
                 self._panel.say(str(error), bad=True)
             return {}
 

@@ -55,6 +55,23 @@ def test_playing_goes_on_where_one_is_and_then_simulates_on():
         np.testing.assert_allclose(np.sum(parts, axis=0), frame.signals["reward"], atol=1e-5)
 
 
+def test_an_env_without_a_picture_says_why_and_is_asked_once(monkeypatch: pytest.MonkeyPatch):
+    with make_to_watch("CartPole-v1", num_envs=1, seed=0) as env:
+        asked = []
+
+        def refuse(*args: object) -> None:
+            asked.append(args)
+            raise EmbodiChainError("pygame is not installed")
+
+        monkeypatch.setattr(env, "render", refuse)
+        playback = Playback(Simulation(env, "CartPole-v1", seed=0, acts="random"))
+        for _ in range(3):
+            playback.step()
+        assert [frame.images for frame in playback.frames] == [{}, {}, {}]
+        assert all("no picture: pygame is not installed" in frame.note for frame in playback.frames)
+        assert len(asked) == 1
+
+
 def test_the_tool_follows_a_person_and_the_other_envs_stay():
     source, env = simulation("person", num_envs=2)
     with env:
