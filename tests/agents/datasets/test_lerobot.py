@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from embodichain.agents.datasets.lerobot import (  # noqa: E402
     psnr,
     read_back,
     record,
+    roundtrip,
 )
 from embodichain.agents.datasets.lerobot import statistics as lerobot_statistics  # noqa: E402
 from embodichain.agents.datasets.lerobot import writer as lerobot_writer  # noqa: E402
@@ -327,6 +329,20 @@ def test_only_successes_are_recorded_when_asked(tmp_path: Path) -> None:
         list(record(Frames(), writer, 3, only_success=True))
     reader = LeRobotReader(tmp_path)
     assert [reader.read(index).seed for index in range(3)] == [0, 2, 4]
+
+
+def test_a_recording_of_successes_gives_up_where_there_are_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(roundtrip, "MOST_FAILURES", 5)
+
+    class Fails(Frames):
+        def advance(self) -> list[Episode]:
+            return [replace(episode, success=self.count == 3) for episode in super().advance()]
+
+    told = pytest.raises(DatasetError, match="1 of 2 episodes are recorded, and then 5 failed one after the other")
+    with LeRobotWriter(tmp_path, LAYOUT, fps=20, task="push") as writer, told:
+        list(record(Fails(), writer, 2, only_success=True))
 
 
 def test_a_recorded_source_gives_every_episode_once_per_round(folder: Path) -> None:

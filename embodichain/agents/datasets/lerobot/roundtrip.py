@@ -19,6 +19,8 @@ from embodichain.errors import DatasetError
 
 _KEPT_IMAGE_BYTES = 256 << 20
 """Bytes of original images that are kept for the comparison."""
+MOST_FAILURES = 1000
+"""Episodes that fail one after the other before a recording of successes gives up."""
 MIN_PSNR = 25.0
 """Decibels below which an image counts as another one; compression costs less."""
 
@@ -46,12 +48,18 @@ def record(
     """Write the next ``episodes`` episodes of a source; yield the trace of each.
     ``task`` says what is to be done in all of them; None: what they say themselves."""
     cameras = {feature.leaf.key for feature in features_of(source.layout) if feature.is_camera}
-    left, image_bytes = episodes, 0
+    left, image_bytes, failures = episodes, 0, 0
     while left:
         for episode in source.advance()[:left]:
             episode.check_finite()
             if only_success and not episode.success:
+                failures += 1
+                if failures == MOST_FAILURES:
+                    told = f"{episodes - left} of {episodes} episodes are recorded, and then {failures} failed"
+                    advice = "watch what acts with embodichain play, or keep episodes that fail, too"
+                    raise DatasetError(f"{told} one after the other: {advice}")
                 continue
+            failures = 0
             writer.add(episode if task is None else replace(episode, task=task))
             trace = Trace.of(episode, cameras, keep=image_bytes < _KEPT_IMAGE_BYTES)
             image_bytes += sum(image.nbytes for image in trace.images.values())
