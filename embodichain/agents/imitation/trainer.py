@@ -74,14 +74,8 @@ class ImitationTrainer(RunLoop):
                         self.source.publish(self.policy)
                     if crossed(settings.log_freq, before, self.global_step):
                         self._write_log()
-                    if crossed(settings.eval_freq, before, self.global_step):
-                        self.evaluate()
-                    if crossed(settings.save_freq, before, self.global_step) and self._saved_at != self.global_step:
-                        self.save_checkpoint()
-                if reason != "interrupted" and self.counters.evaluated_at != self.global_step:
-                    self.evaluate()
-                if self._saved_at != self.global_step:
-                    self.save_checkpoint()
+                    self._evaluate_and_save(before)
+                self._finish(reason)
         finally:
             self._close_log()
             self.folder.lock.release()

@@ -164,6 +164,21 @@ class RunLoop(ABC):
         seconds = self.cfg.trainer.max_seconds
         return 0.0 if seconds is None else min(1.0, self.counters.seconds / seconds)
 
+    def _evaluate_and_save(self, before: int) -> None:
+        """Evaluate and save where that is due after the steps since ``before``."""
+        settings = self.cfg.trainer
+        if crossed(settings.eval_freq, before, self.global_step):
+            self.evaluate()
+        if crossed(settings.save_freq, before, self.global_step) and self._saved_at != self.global_step:
+            self.save_checkpoint()
+
+    def _finish(self, reason: StopReason) -> None:
+        """Evaluate the policy of the last step, unless a person waits for the end, and save the state."""
+        if reason != "interrupted" and self.counters.evaluated_at != self.global_step:
+            self.evaluate()
+        if self._saved_at != self.global_step:
+            self.save_checkpoint()
+
     def evaluate(self) -> None:
         """Evaluate the policy, on the first rank; log how it did, and save it if it is the best so far."""
         settings, now = self.cfg.trainer, self.counters

@@ -16,7 +16,7 @@ from embodichain.agents.rl.collector.async_collector import AsyncCollector
 from embodichain.agents.rl.collector.config import AsyncCfg
 from embodichain.agents.rl.collector.sync_collector import SyncCollector
 from embodichain.agents.rl.config import TrainCfg, TrainerCfg, num_iterations
-from embodichain.agents.rl.run_loop import Counters, RunLoop, Scalars, StopReason, TrainingResult, crossed
+from embodichain.agents.rl.run_loop import Counters, RunLoop, Scalars, StopReason, TrainingResult
 from embodichain.agents.rl.runs import RunFolder, StopSignals
 from embodichain.agents.rl.utils.distributed import check_equal
 from embodichain.agents.rl.utils.tensordicts import space_to_data
@@ -85,14 +85,8 @@ class Trainer(RunLoop):
                     check_equal(self.ranks, self.policy, f"after the update at step {before}")
                     self.collector.publish()
                     self._log_iteration(rollout, measures, began, collected)
-                    if crossed(settings.eval_freq, before, self.global_step):
-                        self.evaluate()
-                    if crossed(settings.save_freq, before, self.global_step) and self._saved_at != self.global_step:
-                        self.save_checkpoint()
-                if reason != "interrupted" and self.counters.evaluated_at != self.global_step:
-                    self.evaluate()
-                if self._saved_at != self.global_step:
-                    self.save_checkpoint()
+                    self._evaluate_and_save(before)
+                self._finish(reason)
         finally:
             self.collector.stop()
             self._close_log()

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import warnings
+from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 warnings.filterwarnings("ignore")
@@ -14,8 +15,10 @@ warnings.filterwarnings("ignore")
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
-# torchvision's compiled part fits one build of torch; what the reader uses of it is Python, but for this name.
-torch.library.define("torchvision::nms", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+sys.path.append(str(Path(__file__).parents[1] / "rl"))
+import torchvision_names  # noqa: E402, F401 - first, as lerobot imports torchvision
+
+# isort: split
 
 from lerobot.datasets.lerobot_dataset import LeRobotDataset  # noqa: E402
 

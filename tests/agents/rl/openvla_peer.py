@@ -4,19 +4,15 @@
 project. OpenVLA's own class is code that lies in its repository; how it puts the parts together is written out here.
 """
 
-# ruff: noqa: E402
 import json
 import sys
 from itertools import pairwise
 from pathlib import Path
 
 import torch
+import torchvision_names  # noqa: F401 - first, as what follows imports torchvision
 
-for name in ("nms", "qnms"):  # builds of torchvision for a GPU lack them beside a torch for the CPU
-    try:
-        torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    except RuntimeError:
-        pass  # torchvision has them
+# isort: split
 
 import timm
 import transformers

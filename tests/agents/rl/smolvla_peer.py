@@ -4,17 +4,13 @@
 nothing of this project. ``fixtures/smolvla`` is what it wrote with lerobot 0.4.4 and transformers 4.57.6.
 """
 
-# ruff: noqa: E402
 import sys
 from pathlib import Path
 
 import torch
+import torchvision_names  # noqa: F401 - first, as what follows imports torchvision
 
-for name in ("nms", "qnms"):  # builds of torchvision for a GPU lack them beside a torch for the CPU
-    try:
-        torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    except RuntimeError:
-        pass  # torchvision has them
+# isort: split
 
 import transformers
 from lerobot.configs.types import FeatureType, NormalizationMode, PolicyFeature

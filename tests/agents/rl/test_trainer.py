@@ -20,9 +20,10 @@ from embodichain.agents.rl.algo.base import BaseAlgorithm
 from embodichain.agents.rl.checkpoint import find_checkpoint, list_checkpoints, load_checkpoint
 from embodichain.agents.rl.collector.sync_collector import SyncCollector
 from embodichain.agents.rl.config import TrainCfg, complete, override
+from embodichain.agents.rl.run_loop import Counters, crossed
 from embodichain.agents.rl.runs import RunFolder, RunLog, StopSignals, read_metrics
 from embodichain.agents.rl.train import build_trainer, resume_training, train_from_config
-from embodichain.agents.rl.trainer import Counters, Trainer, crossed
+from embodichain.agents.rl.trainer import Trainer
 from embodichain.envs.registration import load_gym_config, make
 from embodichain.errors import ConfigError, MissingExtraError, NotFiniteError, OutputError, WorkerError
 from embodichain.extras import available

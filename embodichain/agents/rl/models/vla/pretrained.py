@@ -5,6 +5,7 @@ numbers an action has. ``PretrainedVLA.complete_config`` finds them in an enviro
 """
 
 import json
+from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -66,13 +67,13 @@ class PretrainedVLA(VLAModel):
             raise ConfigError("num_points: a pretrained policy does not point; leave it out", "model_config")
 
     @classmethod
+    @abstractmethod
     def read_config(cls, folder: Path, content: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings that the other library's ``config.json`` stands for."""
-        raise NotImplementedError
 
+    @abstractmethod
     def foreign_weights(self, folder: Path) -> dict[str, Tensor]:
         """Return the weights in the folder of the other library, by the names that they have here."""
-        raise NotImplementedError
 
     def tokens_of(self, obs: TensorDictBase, batch: int, encode: Any, length: int) -> tuple[Tensor, Tensor]:
         """Return ids ``[batch, length]`` of the instruction, and which of them are text."""
